@@ -1,0 +1,224 @@
+"""How long one local training step takes: ours against PEFT, a naive mixture and the published way.
+
+GPT-2 (124M, random weights, no dropout), a batch of 8 x 128 tokens: forward, backward and an AdamW
+step of everything but the routers, as in an expert step of CoMiGS. Contestants take turns, so
+that whatever else the machine does falls on all; ratios are of medians of one run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from coterie.adapters import Adapter, Layout, LoraLinear
+from coterie.training.loss import language_model_loss
+from coterie.training.precision import Precision, autocast, cast_frozen
+
+BATCH, TIME = 8, 128
+RANK, ALPHA = 8, 16.0
+TARGETS = [  # contestant, against, largest ratio
+    ("ours, 2 experts", "PEFT LoRA", 1.10),
+    ("ours, 2 experts", "naive mixture", 0.75),
+    ("ours, 2 experts", "gathering mixture", 0.62),
+    ("ours, 4 experts, top 2", "PEFT LoRA", 1.35),
+]
+
+
+class NaiveLora(nn.Module):
+    """A linear layer with a low-rank correction, as the formula reads."""
+
+    def __init__(self, base: nn.Module, inside: int, outside: int) -> None:
+        super().__init__()
+        self.base = base
+        self.A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(RANK, inside), a=5**0.5))
+        self.B = nn.Parameter(torch.zeros(outside, RANK))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., in) to (..., out)."""
+        return self.base(x) + ALPHA / RANK**0.5 * F.linear(F.linear(x, self.A), self.B)
+
+
+class NaiveMixture(nn.Module):
+    """One full MLP per expert, on all tokens or on those gathered for it (the released code)."""
+
+    def __init__(self, mlp: nn.Module, experts: int, gathers: bool) -> None:
+        super().__init__()
+        up, down = mlp.c_fc, mlp.c_proj
+        assert isinstance(up, nn.Module)
+        assert isinstance(down, nn.Module)
+        wide, dim = down.weight.shape  # pyright: ignore
+        self.up = nn.ModuleList(NaiveLora(up, dim, wide) for _ in range(experts))
+        self.down = nn.ModuleList(NaiveLora(down, wide, dim) for _ in range(experts))
+        self.act, self.gathers = mlp.act, gathers
+        self.router = nn.Linear(dim, experts, bias=False).requires_grad_(False)
+
+    def expert(self, i: int, x: Tensor) -> Tensor:
+        """One expert's MLP: (..., dim) to (..., dim)."""
+        return self.down[i](self.act(self.up[i](x)))  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, time, dim), the same out."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).topk(2)
+        weights = weights.softmax(-1, dtype=torch.float).type_as(x)
+        result = torch.zeros_like(tokens)
+        for i in range(len(self.up)):
+            if self.gathers:
+                rows, slot = torch.where(chosen == i)
+                result[rows] += weights[rows, slot, None] * self.expert(i, tokens[rows])
+            else:
+                weight = (weights * (chosen == i)).sum(-1, keepdim=True)
+                result = result + weight * self.expert(i, tokens)
+        return result.view_as(x)
+
+
+@dataclass
+class Contestant:
+    """A model, its loss on ids: (batch, time + 1), and what is trained."""
+
+    loss: Callable[[Tensor], Tensor]
+    trained: list[nn.Parameter]
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return GPT2LMHeadModel(config).requires_grad_(False)
+
+
+def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda ids: model(input_ids=ids[:, :-1], labels=ids[:, :-1], use_cache=False).loss
+
+
+def bare() -> Contestant:
+    model = gpt2()
+
+    def loss(ids: Tensor) -> Tensor:
+        embedded = model.transformer.wte(ids[:, :-1]).requires_grad_()
+        return model(inputs_embeds=embedded, labels=ids[:, :-1], use_cache=False).loss
+
+    return Contestant(loss, [])
+
+
+def peft(experts: int) -> Contestant:
+    options = LoraConfig(
+        r=experts * RANK,
+        lora_alpha=int(ALPHA),
+        target_modules=["c_fc", "c_attn", "c_proj"],
+        rank_pattern={r"attn\.c_(attn|proj)": RANK},
+        fan_in_fan_out=True,
+    )
+    model = get_peft_model(gpt2(), options)  # pyright: ignore
+    return Contestant(hf_loss(model), [p for p in model.parameters() if p.requires_grad])
+
+
+def naive(experts: int, gathers: bool) -> Contestant:
+    model = gpt2()
+    for block in model.transformer.h:
+        attention = block.attn
+        attention.c_attn = NaiveLora(attention.c_attn, 768, 3 * 768)  # pyright: ignore
+        attention.c_proj = NaiveLora(attention.c_proj, 768, 768)  # pyright: ignore
+        block.mlp = NaiveMixture(block.mlp, experts, gathers)  # pyright: ignore
+    return Contestant(hf_loss(model), [p for p in model.parameters() if p.requires_grad])
+
+
+def ours(specialists: int, precision: Precision, plain: bool = False) -> Contestant:
+    """Plain: the Transformers loss, and weights cast by autocast at each use."""
+    model = gpt2()
+    if precision == "bf16" and not plain:
+        cast_frozen(model, torch.bfloat16)
+    layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
+    adapter = Adapter(model, layout, seed=0, client="ada", shared=())
+    adapter.attach(model)
+    roles = ("dense", "generalist", "specialist")
+    adapter.require_grad(*roles)
+    loss = hf_loss(model) if plain else lambda ids: language_model_loss(model, ids)
+    return Contestant(loss, list(adapter.parameters(*roles).values()))
+
+
+def contestants(precision: Precision) -> dict[str, Contestant]:
+    found = {
+        "bare base": bare(),
+        "PEFT LoRA": peft(2),
+        "naive mixture": naive(2, gathers=False),
+        "gathering mixture": naive(2, gathers=True),
+        "ours, 2 experts": ours(1, precision),
+        "ours, 4 experts, top 2": ours(3, precision),
+        "ours, 2 experts, HF loss, autocast": ours(1, precision, plain=True),
+    }
+    size = {name: sum(p.numel() for p in c.trained) for name, c in found.items()}
+    for name in ("naive mixture", "gathering mixture", "ours, 2 experts"):
+        assert size[name] == size["PEFT LoRA"], size
+    return found
+
+
+def measure(runners: dict[str, Contestant], precision: Precision, rounds: int) -> dict[str, list]:
+    """Seconds per step of each contestant, after one round to warm up."""
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
+    optimizers = {
+        name: torch.optim.AdamW(c.trained, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+        for name, c in runners.items()
+        if c.trained
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(rounds + 1):
+        for name, contestant in runners.items():
+            start = time.perf_counter()
+            with autocast(precision, "cpu"):
+                loss = contestant.loss(ids)
+            loss.backward()
+            if name in optimizers:
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def show(seconds: dict[str, float], precision: Precision) -> None:
+    against = ("PEFT LoRA", "naive mixture", "gathering mixture")
+    table = Table(title=f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {precision}, CPU")
+    table.add_column("contestant")
+    for column in ("median ms", *(f"x {name}" for name in against), "target"):
+        table.add_column(column, justify="right")
+    for name, median in seconds.items():
+        ratios = [f"{median / seconds[other]:.2f}" for other in against]
+        targets = [f"{limit:.2f} x {other}" for who, other, limit in TARGETS if who == name]
+        table.add_row(name, f"{1000 * median:.0f}", *ratios, "\n".join(targets))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the medians and ratios here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    runs = measure(contestants(options.precision), options.precision, options.rounds)
+    medians = {name: statistics.median(values) for name, values in runs.items()}
+    show(medians, options.precision)
+    if options.json:
+        ratios = [
+            {"contestant": who, "against": other, "target": limit,
+             "ratio": medians[who] / medians[other]}
+            for who, other, limit in TARGETS
+        ]  # fmt: skip
+        record = {"precision": options.precision, "seconds": medians, "ratios": ratios}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from coterie.adapters.bases import StandIn, attention_linears, mlp_shape, walk
+from coterie.adapters.layout import Layout, Role
+from coterie.adapters.lora import LoraLinear, Part, initialise
+from coterie.adapters.mixture import Balance, Mixture
+from coterie.errors import CoterieError
+
+
+class Adapter:
+    """Everything one client trains: modules that stand in for modules of a base.
+
+    Many adapters can share one base in memory: each holds its own parameters only, and attaching
+    one swaps modules of the base, not values. The base's own parameters are never trained.
+
+    Args:
+        base: a causal language model (GPT-2 or Llama family); on the meta device, the adapter
+            learns names and shapes from it and is made on the CPU.
+        layout: which experts, which ranks, routed or averaged.
+        seed: the run's seed.
+        client: the client's name, from which its personal parameters are drawn.
+        shared: the roles whose first values are the same for all clients.
+
+    Raises:
+        CoterieError: the base has no MLP of a known kind.
+    """
+
+    def __init__(
+        self, base: nn.Module, layout: Layout, seed: int, client: str, shared: Collection[Role]
+    ) -> None:
+        self.layout = layout
+        self._stand_ins = _stand_ins(base, layout)
+        parts = [part for path, module in self._stand_ins.items() for part in module.parts(path)]
+        self._parts: dict[str, Part] = {
+            part.name: part for part in sorted(parts, key=lambda part: part.name)
+        }
+        initialise(parts, seed, client, shared)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The role of every parameter, by name."""
+        return {name: part.role for name, part in self._parts.items()}
+
+    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
+        """Parameters by name, sorted; of these roles, or all."""
+        return {
+            name: part.parameter
+            for name, part in self._parts.items()
+            if not roles or part.role in roles
+        }
+
+    def require_grad(self, *roles: Role) -> None:
+        """Train the parameters of exactly these roles."""
+        for part in self._parts.values():
+            part.parameter.requires_grad_(part.role in roles)
+
+    def attach(self, base: nn.Module) -> None:
+        """Put this adapter into a base, in place of any other; the base is frozen."""
+        detach(base)
+        base.requires_grad_(False)
+        for path, module in self._stand_ins.items():
+            module.base = base.get_submodule(path)
+            base.set_submodule(path, module)
+
+    def detach(self, base: nn.Module) -> None:
+        """Give back the bare base, whichever adapter is in it."""
+        detach(base)
+
+    @property
+    def balances(self) -> bool:
+        """Whether a load-balance loss has a gradient: some router leaves experts out."""
+        return any(mixture.balances for mixture in self._routed().values())
+
+    def load_balance(self, form: Balance) -> Tensor:
+        """The last forward pass's load-balance loss, averaged over layers: a scalar."""
+        losses = [mixture.load_balance(form) for mixture in self._routed().values()]
+        if not losses:
+            raise CoterieError("This adapter has no router, so there is no load to balance.")
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+    def routing(self) -> dict[str, Tensor]:
+        """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
+        return {path: mixture.routing() for path, mixture in self._routed().items()}
+
+    def _routed(self) -> dict[str, Mixture]:
+        return {
+            path: module
+            for path, module in self._stand_ins.items()
+            if isinstance(module, Mixture) and module.router is not None
+        }
+
+
+def detach(base: nn.Module) -> None:
+    """Take whichever adapter is attached out of a base."""
+    stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
+    for path, module in stand_ins:
+        base.set_submodule(path, module.base)
+
+
+def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinear]:
+    """By path; those of the same layer together."""
+    found: dict[str, Mixture | LoraLinear] = {}
+    mlps = 0
+    for path, module in walk(base):
+        if shape := mlp_shape(module):
+            mlps += 1
+            if layout.experts:
+                found[path] = Mixture(module, shape, layout)
+        elif layout.attention_rank:
+            for name in attention_linears(module):
+                linear = getattr(module, name)
+                linear = linear.base if isinstance(linear, StandIn) else linear
+                gain = layout.gain(layout.attention_rank)
+                found[f"{path}.{name}"] = LoraLinear(linear, layout.attention_rank, gain)
+    if not mlps:
+        raise CoterieError(
+            f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "
+            "models can be a base."
+        )
+    return found

@@ -1,0 +1,84 @@
+"""Where adapters stand in a base: its MLPs, and the linear layers of its attention.
+
+Supported are GPT-2's names and those of the Llama family (Llama, Mistral, Qwen, Gemma, ...).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+
+class StandIn(nn.Module):
+    """A module that stands where a module of the base stood, and still calls it as `base`.
+
+    Every client has stand-ins of its own; all refer to the one frozen base.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+
+@dataclass(frozen=True)
+class MlpShape:
+    """Names of an MLP's parts: `down(act(up[0] x))`, or gated `down(act(up[0] x) * up[1] x)`."""
+
+    up: tuple[str, ...]
+    down: str
+    act: str
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All linear layers, in the order of computation."""
+        return (*self.up, self.down)
+
+
+MLP_SHAPES = (
+    MlpShape(up=("c_fc",), down="c_proj", act="act"),
+    MlpShape(up=("gate_proj", "up_proj"), down="down_proj", act="act_fn"),
+)
+ATTENTION_LINEARS = (("c_attn", "c_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a base with its path, as if no adapter were attached."""
+    if isinstance(module, StandIn):
+        module = module.base
+    yield path, module
+    for name, child in module.named_children():
+        yield from walk(child, f"{path}.{name}" if path else name)
+
+
+def mlp_shape(module: nn.Module) -> MlpShape | None:
+    """How a module is an MLP, or None."""
+    for shape in MLP_SHAPES:
+        if all(hasattr(module, name) for name in (*shape.linears, shape.act)):
+            return shape
+    return None
+
+
+def attention_linears(module: nn.Module) -> tuple[str, ...]:
+    """Names of the linear layers if the module is an attention block, else nothing."""
+    for names in ATTENTION_LINEARS:
+        if all(hasattr(module, name) for name in names):
+            return names
+    return ()
+
+
+def sizes(linear: nn.Module) -> tuple[int, int]:
+    """(in, out) of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer works on x: autocast's where it is on, else x's own."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return x.dtype

@@ -1,0 +1,60 @@
+"""What is attached to a base for one client: how many experts, of which rank, how weighed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from coterie.errors import CoterieError
+
+Role = Literal["dense", "generalist", "specialist", "router"]
+"""What a parameter belongs to: the LoRA on attention, an expert that is shared, an expert that
+stays, or the router. Methods choose by role what is trained, what travels and what is averaged."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The adapter of one client. Experts are ordered: generalists first, then specialists."""
+
+    generalists: int = 1
+    specialists: int = 1
+    rank: int = 8
+    """Rank of the experts' low-rank pairs."""
+    attention_rank: int = 8
+    """Rank of the pair on each linear layer of attention; 0: none."""
+    alpha: float = 16.0
+    scale: Literal["sqrt", "rank"] = "sqrt"
+    """A low-rank product counts alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""
+    routed: bool = True
+    """False: the experts are averaged with equal weights, and there is no router."""
+    top_k: int | None = None
+    """How many experts work on a token; None: two, or one where there is only one."""
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        if min(self.generalists, self.specialists, self.attention_rank) < 0 or self.rank < 1:
+            raise CoterieError("Numbers of experts and ranks cannot be negative, nor rank zero.")
+        if self.top_k is not None and not 1 <= self.top_k <= self.experts:
+            raise CoterieError(
+                f"top_k is {self.top_k}, but a client with {self.experts} experts can use "
+                f"1 to {self.experts} of them for a token."
+            )
+
+    @property
+    def experts(self) -> int:
+        """How many experts stand in each MLP."""
+        return self.generalists + self.specialists
+
+    @property
+    def slots(self) -> int:
+        """How many experts work on each token (k of the papers' top-k; all where averaged)."""
+        if not self.routed:
+            return self.experts
+        return min(2, self.experts) if self.top_k is None else self.top_k
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The role of each expert, in their order."""
+        return ("generalist",) * self.generalists + ("specialist",) * self.specialists
+
+    def gain(self, rank: int) -> float:
+        """The factor g of a low-rank product of this rank."""
+        return self.alpha / (rank**0.5 if self.scale == "sqrt" else rank)

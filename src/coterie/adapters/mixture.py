@@ -1,0 +1,150 @@
+"""CoMiGS' mixture of generalist and specialist experts on an MLP (arXiv 2409.13931, section 3).
+
+The published code runs one full MLP per expert. Here each frozen product is computed once,
+whatever the number of experts, and the result is the same:
+
+    z_i = act(W1 x + b1 + g B1_i A1_i x)                    (gated: times Wu x + g Bu_i Au_i x)
+    y   = W2 (sum_i w_i z_i) + b2 + g sum_i w_i B2_i A2_i z_i
+"""
+
+from collections.abc import Iterator
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coterie.adapters.activations import native
+from coterie.adapters.bases import MlpShape, StandIn, working_dtype
+from coterie.adapters.fused import WideExperts
+from coterie.adapters.layout import Layout
+from coterie.adapters.lora import LoraPair, Part
+from coterie.errors import CoterieError
+
+Balance = Literal["uniform", "generalist"]
+
+
+class Mixture(StandIn):
+    """An MLP with low-rank experts, weighed per token by a router.
+
+    Of every token, only the k chosen experts are computed: k *slots* per token.
+    """
+
+    def __init__(self, base: nn.Module, shape: MlpShape, layout: Layout) -> None:
+        super().__init__(base)
+        self.shape = shape
+        self.roles = layout.roles
+        self.slots = layout.slots
+        self.gain = layout.gain(layout.rank)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({n: LoraPair(getattr(base, n), layout.rank) for n in shape.linears})
+            for _ in self.roles
+        )
+        self.router: nn.Parameter | None = None
+        if layout.routed and layout.experts > 1:
+            A = self._pairs(shape.up[0])[0].A
+            self.router = nn.Parameter(A.new_zeros(layout.experts, A.shape[1]))
+        self._logits: Tensor | None = None
+
+    def _pairs(self, linear: str) -> list[LoraPair]:
+        return [expert[linear] for expert in self.experts]  # pyright: ignore
+
+    def parts(self, path: str) -> Iterator[Part]:
+        """Declare the trained parameters of the MLP at this path of the base."""
+        for linear in self.shape.linears:
+            count = dict.fromkeys(self.roles, 0)
+            for role, pair in zip(self.roles, self._pairs(linear), strict=True):
+                yield from pair.parts(f"{role}.{count[role]}/{path}.{linear}", role)
+                count[role] += 1
+        if self.router is not None:
+            yield Part(f"router/{path}.weight", "router", "normal", self.router)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., dim) to (..., dim)."""
+        tokens = x.flatten(0, -2)
+        weights, choice = self._route(tokens)
+        dtype = working_dtype(x)
+        tokens, weights = tokens.to(dtype), weights.to(dtype)
+        if choice is not None:
+            choice = choice.to(dtype)
+        up: list[Tensor] = []
+        for linear in self.shape.up:
+            low = tokens @ torch.cat([pair.A for pair in self._pairs(linear)]).to(dtype).t()
+            B = self._per_slot([pair.B for pair in self._pairs(linear)], dim=1)
+            up += [getattr(self.base, linear)(tokens), self._to_slots(low, choice), B.to(dtype)]
+        down = self._pairs(self.shape.down)
+        A = self._per_slot([pair.A for pair in down], dim=0).to(dtype)
+        act = native(getattr(self.base, self.shape.act))
+        total, low = cast(tuple[Tensor, Tensor], WideExperts.apply(act, self.gain, weights, A, *up))
+        y = getattr(self.base, self.shape.down)(total)
+        B = torch.cat([pair.B for pair in down], dim=1).to(dtype)
+        return torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weights (k, tokens, 1) and, if k < n, each slot's choice as 0 and 1, (k, tokens, n)."""
+        n = len(self.roles)
+        if self.router is None:
+            return tokens.new_full((), 1 / n).expand(n, len(tokens), 1), None
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = tokens.to(self.router.dtype) @ self.router.t()
+        # A graph is kept alive only where a load-balance loss has a gradient.
+        self._logits = logits if self.balances else logits.detach()
+        if not self.balances:
+            return logits.softmax(-1).t().unsqueeze(-1), None
+        best, chosen = logits.topk(self.slots, dim=-1)
+        return best.softmax(-1).t().unsqueeze(-1), F.one_hot(chosen.t(), n)
+
+    # Where all experts work on every token, slot s is expert s with its own pair. Otherwise a
+    # slot sees the pairs of all experts side by side, and those not chosen count zero: dense
+    # products of n*r columns are cheaper than gathering each expert's tokens.
+
+    def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
+        """One matrix per slot from one per expert, joined along its rank."""
+        if not self.balances:
+            return torch.stack(matrices)
+        joined = torch.cat(matrices, dim)
+        return joined.expand(self.slots, *joined.shape)
+
+    def _to_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
+        """(tokens, n*r) to (k, tokens, r), or to (k, tokens, n*r) with zeros."""
+        per_expert = low.unflatten(1, (len(self.roles), -1))
+        if choice is None:
+            return per_expert.transpose(0, 1)
+        return (per_expert * choice.unsqueeze(-1)).flatten(2)
+
+    def _from_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
+        """The way back, summed over slots: to (tokens, n*r)."""
+        if choice is None:
+            return low.transpose(0, 1).flatten(1)
+        return (low.unflatten(2, (len(self.roles), -1)) * choice.unsqueeze(-1)).sum(0).flatten(1)
+
+    @property
+    def balances(self) -> bool:
+        """Whether a load-balance loss has a gradient: some experts are left out of each token."""
+        return self.slots < len(self.roles)
+
+    def routing(self) -> Tensor:
+        """Mean routing weight of each expert in the last forward pass: (experts,)."""
+        logits = self._last_logits().detach()
+        best, chosen = logits.topk(self.slots, dim=-1)
+        return torch.zeros_like(logits).scatter(1, chosen, best.softmax(-1)).mean(0)
+
+    def load_balance(self, form: Balance) -> Tensor:
+        """The load-balance loss of the last forward pass; 1 where the load is as wanted.
+
+        f_j: share of assignments to expert j (sums to 1, no gradient); P_j: mean softmax score.
+        uniform: `n sum_j f_j P_j`; generalist (CoMiGS, eq. 5, on the released code's scale):
+        `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j`, where half of the load is the first expert's.
+        """
+        logits, n = self._last_logits(), len(self.roles)
+        chosen = logits.topk(self.slots, dim=-1).indices
+        f = chosen.flatten().bincount(minlength=n).to(logits.dtype) / chosen.numel()
+        fP = f * logits.softmax(-1).mean(0)
+        if form == "uniform":
+            return n * fP.sum()
+        return 2 * fP[0] + 2 * (n - 1) * fP[1:].sum()
+
+    def _last_logits(self) -> Tensor:
+        if self._logits is None:
+            raise CoterieError("There is no routing to report before a first forward pass.")
+        return self._logits

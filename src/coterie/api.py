@@ -1,0 +1,233 @@
+"""What the library offers: run, resume, compare, load."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coterie.base import Base, Tokenizer, load_base, load_tokenizer
+from coterie.config import RunConfig, load_config, parse
+from coterie.data import ClientData, Tokens
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.federation import EVERYONE, Participant, client_context, federation
+from coterie.files import write_json, write_text
+from coterie.methods import Method
+from coterie.report import Comparison, Table, run_table
+from coterie.runs import RunFolder, Watch
+
+Config = RunConfig | Mapping[str, Any] | str | Path
+"""A run: validated, as plain data, or the path of a run file."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and the baselines that were run beside it."""
+
+    path: Path
+    config: RunConfig
+    results: dict[str, dict[str, Any]]
+    """result.json by method: baselines first, the run's own method last."""
+
+    def table(self) -> Table:
+        """Perplexity and bits per byte per client and method."""
+        return run_table(self.results)
+
+    def model(self, client: str) -> nn.Module:
+        """A client's model; see `load`."""
+        return load(self.path, client)
+
+
+def run(
+    config: Config,
+    *,
+    out: str | Path | None = None,
+    method: Method | None = None,
+    force: bool = False,
+    watch: Callable[[], Watch] = Watch,
+) -> Run:
+    """Run a method, after its baselines, into a new folder (default `runs/NAME`).
+
+    `method` replaces the configuration's, and need not be registered. Raises CoterieError for
+    anything that the caller can mend; nothing is overwritten unless `force`.
+    """
+    config = _config(config)
+    if method is not None:
+        config = config.model_copy(update={"method": method})
+    session = Session(config)
+    participants = session.participants(config)
+    config.method.check([p.name for p in participants])
+    path = Path(out) if out is not None else Path("runs") / config.name
+    folder = RunFolder.create(path, session.description(config, participants), force)
+    return _continue(session, folder, watch)
+
+
+def resume(
+    path: str | Path, *, method: Method | None = None, watch: Callable[[], Watch] = Watch
+) -> Run:
+    """Go on with a run that was stopped, to the same result that it would have had.
+
+    Raises CoterieError if the folder holds no run or if the clients' texts have changed.
+    """
+    folder = RunFolder(Path(path))
+    config = parse(folder.description["config"])
+    if method is not None:
+        config = config.model_copy(update={"method": method})
+    return _continue(Session(config, folder.description["threads"]), folder, watch)
+
+
+def compare(
+    config: Config,
+    methods: Sequence[str],
+    *,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    watch: Callable[[], Watch] = Watch,
+    report: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Run several methods on the same data, over `seeds` seeds from the configuration's on.
+
+    Runs are kept in `out` (default `runs/compare-NAME`) under the hash of their configuration:
+    finished ones are used again, an interrupted one is continued. The table is written beside them
+    as Markdown and JSON.
+    """
+    config = _config(config)
+    cells = [(config.with_method(name), name) for name in dict.fromkeys(methods)]
+    path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
+    session = Session(config)
+    for cell, _ in cells:
+        cell.method.check([p.name for p in session.participants(cell)])
+    results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
+    for seed in range(config.seed, config.seed + seeds):
+        for cell, name in cells:
+            seeded = cell.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
+            folder = session.cell(seeded, path, report)
+            session.finish(folder, seeded, watch)
+            results[name].append(folder.result or {})
+            write_comparison(Comparison(config.name, _filled(results)), path)
+    return Comparison(config.name, results)
+
+
+def load(path: str | Path, client: str) -> nn.Module:
+    """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
+
+    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path)`.
+    """
+    folder = RunFolder(Path(path))
+    config = parse(folder.description["config"])
+    name = EVERYONE if config.pooled else client
+    known = sorted(folder.description["clients"])
+    if name not in known:
+        raise CoterieError(f"The run {path} has no client {client!r} (clients: {', '.join(known)}).")
+    base = load_base(config.base, "fp32", config.data.window, config.root)
+    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
+    participant = Participant(name, ClientData(nothing, nothing, nothing), {})
+    side = config.method.client(client_context(config, base, participant, lambda *_: None))
+    side.restore(folder.load(f"client-{name}"))
+    return side.model()
+
+
+def tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a run's base."""
+    config = parse(RunFolder(Path(path)).description["config"])
+    return load_tokenizer(config.base, config.root)
+
+
+def write_comparison(comparison: Comparison, path: Path) -> None:
+    """Leave a comparison's table in a folder, as Markdown and JSON."""
+    write_text(path / "compare.md", comparison.table().markdown())
+    write_json(path / "compare.json", comparison.summary())
+
+
+class Session:
+    """What several runs on the same base and data have in common, loaded once."""
+
+    def __init__(self, config: RunConfig, threads: int | None = None) -> None:
+        self.config = config
+        torch.set_num_threads(threads or config.threads or torch.get_num_threads())
+        self._federations: dict[tuple[int, bool], list[Participant]] = {}
+
+    @cached_property
+    def base(self) -> Base:
+        """The one copy of the base."""
+        config = self.config
+        return load_base(config.base, config.training.precision, config.data.window, config.root)
+
+    def participants(self, config: RunConfig) -> list[Participant]:
+        """The federation of a run with this session's data."""
+        key = (config.seed, config.pooled)
+        if key not in self._federations:
+            self._federations[key] = federation(config, self.base.tokenizer)
+        return self._federations[key]
+
+    def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
+        """What a run folder must say so that the run can be repeated."""
+        return {
+            "coterie": version("coterie"),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "clients": {p.name: {"data": p.digest()} for p in participants},
+            "config": config.as_dict(),
+        }
+
+    def cell(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
+        """The folder of one run of a comparison: found again if it is the same run, or made."""
+        description = self.description(config, self.participants(config))
+        folder = RunFolder(path / f"{config.name}-{config.digest()}")
+        if (folder.path / "run.json").exists():
+            if folder.description["clients"] == description["clients"]:
+                if folder.result is not None:
+                    report(f"{config.name}: already there")
+                return folder
+            report(f"{config.name}: the texts have changed, running it again")
+        return RunFolder.create(folder.path, description, force=True)
+
+    def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
+        """Bring one run to its result, unless it has one."""
+        if folder.result is not None:
+            return
+        participants = self.participants(config)
+        for p in participants:
+            if folder.description["clients"].get(p.name) != {"data": p.digest()}:
+                raise CoterieError(
+                    f"The text of client {p.name!r} is not what it was when the run in "
+                    f"{folder.path} began; start a new run."
+                )
+        with folder.lock():
+            LocalRun(config, self.base, participants, folder, watch()).run()
+
+
+def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -> Run:
+    config, results = session.config, {}
+    for name in config.baselines:
+        baseline = config.with_method(name).model_copy(update={"name": name})
+        inner = RunFolder(folder.path / "baselines" / name)
+        if not (inner.path / "run.json").exists():
+            description = session.description(baseline, session.participants(baseline))
+            inner = RunFolder.create(inner.path, description)
+        session.finish(inner, baseline, watch)
+        results[name] = inner.result
+    session.finish(folder, config, watch)
+    results[config.label] = folder.result
+    finished = Run(folder.path, config, results)
+    write_text(folder.path / "table.md", finished.table().markdown())
+    return finished
+
+
+def _config(config: Config) -> RunConfig:
+    match config:
+        case RunConfig():
+            return config
+        case Mapping():
+            return parse(config)
+        case _:
+            return load_config(Path(config))
+
+
+def _filled(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: found for name, found in results.items() if found}

@@ -1,0 +1,179 @@
+"""Reading texts and records from files, folders and hub data sets, with errors that say what to do.
+
+Errors begin with the `owner` of the text, such as "Client anna", and name the file.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from rapidfuzz import process
+
+from coterie.errors import CoterieError
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text of its own; a divisible one (a .txt file) may be split in the middle, a record not."""
+
+    text: str
+    divisible: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """Named fields, and where they were found, for errors: "Client anna: line 3 of notes.jsonl"."""
+
+    where: str
+    fields: dict[str, Any]
+
+    def __getitem__(self, field: str) -> Any:
+        """The field's value, or a `CoterieError` that lists the fields there are."""
+        if field not in self.fields:
+            names = ", ".join(self.fields) or "none"
+            near = process.extractOne(field, list(self.fields), score_cutoff=60)
+            hint = f" (perhaps {near[0]} is meant)" if near else ""
+            raise CoterieError(
+                f"{self.where} has no field {field}{hint}; its fields are: {names}. Name the right"
+                " one in the run file."
+            )
+        return self.fields[field]
+
+    def text(self, fields: Sequence[str]) -> str:
+        """The text of the fields, joined by newlines."""
+        values = [self[field] for field in fields]
+        for field, value in zip(fields, values, strict=True):
+            if not isinstance(value, str):
+                raise CoterieError(
+                    f"{self.where}: field {field} holds {type(value).__name__} rather than text;"
+                    " mend the record or name another field."
+                )
+        text = "\n".join(values)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CoterieError(
+                f"{self.where} holds half a character (a lone surrogate) at character"
+                f" {error.start} of its text; mend or remove it."
+            ) from error
+        return text
+
+
+def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -> list[Document]:
+    """The documents of a file or folder: every .txt file, and every record that is not blank."""
+    documents: list[Document] = []
+    for file in find_files(resolve(root, source), owner):
+        if file.suffix.lower() == ".txt":
+            documents.append(Document(read_text(file, owner), divisible=True))
+        else:
+            texts = (record.text(fields) for record in read_records(file, owner))
+            documents += [Document(text, divisible=False) for text in texts if text.strip()]
+    return documents
+
+
+def resolve(root: Path, source: str) -> Path:
+    """The path that a run file names, relative to `root` unless it is absolute."""
+    return root / Path(source).expanduser()
+
+
+def find_files(path: Path, owner: str) -> list[Path]:
+    """The file itself, or a folder's usable files at any depth, sorted; hidden ones are skipped."""
+    if path.is_dir():
+        files = [
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in SUFFIXES
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        if not files:
+            raise CoterieError(
+                f"{owner}: the folder {path} has no {_SUFFIX_LIST} file; put the text there or name"
+                " another folder."
+            )
+        return sorted(files, key=Path.as_posix)
+    if not path.exists():
+        raise CoterieError(
+            f"{owner}: there is no file or folder {path}; correct the path in the run file."
+        )
+    if path.suffix.lower() not in SUFFIXES:
+        raise CoterieError(
+            f"{owner}: {path} is not a {_SUFFIX_LIST} file; convert it, or rename it if it is one."
+        )
+    return [path]
+
+
+_SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+
+
+def read_text(file: Path, owner: str) -> str:
+    """A file's text, exactly, but for a byte order mark; it must be UTF-8."""
+    raw = _read_bytes(file, owner)
+    if not raw.strip():
+        raise CoterieError(f"{owner}: {file} is empty; put text into it or remove it.")
+    if b"\0" in raw:
+        raise CoterieError(
+            f"{owner}: {file} is not text (it has NUL bytes); export it as plain text in UTF-8."
+        )
+    try:
+        return raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise CoterieError(
+            f"{owner}: {file} is not UTF-8 (at byte {error.start}); save it again in UTF-8."
+        ) from error
+
+
+def _read_bytes(file: Path, owner: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CoterieError(
+            f"{owner}: {file} cannot be read ({error.strerror}); check who may read it."
+        ) from error
+
+
+def read_records(file: Path, owner: str) -> Iterator[Record]:
+    """The records of a .jsonl or .parquet file, at least one."""
+    records = _read_parquet if file.suffix.lower() == ".parquet" else _read_jsonl
+    empty = True
+    for record in records(file, owner):
+        empty = False
+        yield record
+    if empty:
+        raise CoterieError(f"{owner}: {file} has no records; put some into it or remove it.")
+
+
+def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
+    # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
+    for number, line in enumerate(read_text(file, owner).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{owner}: line {number} of {file}"
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CoterieError(
+                f"{where} is not JSON ({error.msg} at column {error.colno}); mend that line."
+            ) from error
+        if not isinstance(fields, dict):
+            raise CoterieError(f"{where} is not a JSON object; write it as {{field: value, ...}}.")
+        yield Record(where, fields)
+
+
+def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            for fields in batch.to_pylist():
+                number += 1
+                yield Record(f"{owner}: record {number} of {file}", fields)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise CoterieError(
+            f"{owner}: {file} cannot be read as Parquet ({error}); write it again."
+        ) from error

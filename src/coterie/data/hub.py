@@ -1,0 +1,40 @@
+"""Reading a data set of the Hugging Face hub, from its cache or over the network."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from coterie.data.files import SUFFIXES, Record
+from coterie.errors import CoterieError
+
+
+def read_hub(name: str, subset: str | None, split: str, label: str, root: Path) -> list[Record]:
+    """The records of one split; numbers in a class label's field become the classes' names."""
+    missing = (
+        f"divide: {name} is neither a file or folder under {root} nor a data set that the hub gives"
+    )
+    remedy = (
+        "correct divide.source, subset or split, or, without a network, download the records and"
+        " name that file"
+    )
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
+        raise CoterieError(f"{missing}; {remedy}.")
+    import datasets  # seconds to import, and only needed here
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        table = cast("datasets.Dataset", datasets.load_dataset(name, subset, split=split))
+    except Exception as error:  # the kinds depend on the hub's client, the network and the format
+        raise CoterieError(f"{missing} ({error}); {remedy}.") from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    classes: dict[int, str] = {}
+    if isinstance(feature := table.features.get(label), datasets.ClassLabel):
+        classes = dict(enumerate(feature.names))
+    records: list[Record] = []
+    for number, row in enumerate(cast("Iterable[dict[str, Any]]", table), start=1):
+        fields = {**row, label: classes.get(row[label])} if classes else row
+        records.append(Record(f"divide: record {number} of {name}", fields))
+    return records

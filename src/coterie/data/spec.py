@@ -1,0 +1,160 @@
+"""How a run file describes its texts: what is read, how it is split, and how it is divided.
+
+These models are the shape of the run file's sections `data:`, `clients:` and `divide:`. A value out
+of range is a pydantic `ValidationError` whose message is a sentence for the user.
+"""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Limits(_Spec):
+    """At most so many tokens of a split are kept, from its start; without a limit, all."""
+
+    train: int | None = Field(default=None, ge=2, description="Training tokens kept at most.")
+    validation: int | None = Field(
+        default=None, ge=2, description="Validation tokens kept at most."
+    )
+    test: int | None = Field(default=None, ge=2, description="Test tokens kept at most.")
+
+
+class Fractions(_Spec):
+    """The shares of a text that are set aside, by characters; the rest is for training."""
+
+    validation: float = Field(
+        default=0.1, gt=0, lt=1, description="Share set aside for validation."
+    )
+    test: float = Field(default=0.1, gt=0, lt=1, description="Share set aside for testing.")
+
+    @model_validator(mode="after")
+    def _leave_some_to_train(self) -> Self:
+        if self.validation + self.test >= 1:
+            raise ValueError(
+                f"the fractions validation ({self.validation}) and test ({self.test}) leave nothing"
+                " to train on; their sum must be below 1"
+            )
+        return self
+
+
+class DataSpec(_Spec):
+    """The run file's section `data:`, alike for every client."""
+
+    window: int = Field(default=128, ge=1, description="Tokens that a training sample predicts.")
+    text: str | list[Annotated[str, Field(min_length=1)]] = Field(
+        default="text",
+        min_length=1,
+        description="Field(s) of a record that hold its text; several are joined by newline.",
+    )
+    fractions: Fractions = Field(
+        default=Fractions(),
+        description="Shares of a text set aside where its splits are not given.",
+    )
+    limits: Limits = Field(default=Limits(), description="Tokens of each split kept at most.")
+
+    @property
+    def fields(self) -> list[str]:
+        """The field or fields that hold a record's text, as a list."""
+        return [self.text] if isinstance(self.text, str) else self.text
+
+    @model_validator(mode="after")
+    def _limits_hold_a_window(self) -> Self:
+        for split, limit in self.limits:
+            if limit is not None and limit <= self.window:
+                raise ValueError(
+                    f"the limit of {limit} {split} tokens is too small: a window of {self.window}"
+                    f" needs {self.window + 1}"
+                )
+        return self
+
+
+class ClientSpec(_Spec):
+    """One entry of the run file's list `clients:`: a client's name and its own text files."""
+
+    name: str = Field(description="The client's name: letters, digits, dots, dashes, underscores.")
+    path: str | None = Field(
+        default=None,
+        description="File or folder of .txt, .jsonl or .parquet, split by data.fractions.",
+    )
+    train: str | None = Field(
+        default=None, description="File or folder to train on, instead of path."
+    )
+    validation: str | None = Field(
+        default=None, description="File or folder for validation; without it, a fraction of train."
+    )
+    test: str | None = Field(
+        default=None, description="File or folder for testing; without it, a fraction of train."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+            raise ValueError(
+                f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and underscores,"
+                " and not start with a dot or dash"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _path_or_splits(self) -> Self:
+        if (self.path is None) == (self.train is None):
+            raise ValueError(
+                f"client {self.name} needs either path (to be split) or train (splits given),"
+                f" and {'has neither' if self.path is None else 'cannot have both'}"
+            )
+        if self.path is not None and (self.validation is not None or self.test is not None):
+            raise ValueError(
+                f"client {self.name} gives validation or test beside path; say train instead of"
+                " path where splits are given"
+            )
+        return self
+
+
+class DivideSpec(_Spec):
+    """The run file's section `divide:`: one labelled data set, divided among clients."""
+
+    source: str = Field(min_length=1, description="File, folder, or hub name of a data set.")
+    subset: str | None = Field(
+        default=None, description="Subset (configuration) of a hub data set."
+    )
+    split: str = Field(default="train", description="Split of a hub data set that is read.")
+    by: Literal["label", "dirichlet", "mixture"] = Field(
+        description="One label per client; Dirichlet shares; or mostly one label per client."
+    )
+    label: str = Field(default="label", description="Field of a record that holds its label.")
+    clients: int | None = Field(
+        default=None, ge=1, description="Number of clients (dirichlet only)."
+    )
+    alpha: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Evenness of the shares (dirichlet only).",
+    )
+    share: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of a client's own label in its text (mixture only).",
+    )
+    held_out: Literal["own", "uniform"] = Field(
+        default="own",
+        description="Validation and test: as the client's training text, or of all labels.",
+    )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        needed = {"label": (), "dirichlet": ("clients", "alpha"), "mixture": ("share",)}[self.by]
+        for option in ("clients", "alpha", "share"):
+            given = getattr(self, option) is not None
+            if given and option not in needed:
+                raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
+            if not given and option in needed:
+                raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
+        return self

@@ -1,0 +1,107 @@
+"""One client's texts: what it reads from its own disk, and how they fall into three splits.
+
+Nothing here looks at another client, so a client that joins late, or runs elsewhere, has the same
+splits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from coterie.chance import generator
+from coterie.data.files import Document, read_documents
+from coterie.data.spec import ClientSpec, DataSpec
+
+SPLITS = ("train", "validation", "test")
+PIECE = 2000
+"""Characters of the pieces, about, into which a text file is cut before it is split."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A client's documents, split by split."""
+
+    train: list[str]
+    validation: list[str]
+    test: list[str]
+
+
+def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts:
+    """What a client reads from its own files; relative paths are taken from `root`.
+
+    A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
+    dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
+    stays together. Raises `CoterieError` if a file is missing or cannot be used.
+    """
+    owner = f"Client {spec.name}"
+    given = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
+    source = spec.train if spec.path is None else spec.path
+    assert source is not None, "ClientSpec makes sure of one of both"
+    documents = read_documents(root, source, data.fields, owner)
+    fractions = {split: part for split, part in data.fractions if split not in given}
+    texts = split_by_fractions(documents, fractions, generator(seed, "split", spec.name))
+    for split, path in given.items():
+        texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
+    return Texts(**texts)
+
+
+def split_by_fractions(
+    documents: Sequence[Document], fractions: Mapping[str, float], chance: torch.Generator
+) -> dict[str, list[str]]:
+    """Set aside random parts of the documents, split name -> share, and leave the rest for "train".
+
+    The shares are by characters and as near as whole pieces allow; the order within a split is that
+    of the documents. A split that gets nothing is an empty list.
+    """
+    parts = [
+        (number, part)
+        for number, document in enumerate(documents)
+        for part in (pieces(document.text, PIECE) if document.divisible else [document.text])
+    ]
+    splits = _deal([len(part) for _, part in parts], fractions, chance)
+    texts: dict[str, list[str]] = {split: [] for split in ("train", *fractions)}
+    dealt = [(number, split, part) for (number, part), split in zip(parts, splits, strict=True)]
+    for (_, split), run in groupby(dealt, key=lambda item: item[:2]):
+        texts[split].append("".join(part for _, _, part in run))
+    return texts
+
+
+def _deal(
+    lengths: Sequence[int], fractions: Mapping[str, float], chance: torch.Generator
+) -> list[str]:
+    """The split of each piece: in random order, one is set aside if that brings a share nearer."""
+    splits = ["train"] * len(lengths)
+    order: list[int] = torch.randperm(len(lengths), generator=chance).tolist()
+    for split, fraction in fractions.items():
+        missing = fraction * sum(lengths)
+        for piece in order:
+            if splits[piece] == "train" and abs(missing - lengths[piece]) < abs(missing):
+                splits[piece] = split
+                missing -= lengths[piece]
+    return splits
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """Cut a text into pieces of `size` to twice `size` characters, the last as long as is left.
+
+    A piece ends with a line, or, where there is no end of line, after a space, or else anywhere.
+    Joined, the pieces are the text.
+    """
+    start = 0
+    while start < len(text):
+        end = _cut(text, start + size, start + 2 * size)
+        yield text[start:end]
+        start = end
+
+
+def _cut(text: str, low: int, high: int) -> int:
+    """Where to end a piece, between `low` and `high`."""
+    if low >= len(text):
+        return len(text)
+    line = text.find("\n", low - 1, high) + 1
+    if line or high >= len(text):
+        return line or len(text)
+    return text.rfind(" ", low - 1, high) + 1 or high

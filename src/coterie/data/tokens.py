@@ -1,0 +1,136 @@
+"""From documents to tokens: one stream of ids per split, and the bytes of text that it stands for.
+
+Documents are encoded one at a time, long ones in chunks, and no further than the split's limit, so
+a large text costs no more than what is kept of it.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.data.spec import DataSpec
+from coterie.data.texts import SPLITS, Texts, pieces
+from coterie.errors import CoterieError
+
+CHUNK = 100_000
+"""Characters of a document that are encoded at once."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A stream of tokens.
+
+    ids: (N,) int32. bytes: how many UTF-8 bytes of text they stand for; the end-of-text tokens
+    between documents stand for none.
+    """
+
+    ids: Tensor
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """A client's three splits as tokens."""
+
+    train: Tokens
+    validation: Tokens
+    test: Tokens
+
+
+def tokenise(
+    texts: Texts, tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
+) -> ClientData:
+    """The client's texts as tokens, with end-of-text between documents and limits applied.
+
+    Raises `CoterieError` if a split of the client `name` holds fewer than window + 1 tokens, or if
+    the tokenizer cannot be used.
+    """
+    encoder, end = _encoder(tokenizer)
+    splits: dict[str, Tokens] = {}
+    for split in SPLITS:
+        tokens = _encode(getattr(texts, split), encoder, end, getattr(data.limits, split))
+        if len(tokens.ids) <= data.window:
+            raise CoterieError(
+                f"Client {name}: its {split} text has {len(tokens.ids)} tokens, but a window of"
+                f" {data.window} needs at least {data.window + 1}; give it more text, raise its"
+                " data.limits or data.fractions, or set a smaller data.window."
+            )
+        splits[split] = tokens
+    return ClientData(**splits)
+
+
+def pooled(datas: Sequence[ClientData]) -> ClientData:
+    """All clients' tokens as one client's, for centralised training; each split is concatenated."""
+    return ClientData(**{split: _joined([getattr(d, split) for d in datas]) for split in SPLITS})
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    return Tokens(torch.cat([part.ids for part in parts]), sum(part.bytes for part in parts))
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
+    """The bare encoder behind a tokenizer, and its end-of-text id.
+
+    The encoder is a copy with nothing after the model: no special tokens, no cutting or padding,
+    no warnings on length, and offsets that still count the spaces at a token's ends, which the
+    post-processors of GPT-2 and its kin leave out.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise CoterieError(
+            f"The tokenizer {tokenizer.name_or_path} has no tokenizer.json, which is needed to"
+            " map its tokens to the text; take a base that has one."
+        )
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise CoterieError(
+            f"The tokenizer {tokenizer.name_or_path} has no end-of-text token to put between"
+            " documents; set eos_token in its tokenizer_config.json."
+        )
+    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    encoder.post_processor = None
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder, tokenizer.eos_token_id
+
+
+def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int | None) -> Tokens:
+    """The documents' tokens until the limit, `end` between them; empty ones are passed over."""
+    parts = [_tokens([], 0)]
+    room = sys.maxsize if limit is None else limit
+    for number, document in enumerate(filter(None, documents)):
+        if number:
+            parts.append(_tokens([end], 0))
+            room -= 1
+        for chunk in pieces(document, CHUNK):
+            part = _encode_chunk(chunk, encoder, room)
+            parts.append(part)
+            room -= len(part.ids)
+            if room == 0 or part.bytes < len(chunk.encode()):
+                return _joined(parts)
+    return _joined(parts)
+
+
+def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
+    """The chunk's first tokens, at most `room` of them.
+
+    A byte-level tokenizer may spell a character with several tokens, which all have that
+    character's offsets; the cut goes before such a character, so that the bytes are those of whole
+    characters.
+    """
+    encoding = encoder.encode(chunk, add_special_tokens=False)
+    if len(encoding.ids) <= room:
+        return _tokens(encoding.ids, len(chunk.encode()))
+    offsets = encoding.offsets
+    kept = room
+    while kept and offsets[kept][0] < offsets[kept - 1][1]:
+        kept -= 1
+    text = chunk[: offsets[kept - 1][1]] if kept else ""
+    return _tokens(encoding.ids[:kept], len(text.encode()))
+
+
+def _tokens(ids: list[int], size: int) -> Tokens:
+    return Tokens(torch.tensor(ids, dtype=torch.int32), size)

@@ -1,0 +1,38 @@
+"""What a model sees of a split: random windows to train on, and every token once to test on."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coterie.data.tokens import Tokens
+
+
+def sample_batch(tokens: Tokens, batch: int, window: int, generator: torch.Generator) -> Tensor:
+    """Windows at uniformly random offsets, drawn with replacement: (batch, window + 1) int64.
+
+    A window's first `window` tokens are inputs and its last `window` are what they predict. The
+    split must hold at least window + 1 tokens, as `tokenise` has made sure.
+    """
+    windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
+    starts = torch.randint(len(windows), (batch,), generator=generator)
+    return windows[starts].long()
+
+
+def evaluation_windows(
+    tokens: Tokens, window: int, context: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of windows that predict every token of a split exactly once, in order.
+
+    Yields ids (b, window + 1) int64 with b <= batch, and mask (b, window) bool, which is True where
+    ids[:, 1:] is a token of the split rather than padding. The token id `context` (beginning or end
+    of text) comes before the first token, and is the padding after the last; every later window's
+    first input is the last token of the window before. The split must not be empty.
+    """
+    count = len(tokens.ids)
+    rows = -(-count // window)
+    stream = torch.full((rows * window + 1,), context, dtype=torch.int64)
+    stream[1 : count + 1] = tokens.ids
+    ids = stream.unfold(0, window + 1, window)  # (rows, window + 1), overlapping by one token
+    mask = (torch.arange(rows * window) < count).view(rows, window)
+    yield from zip(ids.split(batch), mask.split(batch), strict=True)

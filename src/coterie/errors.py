@@ -1,0 +1,5 @@
+"""The one kind of error that a user is meant to read."""
+
+
+class CoterieError(Exception):
+    """Something the user can mend: the message is one clear sentence, shown without a traceback."""

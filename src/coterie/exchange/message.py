@@ -1,0 +1,79 @@
+"""Messages and states: named tensors with a little JSON, as safetensors bytes and never as pickle."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from coterie.errors import CoterieError
+
+Json = Any
+LARGEST_MESSAGE = 256 * 2**20  # bytes
+
+
+class MessageError(CoterieError):
+    """What arrived is not a message, or not one that the method declares."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What one side must keep to go on: tensors by name, and JSON values. It never travels."""
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Json] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As safetensors, the values in its header."""
+        return _pack(self.tensors, {"values": dict(self.values)})
+
+    @classmethod
+    def decode(cls, data: bytes) -> "State":
+        """Read what `encode` wrote; raises MessageError for anything else."""
+        tensors, header = _unpack(data)
+        return cls(tensors, header["values"])
+
+
+@dataclass(frozen=True)
+class Message:
+    """What travels between a client and the server: one down and one up per client and round."""
+
+    round: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Json] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As safetensors, the round and the values in its header."""
+        return _pack(self.tensors, {"round": self.round, "values": dict(self.values)})
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Message":
+        """Read what `encode` wrote; raises MessageError for anything else, or anything too large."""
+        if len(data) > LARGEST_MESSAGE:
+            raise MessageError(f"A message of {len(data):,} bytes is larger than is accepted.")
+        tensors, header = _unpack(data)
+        number = header.get("round")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise MessageError("A message has no valid round number.")
+        return cls(number, tensors, header["values"])
+
+
+def _pack(tensors: Mapping[str, Tensor], header: Json) -> bytes:
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"coterie": json.dumps(header, allow_nan=False, sort_keys=True)}
+    return safetensors.torch.save(whole, metadata)
+
+
+def _unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    try:
+        tensors = safetensors.torch.load(data)  # also checks the layout of the header
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["coterie"])
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise MessageError("Bytes arrived that are not a Coterie message.") from error
+    if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
+        raise MessageError("A message's header does not hold its values.")
+    return tensors, header

@@ -1,0 +1,90 @@
+"""What a method lets travel, and the checks on everything that is sent or arrives.
+
+A schema is declared once per method. A message with anything else in it is refused twice: by the
+sender, before its bytes leave, and by the receiver, before they touch a model.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+
+from coterie.exchange.message import Json, Message, MessageError
+
+Way = Literal["hello", "up", "down"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Field:
+    """Tensors or values that may travel."""
+
+    pattern: str
+    """Which names, as a shell pattern: `generalist.*`."""
+    what: str
+    """What that is, in a few words for the reader of an audit."""
+    dtype: str = "float32"
+    """A torch dtype for tensors, `json` for values (numbers and names, lists and mappings of them)."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Every field that a method may send, by direction."""
+
+    hello: tuple[Field, ...] = ()
+    up: tuple[Field, ...] = ()
+    down: tuple[Field, ...] = ()
+
+    def check(self, way: Way, message: Message) -> None:
+        """Raise MessageError unless every part of the message is declared for this direction."""
+        fields: tuple[Field, ...] = getattr(self, way)
+        for name, tensor in message.tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if not any(f.dtype == dtype and fnmatchcase(name, f.pattern) for f in fields):
+                raise MessageError(f"The tensor {name!r} ({dtype}) may not travel ({way}).")
+            if not torch.isfinite(tensor).all():
+                raise MessageError(f"The tensor {name!r} holds values that are not finite.")
+        for name, value in message.values.items():
+            if not any(f.dtype == "json" and fnmatchcase(name, f.pattern) for f in fields):
+                raise MessageError(f"The value {name!r} may not travel ({way}).")
+            if not _finite(value):
+                raise MessageError(f"The value {name!r} holds numbers that are not finite.")
+
+    def send(self, way: Way, message: Message) -> bytes:
+        """The bytes of a message, once it is sure that all of it may travel."""
+        self.check(way, message)
+        return message.encode()
+
+    def receive(self, way: Way, data: bytes) -> Message:
+        """The message in some bytes that arrived, if all of it may travel this way."""
+        message = Message.decode(data)
+        self.check(way, message)
+        return message
+
+
+def check_shapes(message: Message, expected: Shapes) -> None:
+    """Raise MessageError unless the message holds exactly the expected tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in message.tensors.items()}
+    for name in sorted(shapes.keys() ^ expected.keys()):
+        fault = "is missing from" if name in expected else "was not expected in"
+        raise MessageError(f"The tensor {name!r} {fault} a message.")
+    for name, shape in shapes.items():
+        if shape != tuple(expected[name]):
+            raise MessageError(
+                f"The tensor {name!r} has shape {shape} where {tuple(expected[name])} was expected."
+            )
+
+
+def _finite(value: Json) -> bool:
+    match value:
+        case dict():
+            return all(_finite(v) for v in value.values())
+        case list() | tuple():
+            return all(_finite(v) for v in value)
+        case float():
+            return math.isfinite(value)
+        case _:
+            return isinstance(value, str | int | bool | None)

@@ -1,0 +1,57 @@
+"""Writing files so that a kill, a crash or a full disk leaves the old content or the new, never half."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import CoterieError
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file atomically: temporary file, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CoterieError(f"Could not write {path}: {error.strerror}.") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file atomically; NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder that appears whole or not at all; `fill` writes its files into a temporary one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CoterieError(f"Could not write {path}: {error.strerror}.") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

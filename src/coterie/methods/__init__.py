@@ -1,0 +1,63 @@
+"""Methods by name: those of the package and those that other packages register.
+
+A package adds its own with an entry point in the group `coterie.methods`.
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from rapidfuzz.process import extractOne
+
+from coterie.errors import CoterieError
+from coterie.methods.averaging import FedAvg, Local
+from coterie.methods.base import (
+    ClientContext,
+    ClientId,
+    ClientSide,
+    Method,
+    ServerContext,
+    ServerSide,
+)
+from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
+from coterie.methods.pretrained import Pretrained
+
+__all__ = [
+    "ClientContext",
+    "ClientId",
+    "ClientSide",
+    "Method",
+    "ServerContext",
+    "ServerSide",
+    "available",
+    "method_from",
+]
+
+POOLED = "centralized"
+"""Not a method but a federation of one client that holds everybody's text and trains like `local`."""
+
+
+@cache
+def available() -> dict[str, type[Method]]:
+    """Every method that a run file can name, in the order in which tables show them."""
+    own: list[type[Method]] = [Pretrained, Local, FedAvg, CoMiGS, CoMiGS2G, CoMiGS2S]
+    others = [entry.load() for entry in entry_points(group="coterie.methods")]
+    return {method.name: method for method in (*own, *others)}
+
+
+def method_from(value: object) -> Method:
+    """A method from what a run file says: a name, or a mapping with `name` and hyper-parameters.
+
+    Raises CoterieError for an unknown name; pydantic's ValidationError for wrong hyper-parameters.
+    """
+    if isinstance(value, Method):
+        return value
+    settings = dict(value) if isinstance(value, dict) else {"name": value}
+    name = str(settings.pop("name", None))
+    methods = available()
+    if name not in methods:
+        near = extractOne(name, [*methods, POOLED], score_cutoff=60)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise CoterieError(
+            f"There is no method {name!r}.{hint} `coterie methods` lists all of them."
+        )
+    return methods[name](**settings)

@@ -1,0 +1,156 @@
+"""The contract of a method: the only thing that engines, checks and reports know about it.
+
+A method is plain data (its hyper-parameters), a declaration of what may travel, and two makers:
+one for the side that lives where the data live, one for the side that lives on the server.
+A complete method of one's own, which shares nothing and changes nothing::
+
+    class Silent(Method):
+        name = "silent"
+        summary = "the base alone"
+
+        def client(self, context):
+            return Pretrained.Side(context)
+
+        def server(self, context):
+            return ServerSide()
+
+Pass an instance to `coterie.run(config, method=Silent())`, or give the class to the entry point
+group `coterie.methods` to use it by name in run files.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from coterie.base import Base
+from coterie.data import ClientData
+from coterie.exchange import Json, Message, Schema, State
+from coterie.training.spec import TrainingSpec
+
+ClientId = str
+Log = Callable[[str, Json], None]
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What the client side of a method is given: its own data and the run's settings."""
+
+    name: ClientId
+    seed: int
+    base: Base
+    data: ClientData
+    window: int
+    """Tokens that a training sample predicts."""
+    training: TrainingSpec
+    rounds: int
+    log: Log
+    """Records a figure for reports: `log("loss", 4.2)`. It stays on the client's machine."""
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server side of a method is given; `base` may have no weights (meta tensors)."""
+
+    seed: int
+    base: nn.Module
+    clients: tuple[ClientId, ...]
+    log: Log
+
+
+class ClientSide:
+    """One client's side. Whoever runs it calls hello once, then step once a round."""
+
+    def hello(self) -> Message:
+        """What the server must know once: ranks, sizes, a vocabulary."""
+        return Message()
+
+    def step(self, download: Message) -> Message:
+        """One round of local work on what the server sent; returns the upload."""
+        raise NotImplementedError
+
+    def finish(self, download: Message) -> None:
+        """After the last round: take the download in. May compute, never uploads."""
+
+    def model(self) -> nn.Module:
+        """This client's model, ready for evaluation; valid until another client's is asked for."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Everything that must survive a restart. It is personal and never travels."""
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Go back to a state."""
+
+
+class ServerSide:
+    """The server's side; the default one shares nothing."""
+
+    round: int = 0
+
+    def join(self, client: ClientId, hello: Message) -> None:
+        """A client takes part from now on. Raises MessageError to refuse it."""
+
+    def open(self, round: int, participants: list[ClientId]) -> None:
+        """A round begins."""
+        self.round = round
+
+    def download(self, client: ClientId) -> Message:
+        """What a client gets at the start of a round, or after the last one."""
+        return Message(self.round)
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        """Count an upload in. Raises MessageError to refuse it."""
+
+    def close(self) -> None:
+        """The round ends: aggregate. Downloads from now on are the next round's."""
+        self.round += 1
+
+    def model(self) -> nn.Module | None:
+        """The server's own model, where a method has one."""
+        return None
+
+    def state(self) -> State:
+        """Everything that must survive a restart."""
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Go back to a state."""
+
+
+class Method(BaseModel):
+    """A way of learning together: hyper-parameters, what travels, and two makers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str]
+    """What it shares and keeps, in one line."""
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+    """Which model of a client is the result: after local training, or after the last download."""
+
+    common: ClassVar[tuple[str, ...]] = ()
+    """Hyper-parameters that other methods take over when they are compared with this one."""
+
+    def schema(self) -> Schema:
+        """Every field that may travel."""
+        return Schema()
+
+    def client(self, context: ClientContext) -> ClientSide:
+        """The side that lives where the data live."""
+        raise NotImplementedError
+
+    def server(self, context: ServerContext) -> ServerSide:
+        """The side that lives on the server."""
+        return ServerSide()
+
+    def check(self, clients: list[ClientId]) -> None:
+        """Raise CoterieError if the method cannot run with these clients."""
+
+    def described(self) -> dict[str, Any]:
+        """The method as a run file would give it."""
+        return {"name": self.name, **self.model_dump(mode="json")}

@@ -1,0 +1,34 @@
+"""The base as it is: the first line of every table."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from coterie.exchange import Message
+from coterie.methods.base import ClientContext, ClientSide, Method
+
+
+class Pretrained(Method):
+    """Trains nothing, shares nothing."""
+
+    name: ClassVar[str] = "pretrained"
+    summary: ClassVar[str] = "the base alone; nothing is trained, nothing travels"
+
+    def client(self, context: ClientContext) -> "PretrainedClient":
+        """The bare base."""
+        return PretrainedClient(context)
+
+
+class PretrainedClient(ClientSide):
+    """Answers every round with an empty message."""
+
+    def __init__(self, context: ClientContext) -> None:
+        self.context = context
+
+    def step(self, download: Message) -> Message:
+        """Nothing to do."""
+        return Message(download.round)
+
+    def model(self) -> nn.Module:
+        """The base; nothing may be attached to it in the process that runs this method."""
+        return self.context.base.model

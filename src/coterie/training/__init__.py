@@ -1,0 +1,1 @@
+"""A client's local work: schedules of updates, losses, exact evaluation."""

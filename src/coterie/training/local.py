@@ -1,0 +1,97 @@
+"""A client's local training: the levels of a schedule, step by step, in a way that can be resumed."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from coterie.adapters import Adapter
+from coterie.chance import generator
+from coterie.data import sample_batch
+from coterie.errors import CoterieError
+from coterie.training.loss import language_model_loss
+from coterie.training.precision import autocast
+from coterie.training.schedule import Level
+
+if TYPE_CHECKING:
+    from coterie.methods.base import ClientContext
+
+
+class LocalTraining:
+    """Updates one client's adapter; optimiser state lives on from round to round."""
+
+    def __init__(
+        self, context: "ClientContext", adapter: Adapter, levels: Sequence[Level]
+    ) -> None:
+        self.context = context
+        self.adapter = adapter
+        self.levels = [level for level in levels if adapter.parameters(*level.roles)]
+        self._optimisers = {level.name: self._optimiser(level) for level in self.levels}
+
+    def round(self, round: int) -> None:
+        """The local steps of one round (0 is the first), on the attached adapter."""
+        steps = self.context.training.steps
+        self.adapter.attach(self.context.base.model)
+        for step in range(round * steps, (round + 1) * steps):
+            for level in self.levels:
+                if (step + 1) % level.every == 0:
+                    for turn in range(level.steps):
+                        self._update(level, step, turn)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimisers' moments, by level, kind and parameter name."""
+        found = {}
+        for level in self.levels:
+            state = self._optimisers[level.name].state
+            for name, parameter in self.adapter.parameters(*level.roles).items():
+                for kind, value in state.get(parameter, {}).items():
+                    found[f"{level.name}/{kind}/{name}"] = value
+        return found
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Take back what `tensors` gave; a parameter without moments starts afresh."""
+        for level in self.levels:
+            state = self._optimisers[level.name].state
+            state.clear()
+            for name, parameter in self.adapter.parameters(*level.roles).items():
+                moments = {
+                    kind: tensors[key].clone()
+                    for kind in ("step", "exp_avg", "exp_avg_sq")
+                    if (key := f"{level.name}/{kind}/{name}") in tensors
+                }
+                if moments:
+                    state[parameter] = moments
+
+    def _optimiser(self, level: Level) -> torch.optim.AdamW:
+        training = self.context.training
+        return torch.optim.AdamW(
+            list(self.adapter.parameters(*level.roles).values()),
+            lr=level.learning_rate(0),
+            betas=training.betas,
+            weight_decay=training.weight_decay,
+        )
+
+    def _update(self, level: Level, step: int, turn: int) -> None:
+        context = self.context
+        tokens = context.data.train if level.split == "train" else context.data.validation
+        chance = generator(context.seed, "batch", context.name, level.name, step, turn)
+        ids = sample_batch(tokens, context.training.batch, context.window, chance)
+        self.adapter.require_grad(*level.roles)
+        with autocast(context.base.precision, context.base.device.type):
+            loss = language_model_loss(context.base.model, ids.to(context.base.device))
+            total = loss if level.penalty is None else loss + level.penalty(self.adapter)
+        total.backward()
+        optimiser = self._optimisers[level.name]
+        for group in optimiser.param_groups:
+            group["lr"] = level.learning_rate(step)
+        optimiser.step()
+        optimiser.zero_grad()
+        figure = loss.item()
+        if not math.isfinite(figure):
+            raise CoterieError(
+                f"The loss of client {context.name!r} is no longer finite at step {step + 1}; "
+                "a lower training.learning_rate may help."
+            )
+        context.log(f"loss/{level.name}", figure)

@@ -1,0 +1,44 @@
+"""When a client updates which of its parameters, on which text: schedules as data.
+
+A schedule is a list of levels. Joint training is one level; CoMiGS's bi-level problem
+(arXiv 2409.13931, equation 1) is two: experts on training text, routers on validation text.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from coterie.adapters import Adapter, Role
+from coterie.training.spec import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Level:
+    """Parameters that are updated together, with an AdamW of their own."""
+
+    name: str
+    roles: tuple[Role, ...]
+    split: Literal["train", "validation"]
+    learning_rate: Callable[[int], float]
+    """From the run's step count, so that a late joiner is in step."""
+    every: int = 1
+    """Its turn comes after every so many steps of the run."""
+    steps: int = 1
+    """Updates in a turn."""
+    penalty: Callable[[Adapter], Tensor] | None = None
+    """Added to the loss, from the adapter's last forward pass."""
+
+
+def cosine(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
+    """Learning rate at a step of the run: half a cosine over all of its steps."""
+    first, last = training.learning_rate, training.final_learning_rate
+    total = rounds * training.steps
+
+    def at(step: int) -> float:
+        done = min(step / total, 1.0)
+        return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+
+    return at

@@ -1,0 +1,23 @@
+"""A client's local work as a run file describes it."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainingSpec(BaseModel):
+    """Section `training` of a run file; defaults are CoMiGS's (arXiv 2409.13931, appendix)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(10, ge=1, description="local optimiser steps in a round")
+    batch: int = Field(64, ge=1, description="samples in a step, each of data.window tokens")
+    learning_rate: float = Field(2e-3, gt=0, description="at the first step of the run")
+    final_learning_rate: float = Field(
+        2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
+    )
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's, decoupled")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="bf16: autocast, with weights and optimiser in fp32"
+    )

@@ -1,0 +1,231 @@
+"""The fused mixture against the published way: a full MLP per expert, weighed by the router."""
+
+import copy
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+from coterie.adapters import Adapter, Layout, Mixture
+from coterie.errors import CoterieError
+
+LAYOUTS = {
+    "one": Layout(1, 0, rank=3),
+    "two": Layout(1, 1, rank=3),
+    "four, top 2": Layout(2, 2, rank=3),
+    "four, top 1": Layout(1, 3, rank=3, top_k=1),
+    "four, top 4": Layout(1, 3, rank=3, top_k=4, scale="rank"),
+    "two, averaged": Layout(0, 2, rank=3, routed=False),
+    "four, averaged": Layout(3, 1, rank=3, routed=False),
+}
+
+
+class NaiveLora(nn.Module):
+    """W x + b + g B A x with the matrices given."""
+
+    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, gain: float) -> None:
+        super().__init__()
+        self.linear, self.A, self.B, self.gain = linear, A, B, gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.gain * x @ self.A.T @ self.B.T
+
+
+def naive(
+    base_mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor
+) -> Tensor:
+    """n full MLPs, each with its own pairs, on every token; p: the adapter's parameters by name."""
+    gain = layout.alpha / (layout.rank**0.5 if layout.scale == "sqrt" else layout.rank)
+    experts = [f"generalist.{i}" for i in range(layout.generalists)]
+    experts += [f"specialist.{i}" for i in range(layout.specialists)]
+    outputs = []
+    for expert in experts:
+        mlp = copy.deepcopy(base_mlp)
+        for name, linear in list(mlp.named_children()):
+            if isinstance(linear, nn.Linear | Conv1D):
+                key = f"{expert}/{path}.{name}"
+                setattr(mlp, name, NaiveLora(linear, p[f"{key}.A"], p[f"{key}.B"], gain))
+        outputs.append(mlp(x))
+    weights = torch.full((*x.shape[:-1], len(experts)), 1 / len(experts), dtype=x.dtype)
+    if layout.routed and len(experts) > 1:
+        scores = x @ p[f"router/{path}.weight"].T
+        top = scores.topk(layout.slots).indices
+        weights = scores.masked_fill(torch.ones_like(scores).scatter(-1, top, 0).bool(), -torch.inf)
+        weights = weights.softmax(-1)
+    return sum(weights[..., [i]] * y for i, y in enumerate(outputs))  # pyright: ignore
+
+
+def filled(base: nn.Module, layout: Layout) -> Adapter:
+    """An adapter whose B are not zero, and whose routers are not nearly uniform."""
+    adapter = Adapter(base, layout, seed=3, client="ada", shared=())
+    chance = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=chance)
+    adapter.require_grad("dense", "generalist", "specialist", "router")
+    return adapter
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_output_and_every_gradient_equal_the_naive_mixture(
+    base: PreTrainedModel, layout: Layout
+) -> None:
+    adapter = filled(base, layout)
+    path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
+    base_mlp = base.get_submodule(path)
+    base.requires_grad_(False)
+    chance = torch.Generator().manual_seed(7)
+    x = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance).requires_grad_()
+    dy = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance)
+    mine = {n: p for n, p in adapter.parameters().items() if path in n}
+    y = naive(base_mlp, layout, path, mine, x)
+    wanted = [x, *mine.values()]
+    expected = torch.autograd.grad(y, wanted, dy)
+    adapter.attach(base)
+    mixture = base.get_submodule(path)
+    assert isinstance(mixture, Mixture)
+    torch.testing.assert_close(mixture(x), y, rtol=0, atol=1e-9)
+    got = torch.autograd.grad(mixture(x), wanted, dy)
+    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("trained", ["generalist", "router"])
+def test_gradients_do_not_depend_on_what_else_is_trained(
+    base: PreTrainedModel, ids: Tensor, trained: str
+) -> None:
+    """Experts' steps and routers' steps skip parts of the hand-written gradient."""
+    adapter = filled(base, Layout(2, 2, rank=3))
+    adapter.attach(base)
+    base(ids, labels=ids).loss.backward()
+    everything = {n: p.grad for n, p in adapter.parameters().items()}
+    for parameter in adapter.parameters().values():
+        parameter.grad = None
+    adapter.require_grad(trained)  # pyright: ignore[reportArgumentType]
+    base(ids, labels=ids).loss.backward()
+    for name, parameter in adapter.parameters().items():
+        if adapter.roles[name] == trained:
+            torch.testing.assert_close(parameter.grad, everything[name], rtol=0, atol=1e-12)
+        else:
+            assert parameter.grad is None
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu", "gelu_new", "silu", "quick_gelu", "gelu_fast"])
+def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, act: str) -> None:
+    for mlp in [module for name, module in base.named_modules() if name.endswith(".mlp")]:
+        setattr(mlp, "act" if hasattr(mlp, "act") else "act_fn", ACT2FN[act])
+    weight = base.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    logits = base(ids).logits
+    expected = torch.autograd.grad(logits.square().mean(), weight)[0]
+    Adapter(base, Layout(), seed=0, client="ada", shared=()).attach(base)
+    weight.requires_grad_(True)
+    torch.testing.assert_close(base(ids).logits, logits, rtol=0, atol=1e-10)
+    got = torch.autograd.grad(base(ids).logits.square().mean(), weight)[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def routed_with(logits: Tensor, top_k: int, base: PreTrainedModel) -> Mixture:
+    """A mixture whose last forward pass had these router logits: (tokens, experts)."""
+    layout = Layout(1, logits.shape[1] - 1, top_k=top_k)
+    adapter = Adapter(base, layout, seed=0, client="ada", shared=())
+    adapter.attach(base)
+    mixture = next(m for m in base.modules() if isinstance(m, Mixture))
+    x = torch.zeros(len(logits), 12, dtype=torch.float64)
+    x[:, : len(logits[0])] = logits
+    assert mixture.router is not None
+    mixture.router.data = torch.eye(12, dtype=torch.float64)[: len(logits[0])]
+    mixture(x)
+    return mixture
+
+
+def test_load_balance_equals_its_formula(base: PreTrainedModel) -> None:
+    logits = torch.randn(40, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    mixture = routed_with(logits, 2, base)
+    f = [0.0] * 4
+    for row in logits.tolist():
+        for j in sorted(range(4), key=lambda j: -row[j])[:2]:
+            f[j] += 1 / (2 * 40)
+    P = logits.softmax(-1).mean(0).tolist()
+    uniform = 4 * sum(a * b for a, b in zip(f, P, strict=True))
+    generalist = 2 * f[0] * P[0] + 2 * 3 * sum(f[j] * P[j] for j in (1, 2, 3))
+    assert mixture.load_balance("uniform").item() == pytest.approx(uniform, abs=1e-12)
+    assert mixture.load_balance("generalist").item() == pytest.approx(generalist, abs=1e-12)
+    weights = torch.zeros(4, dtype=torch.float64)
+    for row in logits:
+        best, chosen = row.topk(2)
+        weights[chosen] += best.softmax(0) / 40
+    torch.testing.assert_close(mixture.routing(), weights)
+
+
+@pytest.mark.parametrize(
+    ("form", "counts"), [("uniform", [1, 1, 1, 1]), ("generalist", [3, 1, 1, 1])]
+)
+def test_load_balance_is_one_at_its_optimum(
+    base: PreTrainedModel, form: str, counts: list[int]
+) -> None:
+    """Tokens that each choose one expert with certainty, so that f and P are both the shares."""
+    chosen = torch.cat([torch.full((2 * c,), j) for j, c in enumerate(counts)])
+    logits = 60.0 * torch.nn.functional.one_hot(chosen, 4).double()
+    loss = routed_with(logits, 1, base).load_balance(form)  # pyright: ignore[reportArgumentType]
+    assert loss.item() == pytest.approx(1, abs=1e-12)
+
+
+def test_load_balance_of_two_experts_is_constant(base: PreTrainedModel, ids: Tensor) -> None:
+    adapter = filled(base, Layout())
+    adapter.attach(base)
+    base(ids)
+    assert not adapter.balances
+    for form in ("uniform", "generalist"):
+        loss = adapter.load_balance(form)
+        assert loss.item() == pytest.approx(1, abs=1e-12)
+        assert not loss.requires_grad
+
+
+def test_load_balance_is_the_mean_over_layers_and_trains_routers(
+    base: PreTrainedModel, ids: Tensor
+) -> None:
+    adapter = filled(base, Layout(1, 3))
+    adapter.attach(base)
+    base(ids)
+    assert adapter.balances
+    layers = [m.load_balance("uniform") for m in base.modules() if isinstance(m, Mixture)]
+    loss = adapter.load_balance("uniform")
+    torch.testing.assert_close(loss, sum(layers) / len(layers))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in adapter.parameters("router").values())
+    assert all(w.sum().item() == pytest.approx(1) for w in adapter.routing().values())
+
+
+def test_no_router_no_balance(base: PreTrainedModel) -> None:
+    for layout in (Layout(1, 0), Layout(2, 2, routed=False), Layout(0, 0)):
+        adapter = Adapter(base, layout, seed=0, client="ada", shared=())
+        assert not adapter.parameters("router")
+        assert not adapter.balances
+        assert adapter.routing() == {}
+        with pytest.raises(CoterieError, match="no router"):
+            adapter.load_balance("uniform")
+
+
+@pytest.mark.parametrize(("experts", "k"), product([1, 3], [0, 4]))
+def test_top_k_larger_than_experts_is_refused(experts: int, k: int) -> None:
+    with pytest.raises(CoterieError, match=f"top_k is {k}"):
+        Layout(experts, 0, top_k=k)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
+def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
+    base.float()
+    adapter = filled(base, layout)
+    adapter.attach(base)
+    exact = base(ids, labels=ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = base(ids, labels=ids).loss
+    rounded.backward()
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32
+               for p in adapter.parameters().values())  # fmt: skip

@@ -1,0 +1,102 @@
+import json
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from coterie.data.files import find_files, read_documents
+from coterie.errors import CoterieError
+
+
+def read(root: Path, source: str, fields: tuple[str, ...] = ("text",)) -> list[str]:
+    return [document.text for document in read_documents(root, source, fields, "Client anna")]
+
+
+def write_lines(file: Path, *records: object) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_text_file_is_one_document_exactly(tmp_path: Path) -> None:
+    text = "Zwei\r\nZeilen,\n\n\u2028 你好 👩‍👩‍👧\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    assert read(tmp_path, "a.txt") == [text]
+    assert read(Path("elsewhere"), str(tmp_path / "a.txt")) == [text]
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-8-sig"))
+    assert read(tmp_path, "a.txt") == [text]
+
+
+def test_records_of_both_formats_read_alike(tmp_path: Path) -> None:
+    records = [{"title": f"T\u2028{i}", "body": f"你好 {i}", "label": i} for i in range(20)]
+    write_lines(tmp_path / "a.jsonl", *records)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    wanted = [f"T\u2028{i}\n你好 {i}" for i in range(20)]
+    assert read(tmp_path, "a.jsonl", ("title", "body")) == wanted
+    assert read(tmp_path, "a.parquet", ("title", "body")) == wanted
+
+
+def test_blank_records_and_lines_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": " "}\n{"text": "two"}')
+    assert read(tmp_path, "a.jsonl") == ["one", "two"]
+
+
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
+    tmp_path: Path,
+) -> None:
+    names = ["b.txt", "a/z.TXT", "a/notes.md", ".git/x.txt", "a/.y.txt", "c.jsonl"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "json"}' if name.endswith("l") else name)
+    assert read(tmp_path, ".") == ["a/z.TXT", "b.txt", "json"]
+    assert find_files(tmp_path / "b.txt", "Client anna") == [tmp_path / "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.txt", b" \n", r"empty\.txt is empty; put text"),
+        ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it has NUL bytes\); export"),
+        ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
+        ("bom.txt", b"\xef\xbb\xbfab\xff", r"not UTF-8 \(at byte 5\)"),
+        ("notes.docx", b"text", r"notes\.docx is not a \.txt, \.jsonl or \.parquet file; convert"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not JSON"),
+        ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
+        ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
+        (
+            "field.jsonl",
+            b'{"texts": "a", "id": 1}',
+            r"no field text \(perhaps texts is meant\); its fields are: texts, id\. Name the right",
+        ),
+        ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
+        ("null.jsonl", b'{"text": null}', r"field text holds NoneType rather than text"),
+        ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
+        ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
+    ],
+)
+def test_what_cannot_be_used_is_named_with_a_remedy(
+    tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CoterieError, match=f"^Client anna: .*{sentence}"):
+        read(tmp_path, name)
+
+
+def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CoterieError, match=r"Client anna: there is no file or folder .*gone\.txt"):
+        read(tmp_path, "gone.txt")
+    (tmp_path / "notes.md").write_text("text")
+    with pytest.raises(CoterieError, match=r"has no \.txt, \.jsonl or \.parquet file; put"):
+        read(tmp_path, ".")
+    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
+    with pytest.raises(CoterieError, match=r"none\.parquet has no records"):
+        read(tmp_path, "none.parquet")
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="may read every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.txt").chmod(0)
+    with pytest.raises(CoterieError, match="check who may read it"):
+        read(tmp_path, "a.txt")

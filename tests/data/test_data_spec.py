@@ -1,0 +1,48 @@
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from coterie.data import ClientSpec, DataSpec, DivideSpec
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "sentence"),
+    [
+        (DataSpec, {"fractions": {"validation": 0.5, "test": 0.5}}, "nothing to train on"),
+        (DataSpec, {"limits": {"test": 128}}, "128 test tokens is too small.*needs 129"),
+        (DataSpec, {"text": []}, "at least 1 item"),
+        (DataSpec, {"windows": 128}, "Extra inputs"),
+        (ClientSpec, {"name": "anna"}, "client anna needs either path .* or train .*has neither"),
+        (ClientSpec, {"name": "anna", "path": "a", "train": "b"}, "cannot have both"),
+        (ClientSpec, {"name": "anna", "path": "a", "test": "b"}, "test beside path"),
+        (ClientSpec, {"name": ".anna", "path": "a"}, "'.anna' must be 1 to 64 letters"),
+        (ClientSpec, {"name": "a/b", "path": "a"}, "'a/b' must be"),
+        (ClientSpec, {"name": "anna\n", "path": "a"}, "must be"),
+        (ClientSpec, {"name": "a" * 65, "path": "a"}, "must be"),
+        (DivideSpec, {"by": "dirichlet", "alpha": 1}, "dirichlet needs clients; set divide.client"),
+        (DivideSpec, {"by": "dirichlet", "clients": 2}, "dirichlet needs alpha; set divide.alpha"),
+        (DivideSpec, {"by": "dirichlet", "clients": 2, "alpha": 0}, "greater than 0"),
+        (DivideSpec, {"by": "dirichlet", "clients": 0, "alpha": 1}, "greater than or equal to 1"),
+        (DivideSpec, {"by": "mixture"}, "mixture needs share; set divide.share"),
+        (DivideSpec, {"by": "mixture", "share": 1.5}, "less than or equal to 1"),
+        (DivideSpec, {"by": "label", "alpha": 0.1}, "by label takes no alpha; leave it out"),
+        (DivideSpec, {"by": "mixture", "share": 0.5, "clients": 3}, "by mixture takes no clients"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_a_sentence(
+    model: type[BaseModel], values: dict[str, Any], sentence: str
+) -> None:
+    source = {"source": "news.jsonl"} if model is DivideSpec else {}
+    with pytest.raises(ValidationError, match=sentence):
+        model.model_validate(source | values)
+
+
+def test_every_field_is_described() -> None:
+    for model in (DataSpec, ClientSpec, DivideSpec):
+        assert all(field.description for field in model.model_fields.values())
+
+
+def test_one_text_field_or_several() -> None:
+    assert DataSpec().fields == ["text"]
+    assert DataSpec(text=["title", "body"]).fields == ["title", "body"]

@@ -1,0 +1,167 @@
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.data import ClientData, DataSpec, Limits, Texts, Tokens, pooled, tokenise
+from coterie.data.tokens import CHUNK
+from coterie.errors import CoterieError
+
+MIXED = "def f():\n    x = 'naïve Ölpreis'\n\n\n        你好，世界 👩‍👩‍👧 مرحبا  \r\n здравствуйте"
+PLAIN = "A plain text of some words, long enough for a window."
+
+
+def train_tokens(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> Tokens:
+    data = DataSpec(window=1, limits=Limits(train=limit))
+    return tokenise(Texts(documents, [PLAIN], [PLAIN]), tokenizer, data, "anna").train
+
+
+def spelled_bytes(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> int:
+    """A byte-level token is spelled with one letter per byte; end-of-text stands for none."""
+    spelled = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
+    return sum(len(token) for token in spelled if token != tokenizer.eos_token)
+
+
+def test_documents_are_joined_by_end_of_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    tokens = train_tokens([PLAIN, MIXED, PLAIN], tokenizer)
+    plain, mixed = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (PLAIN, MIXED))
+    end = [tokenizer.eos_token_id]
+    assert tokens.ids.tolist() == plain + end + mixed + end + plain
+    assert tokens.bytes == len((PLAIN + MIXED + PLAIN).encode())
+    assert not tokens.ids.is_floating_point()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.text(alphabet=st.sampled_from("a e\n.é你👩\u200d🏽") | st.characters()), max_size=3
+    ),
+    st.integers(12, 80),
+)
+def test_bytes_are_exact_under_any_limit(
+    tokenizer: PreTrainedTokenizerBase, more: list[str], limit: int
+) -> None:
+    documents = [PLAIN, *more, MIXED]
+    everything = train_tokens(documents, tokenizer)
+    tokens = train_tokens(documents, tokenizer, limit)
+    assert len(tokens.ids) <= limit
+    assert torch.equal(tokens.ids, everything.ids[: len(tokens.ids)])
+    assert tokens.bytes == spelled_bytes(tokens, tokenizer)
+    assert everything.bytes == sum(len(text.encode()) for text in documents)
+
+
+def test_a_limit_is_met_but_for_a_broken_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    everything = train_tokens([PLAIN, MIXED], tokenizer)
+    for limit in range(12, len(everything.ids) + 3):
+        tokens = train_tokens([PLAIN, MIXED], tokenizer, limit)
+        missing = min(limit, len(everything.ids)) - len(tokens.ids)
+        assert 0 <= missing <= 3
+        assert "\ufffd" not in str(tokenizer.decode(tokens.ids.tolist()))
+        if missing:
+            longer = everything.ids[: len(tokens.ids) + 1].tolist()
+            assert str(tokenizer.decode(longer)).endswith("\ufffd")
+
+
+def test_bytes_are_exact_where_a_tokenizer_trims_spaces_from_offsets(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As GPT-2's own does; the tokens that end a kept text may be spaces."""
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    encoder.post_processor = processors.ByteLevel(trim_offsets=True)
+    trimming = PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token=tokenizer.eos_token)
+    for limit in range(12, 40):
+        tokens = train_tokens([MIXED + "   \n   \n x"], trimming, limit)
+        assert tokens.bytes == spelled_bytes(tokens, trimming)
+
+
+def test_bytes_are_exact_with_byte_fallback_and_a_prepended_space() -> None:
+    """A tokenizer like Llama's: a space before the text, unknown characters as byte tokens."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + [*"▁abcdefghijklmnopqrstuvwxyz", "</s>"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    encoder = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    encoder.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    llama = PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>")
+    text = "some words 你好 👩 more"
+    for limit in range(4, 60):
+        tokens = train_tokens([text], llama, limit)
+        kept = len(tokens.ids) - 1  # without the space before the text, which no byte stands for
+        assert tokens.bytes == min(kept, len(text.encode()))
+        assert kept >= min(limit - 1, len(text.encode())) - 3
+
+
+def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "A line of text with a number of words 你好.\n"
+    text = line * (3 * CHUNK // len(line))
+    once = tokenizer(line, add_special_tokens=False)["input_ids"]
+    with caplog.at_level(logging.WARNING):
+        tokens = train_tokens([text], tokenizer)
+    assert not caplog.records
+    assert tokens.ids.tolist() == once * (len(text) // len(line))
+    assert tokens.bytes == len(text.encode())
+
+    kept = train_tokens([text] * 1000, tokenizer, 500)  # all of it would take minutes
+    assert torch.equal(kept.ids, tokens.ids[: len(kept.ids)])
+    assert len(kept.ids) >= 497
+
+
+def test_a_tokenizer_that_truncates_and_pads_does_neither_here(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    before = tokenizer.backend_tokenizer.to_str()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=100)
+    try:
+        assert train_tokens([PLAIN], tokenizer).bytes == len(PLAIN)
+        assert tokenizer.backend_tokenizer.truncation is not None
+    finally:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    assert tokenizer.backend_tokenizer.to_str() == before
+
+
+def test_a_short_split_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = Texts([PLAIN * 20], ["Short."], [])
+    with pytest.raises(
+        CoterieError, match=r"Client anna: its validation text has 3 tokens, .* 129"
+    ):
+        tokenise(texts, tokenizer, DataSpec(), "anna")
+    texts = Texts([PLAIN * 20], [PLAIN * 20], [])
+    with pytest.raises(CoterieError, match="its test text has 0 tokens"):
+        tokenise(texts, tokenizer, DataSpec(), "anna")
+
+
+def test_a_tokenizer_without_end_of_text_or_offsets_is_refused() -> None:
+    texts = Texts([PLAIN], [PLAIN], [PLAIN])
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(CoterieError, match="has no end-of-text token"):
+        tokenise(texts, bare, DataSpec(), "anna")
+    with pytest.raises(CoterieError, match=r"has no tokenizer\.json"):
+        tokenise(texts, PreTrainedTokenizerBase(), DataSpec(), "anna")
+
+
+def test_pooling_concatenates_each_split() -> None:
+    def tokens(*ids: int) -> Tokens:
+        return Tokens(torch.tensor(ids, dtype=torch.int32), 2 * len(ids))
+
+    both = pooled(
+        [
+            ClientData(tokens(1, 2), tokens(3), tokens(4)),
+            ClientData(tokens(5), tokens(6, 7), tokens(8)),
+        ]
+    )
+    assert both.train.ids.tolist() == [1, 2, 5]
+    assert both.validation.ids.tolist() == [3, 6, 7]
+    assert both.test.ids.tolist() == [4, 8]
+    assert (both.train.bytes, both.validation.bytes, both.test.bytes) == (6, 6, 4)

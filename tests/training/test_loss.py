@@ -1,0 +1,142 @@
+"""The fused loss against plain cross-entropy, and frozen weights cast once against autocast."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from coterie.adapters import Adapter, Layout
+from coterie.training import loss as loss_module
+from coterie.training.loss import language_model_loss, token_losses
+from coterie.training.precision import autocast, cast_frozen
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(
+        n_layer=2, n_embd=12, n_head=2, n_positions=32, vocab_size=61, resid_pdrop=0,
+        embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama(tied: bool) -> PreTrainedModel:
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=12, intermediate_size=20, num_attention_heads=2,
+        vocab_size=61, max_position_embeddings=32, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trained(base: PreTrainedModel) -> Adapter:
+    """An adapter with non-zero values, attached and requiring gradients."""
+    adapter = Adapter(base, Layout(), seed=0, client="ada", shared=())
+    chance = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=chance)
+    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.attach(base)
+    return adapter
+
+
+@pytest.fixture(params=["gpt2", "llama", "llama, tied"])
+def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 61 * 5)  # 21 tokens: five pieces
+    torch.manual_seed(0)
+    return gpt2() if request.param == "gpt2" else llama("tied" in request.param)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(61, (3, 8), generator=torch.Generator().manual_seed(1))
+
+
+def plain(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits = model(ids[:, :-1]).logits
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def gradients(loss: Tensor, adapter: Adapter) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(adapter.parameters().values())))
+
+
+def test_loss_and_gradients_equal_cross_entropy(base: PreTrainedModel, ids: Tensor) -> None:
+    base.double()
+    adapter = trained(base)
+    loss = language_model_loss(base, ids)
+    expected = plain(base, ids).mean()
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-9)
+    for a, b in zip(gradients(3 * loss, adapter), gradients(3 * expected, adapter), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_without_gradient(base: PreTrainedModel, ids: Tensor) -> None:
+    base.double()
+    trained(base)
+    expected = plain(base, ids)
+    losses = token_losses(base, ids)
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses, expected.float(), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        mean = language_model_loss(base, ids)
+    torch.testing.assert_close(mean, expected.mean(), rtol=0, atol=1e-9)
+
+
+def test_a_trained_head_gets_its_gradient(base: PreTrainedModel, ids: Tensor) -> None:
+    base.double()
+    head = base.lm_head.weight
+    assert isinstance(head, Tensor)
+    expected = torch.autograd.grad(plain(base, ids).mean(), head)[0]
+    got = torch.autograd.grad(language_model_loss(base, ids), head)[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(token_losses(base, ids), plain(base, ids).float())
+
+
+def test_under_autocast_near_the_plain_loss(base: PreTrainedModel, ids: Tensor) -> None:
+    adapter = trained(base)
+    with autocast("bf16", "cpu"):
+        loss, expected = language_model_loss(base, ids), plain(base, ids).float().mean()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    for a, b in zip(gradients(loss, adapter), gradients(expected, adapter), strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.98
+
+
+def test_weights_cast_once_give_the_same_bits(base: PreTrainedModel, ids: Tensor) -> None:
+    adapter = trained(base)
+    norms = [p for n, p in base.named_parameters() if "norm" in n or "ln_" in n]
+
+    def step() -> list[Tensor]:
+        with autocast("bf16", "cpu"):
+            loss = language_model_loss(base, ids)
+            return [loss, base(ids).logits, token_losses(base, ids), *gradients(loss, adapter)]
+
+    expected = step()
+    cast_frozen(base, torch.bfloat16)
+    for got, want in zip(step(), expected, strict=True):
+        assert torch.equal(got, want)
+    assert base.get_input_embeddings().weight.dtype == torch.float32
+    assert all(p.dtype == torch.float32 for p in [*norms, *adapter.parameters().values()])
+    linears = [m for n, m in base.named_modules() if n.endswith(("c_fc", "gate_proj"))]
+    assert linears
+    kept = base.state_dict()
+    assert not any("cast" in name for name in kept)
+    adapter.detach(base)
+    mlp = next(m for n, m in base.named_modules() if n.endswith("0.mlp"))
+    assert {p.dtype for p in mlp.parameters()} == {torch.bfloat16}
+
+
+def test_precision_fp32_is_no_autocast() -> None:
+    a, b = torch.randn(2, 3), torch.randn(3, 4)
+    with autocast("fp32", "cpu"):
+        assert (a @ b).dtype == torch.float32
+    with autocast("bf16", "cpu"):
+        assert (a @ b).dtype == torch.bfloat16
