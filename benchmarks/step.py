@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie.adapters import Adapter, Layout, LoraLinear
+from coterie.adapters import Adapter, Layout
 from coterie.training.loss import language_model_loss
 from coterie.training.precision import Precision, autocast, cast_frozen
 
@@ -57,7 +57,7 @@ class NaiveMixture(nn.Module):
         up, down = mlp.c_fc, mlp.c_proj
         assert isinstance(up, nn.Module)
         assert isinstance(down, nn.Module)
-        wide, dim = down.weight.shape  # pyright: ignore
+        wide, dim = (int(size) for size in down.weight.shape)  # pyright: ignore
         self.up = nn.ModuleList(NaiveLora(up, dim, wide) for _ in range(experts))
         self.down = nn.ModuleList(NaiveLora(down, wide, dim) for _ in range(experts))
         self.act, self.gathers = mlp.act, gathers

@@ -7,10 +7,16 @@
     model = coterie.load(run.path, client="poet")
 """
 
-from coterie.api import Run, compare, load, resume, run, tokenizer
-from coterie.config import RunConfig, load_config
-from coterie.errors import CoterieError
-from coterie.methods import Method
+import os
+
+# Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
+# run many times slower as soon as another process wants the same cores. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from coterie.api import Run, compare, load, resume, run, tokenizer  # noqa: E402
+from coterie.config import RunConfig, load_config  # noqa: E402
+from coterie.errors import CoterieError  # noqa: E402
+from coterie.methods import Method  # noqa: E402
 
 __all__ = [
     "CoterieError",

@@ -54,7 +54,7 @@ def run_table(results: Mapping[str, Result]) -> Table:
     clients = sorted({client for result in results.values() for client in scores(result)})
     columns = ["client"]
     for method in results:
-        columns += [f"{method}: perplexity", "bits/byte"]
+        columns += [f"{method} ppl", "bits/B"]
     rows = []
     for client in clients:
         row = [client]
@@ -65,7 +65,8 @@ def run_table(results: Mapping[str, Result]) -> Table:
     last = ["mean"]
     for result in results.values():
         last += [f"{mean(result, 'perplexity'):.2f}", f"{mean(result, 'bits_per_byte'):.3f}"]
-    return Table("Each client's model on its own test text", columns, [*rows, last])
+    note = "ppl: perplexity per token; bits/B: bits per byte of text. Less is better."
+    return Table("Each client's model on its own test text", columns, [*rows, last], note)
 
 
 @dataclass(frozen=True)
