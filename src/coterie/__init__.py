@@ -1,10 +1,10 @@
 """Coterie: fine-tune language models together and personally; the text never leaves its machine.
 
-    import coterie
+import coterie
 
-    run = coterie.run("run.yaml")
-    print(run.table().markdown())
-    model = coterie.load(run.path, client="poet")
+run = coterie.run("run.yaml")
+print(run.table().markdown())
+model = coterie.load(run.path, client="poet")
 """
 
 import os

@@ -123,7 +123,9 @@ def load(path: str | Path, client: str) -> nn.Module:
     name = EVERYONE if config.pooled else client
     known = sorted(folder.description["clients"])
     if name not in known:
-        raise CoterieError(f"The run {path} has no client {client!r} (clients: {', '.join(known)}).")
+        raise CoterieError(
+            f"The run {path} has no client {client!r} (clients: {', '.join(known)})."
+        )
     base = load_base(config.base, "fp32", config.data.window, config.root)
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     participant = Participant(name, ClientData(nothing, nothing, nothing), {})

@@ -54,7 +54,9 @@ def load_base(
     """
     place = _place(name, root)
     tokenizer = load_tokenizer(name, root)
-    model = _loading(name, root, lambda: AutoModelForCausalLM.from_pretrained(place, dtype="float32"))
+    model = _loading(
+        name, root, lambda: AutoModelForCausalLM.from_pretrained(place, dtype="float32")
+    )
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and window > longest:
         raise CoterieError(

@@ -50,7 +50,9 @@ class RunConfig(BaseModel):
     pooled: bool = Field(False, description="one client that holds everybody's text")
     baselines: tuple[str, ...] = Field((), description="methods to run first, on the same data")
     rounds: int = Field(20, ge=1, description="communication rounds")
-    data_root: str = Field("", description="where relative paths start; default: this file's folder")
+    data_root: str = Field(
+        "", description="where relative paths start; default: this file's folder"
+    )
     data: DataSpec = DataSpec()
     clients: tuple[ClientSpec, ...] = Field((), description="who takes part, each with its text")
     divide: DivideSpec | None = Field(None, description="or: one data set, divided among clients")
@@ -109,7 +111,8 @@ class RunConfig(BaseModel):
             field: value
             for field in self.method.common
             if field in kind.model_fields
-            and (value := getattr(self.method, field)) != type(self.method).model_fields[field].default
+            and (value := getattr(self.method, field))
+            != type(self.method).model_fields[field].default
         }
         method = {"name": name, **carried}
         return parse({**self.as_dict(), "method": method, "pooled": False, "baselines": []})

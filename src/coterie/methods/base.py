@@ -9,7 +9,7 @@ A complete method of one's own, which shares nothing and changes nothing::
         summary = "the base alone"
 
         def client(self, context):
-            return Pretrained.Side(context)
+            return PretrainedClient(context)
 
         def server(self, context):
             return ServerSide()

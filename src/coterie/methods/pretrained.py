@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from coterie.adapters import detach
 from coterie.exchange import Message
 from coterie.methods.base import ClientContext, ClientSide, Method
 
@@ -30,5 +31,6 @@ class PretrainedClient(ClientSide):
         return Message(download.round)
 
     def model(self) -> nn.Module:
-        """The base; nothing may be attached to it in the process that runs this method."""
+        """The base, bare."""
+        detach(self.context.base.model)
         return self.context.base.model

@@ -1,5 +1,6 @@
 """Tables of results: on screen, in Markdown, and as plain data for JSON."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -25,7 +26,8 @@ class Table:
         """For the screen."""
         table = RichTable(title=escape(self.title), caption=escape(self.note) or None)
         for number, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="left" if number == 0 else "right")
+            words = any(re.search("[a-z]{2}", row[number]) for row in self.rows)
+            table.add_column(escape(column), justify="left" if words else "right")
         for row in self.rows:
             table.add_row(*(escape(cell) for cell in row))
         return table

@@ -1,10 +1,10 @@
 """The run folder: what a run was, what it measured, and where it can go on.
 
-    run.json             the run's description, the threads and versions it ran with, its data's hashes
-    metrics.jsonl        a line per figure: round, client, name, value
-    checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
-    result.json          the scores, once the run is finished
-    baselines/NAME/      the run folder of a baseline
+run.json             the run's description, the threads and versions it ran with, its data's hashes
+metrics.jsonl        a line per figure: round, client, name, value
+checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
+result.json          the scores, once the run is finished
+baselines/NAME/      the run folder of a baseline
 """
 
 import fcntl
@@ -27,7 +27,9 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, description: Mapping[str, Json], force: bool = False) -> "RunFolder":
+    def create(
+        cls, path: Path, description: Mapping[str, Json], force: bool = False
+    ) -> "RunFolder":
         """A new run's folder; raises CoterieError if there is one already, unless forced."""
         if (path / "run.json").exists():
             if not force:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 class LocalTraining:
     """Updates one client's adapter; optimiser state lives on from round to round."""
 
-    def __init__(
-        self, context: "ClientContext", adapter: Adapter, levels: Sequence[Level]
-    ) -> None:
+    def __init__(self, context: "ClientContext", adapter: Adapter, levels: Sequence[Level]) -> None:
         self.context = context
         self.adapter = adapter
         self.levels = [level for level in levels if adapter.parameters(*level.roles)]

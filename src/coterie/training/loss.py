@@ -6,6 +6,7 @@ and dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocab
 otherwise need 200 MB for each copy of the float32 logits.
 """
 
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from transformers import PreTrainedModel
 from coterie.adapters.bases import working_dtype
 from coterie.training.precision import frozen_weight
 
-LOGITS_AT_ONCE = 2**23
-"""Largest number of logits held at a time; about 32 MB in float32, so that they stay in cache."""
+LOGITS_AT_ONCE = 7_000_000
+"""Largest number of logits made at a time: 28 MB in float32, so that they stay in cache."""
 
 
 def language_model_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -79,16 +80,18 @@ def _losses(
     """Each token's loss and, if wanted, its gradient at that token's hidden state."""
     losses = []
     grad = torch.empty_like(hidden) if with_grad else None
-    size = max(1, LOGITS_AT_ONCE // len(weight))
-    for i in range(0, len(hidden), size):
-        target = targets[i : i + size, None]
-        logits = _at_least_float(hidden[i : i + size] @ weight.t())
-        log_p = logits.log_softmax(-1)
-        losses.append(-log_p.gather(1, target).squeeze(1))
+    pieces = min(len(hidden), ceil(len(hidden) * len(weight) / LOGITS_AT_ONCE))
+    for piece in torch.arange(len(hidden)).tensor_split(pieces):
+        rows = slice(int(piece[0]), int(piece[-1]) + 1)
+        target = targets[rows, None]
+        logits = _at_least_float(hidden[rows] @ weight.t())
+        p = logits.softmax(-1)
+        # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
+        lse = logits.amax(-1) - p.amax(-1).log()
+        losses.append(lse - logits.gather(1, target).squeeze(1))
         if grad is not None:
-            p = log_p.exp_()
             p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-            torch.mm(p.to(weight.dtype), weight, out=grad[i : i + size])
+            torch.mm(p.to(weight.dtype), weight, out=grad[rows])
     return torch.cat(losses), grad
 
 

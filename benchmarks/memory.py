@@ -1,0 +1,127 @@
+"""How much memory the local engine needs: one base, and 1, 4 or 32 clients that share it.
+
+GPT-2 (124M, random weights) and CoMiGS-1G1S at rank 8, a batch of 8 x 128 tokens, through the
+public API: one round, with an update of the experts and one of the routers, a checkpoint, and
+an evaluation before and after aggregation. Every run has a fresh process; its peak is that of the
+whole process, from the first import on (Linux's ru_maxrss).
+"""
+
+import argparse
+import json
+import resource
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import coterie
+from coterie.base import load_tokenizer
+from coterie.chance import generator
+from coterie.runs import RunFolder
+from coterie.training.precision import Precision
+
+MIB = 2**20
+TARGETS = {4: 1.10, 32: 1.60}
+"""Largest ratio to one client's peak, by the number of clients."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a run with so many clients needed, in bytes."""
+
+    clients: int
+    peak: int
+    trained: int
+    """One client's adapter."""
+    optimiser: int
+    """One client's moments."""
+
+
+def make_base(folder: Path) -> None:
+    """Save GPT-2's shape with random weights; the tokenizer is a smaller one that ships."""
+    GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
+    load_tokenizer("tiny-gpt2").save_pretrained(folder)
+
+
+def make_texts(folder: Path, clients: int) -> list[dict[str, str]]:
+    """A file of random words per client: the run's `clients`."""
+    words = "the sea was calm and no one knew which way old ships went by night".split()
+    found = []
+    for name in (f"client-{number:02d}" for number in range(clients)):
+        chosen = torch.randint(len(words), (12_000,), generator=generator(0, "text", name))
+        (folder / f"{name}.txt").write_text(" ".join(words[i] for i in chosen.tolist()))
+        found.append({"name": name, "path": f"{name}.txt"})
+    return found
+
+
+def measure(folder: Path, clients: int, precision: Precision, threads: int) -> Peak:
+    """Run with so many clients; to be called once per process, as a peak never falls."""
+    config = {
+        "threads": threads,
+        "base": "base",
+        "data_root": str(folder),
+        "method": {"name": "comigs-1g1s", "rank": 8, "router_every": 1, "router_steps": 1},
+        "rounds": 1,
+        "clients": make_texts(folder, clients),
+        "data": {"window": 128, "limits": {"test": 600}},
+        "training": {"steps": 1, "batch": 8, "precision": precision},
+    }
+    run = coterie.run(config, out=folder / f"run-{clients}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    state = RunFolder(run.path).load("client-client-00")
+    size = {name: tensor.nbytes for name, tensor in state.tensors.items()}
+    trained = sum(bytes for name, bytes in size.items() if name.startswith("adapter/"))
+    return Peak(clients, peak, trained, sum(size.values()) - trained)
+
+
+def show(peaks: list[Peak], precision: Precision) -> None:
+    table = Table(title=f"Peak memory of the local engine, GPT-2 124M, 8 x 128 tokens, {precision}")
+    for column in ("clients", "peak MiB", "x first", "target", "trained MiB", "optimiser MiB"):
+        table.add_column(column, justify="right")
+    for row in peaks:
+        target = f"{TARGETS[row.clients]:.2f}" if row.clients in TARGETS else ""
+        table.add_row(
+            str(row.clients),
+            f"{row.peak / MIB:,.0f}",
+            f"{row.peak / peaks[0].peak:.2f}",
+            target,
+            f"{row.trained / MIB:.1f}",
+            f"{row.optimiser / MIB:.1f}",
+        )
+    table.caption = "trained and optimiser: of each client"
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", default="1,4,32", help="numbers of clients; the first is 1 x")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    counts = [int(count) for count in options.clients.split(",")]
+    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with fresh, TemporaryDirectory() as name:
+        folder = Path(name)
+        # Not in this process: Linux counts a parent's peak as its children's.
+        fresh.submit(make_base, folder / "base").result()
+        common = (options.precision, options.threads)
+        peaks = [fresh.submit(measure, folder, count, *common).result() for count in counts]
+    show(peaks, options.precision)
+    if options.json:
+        rows = [
+            {**asdict(row), "ratio": row.peak / peaks[0].peak, "target": TARGETS.get(row.clients)}
+            for row in peaks
+        ]
+        record = {"precision": options.precision, "threads": options.threads, "runs": rows}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

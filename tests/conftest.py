@@ -1,0 +1,86 @@
+"""A small base and small texts that every room's tests can use."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import coterie
+from coterie.base import EMBEDDED, load_tokenizer
+from coterie.config import parse
+
+WRITERS = EMBEDDED / "demo-writers"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `gpt2` and `llama`: two layers of width 32 with random weights."""
+    folder = tmp_path_factory.mktemp("bases")
+    tokenizer = load_tokenizer("tiny-gpt2")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer)}
+    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **sizes)
+    llama = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        **sizes,
+    )
+    for name, model in (("gpt2", GPT2LMHeadModel(gpt2)), ("llama", LlamaForCausalLM(llama))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a little of three writers."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("diarist", "poet", "whaler"):
+        text = (WRITERS / f"{name}.txt").read_text(encoding="utf-8")
+        (folder / f"{name}.txt").write_text(text[:30_000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
+    """A run as plain data, of seconds; keyword arguments replace its keys."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        run: dict[str, Any] = {
+            "name": "small",
+            "threads": 1,
+            "base": str(bases / "gpt2"),
+            "method": {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1},
+            "rounds": 3,
+            "data_root": str(texts),
+            "data": {"window": 16, "limits": {"train": 2000, "validation": 400, "test": 400}},
+            "clients": [
+                {"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet", "whaler")
+            ],
+            "training": {"steps": 2, "batch": 2, "precision": "fp32"},
+        }
+        return run | changes
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def config(values: Callable[..., dict[str, Any]]) -> Callable[..., coterie.RunConfig]:
+    """The same, validated."""
+
+    def make(**changes: Any) -> coterie.RunConfig:
+        return parse(values(**changes))
+
+    return make

@@ -1,0 +1,214 @@
+"""The local engine: resumed runs, killed processes, order of clients, one process per client."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import coterie
+from coterie.api import Session
+from coterie.engines.local import LocalRun
+from coterie.exchange import State
+from coterie.runs import RunFolder, Watch
+
+
+def final_states(path: Path) -> dict[str, State]:
+    """Every side's state in the last checkpoint."""
+    folder = RunFolder(path)
+    names = ["server", *(f"client-{name}" for name in folder.description["clients"])]
+    return {name: folder.load(name) for name in names}
+
+
+def assert_identical(one: dict[str, State], other: dict[str, State]) -> None:
+    """Bit for bit."""
+    assert one.keys() == other.keys()
+    for side, state in one.items():
+        assert state.tensors.keys() == other[side].tensors.keys()
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor, other[side].tensors[name]), (side, name)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config, tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    return coterie.run(config(), out=tmp_path_factory.mktemp("undisturbed") / "run").path
+
+
+KILLED = """
+import os, signal, sys
+import coterie
+from coterie.training.local import LocalTraining
+from pathlib import Path
+
+what, count, run, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+owner, name = {
+    "rename": (Path, "replace"),
+    "sync": (os, "fsync"),
+    "update": (LocalTraining, "_update"),
+}[what]
+original = getattr(owner, name)
+
+def counted(*args, **kwargs):
+    global count
+    count -= 1
+    if count == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*args, **kwargs)
+
+setattr(owner, name, counted)
+coterie.run(run, out=out)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "count"),
+    [
+        ("update", 1),  # before anything is saved
+        ("update", 14),  # in the middle of the second round
+        ("sync", 5),  # while the first checkpoint's files are written
+        ("rename", 8),  # just before a checkpoint becomes visible, or near it
+        ("sync", 14),
+    ],
+)
+def test_a_killed_run_continues_to_the_same_bits(
+    what, count, values, undisturbed, tmp_path
+) -> None:
+    run, out = tmp_path / "run.yaml", tmp_path / "out"
+    run.write_text(yaml.safe_dump(values()))
+    arguments = [sys.executable, "-c", KILLED, what, str(count), str(run), str(out)]
+    killed = subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert killed.returncode == -9
+    assert not (out / "result.json").exists()
+    resumed = coterie.resume(out)
+    assert_identical(final_states(out), final_states(undisturbed))
+    before = RunFolder(undisturbed).result
+    after = resumed.results["comigs-1g1s"]
+    for key in ("trained", "aggregated", "traffic"):
+        assert before is not None
+        assert after[key] == before[key]
+
+
+def test_the_order_of_clients_does_not_matter(config, undisturbed, tmp_path) -> None:
+    run = config()
+    session = Session(run)
+    participants = session.participants(run)
+    folder = RunFolder.create(tmp_path / "run", session.description(run, participants))
+    LocalRun(run, session.base, participants[::-1], folder, Watch()).run()
+    assert_identical(final_states(folder.path), final_states(undisturbed))
+
+
+WORKER = """
+import struct, sys
+from pathlib import Path
+import torch
+from coterie.base import load_base
+from coterie.config import load_config
+from coterie.exchange import State
+from coterie.federation import Participant, client_context, client_data
+
+run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+torch.set_num_threads(1)
+config = load_config(Path(run))
+base = load_base(config.base, config.training.precision, config.data.window, config.root)
+data = client_data(config, base.tokenizer, name)
+participant = Participant(name, data, {name: data.test})
+side = config.method.client(client_context(config, base, participant, lambda *_: None))
+schema = config.method.schema()
+if store.exists():
+    side.restore(State.decode(store.read_bytes()))
+
+def answer(data):
+    sys.stdout.buffer.write(struct.pack("<Q", len(data)) + data)
+    sys.stdout.buffer.flush()
+
+answer(schema.send("hello", side.hello()))
+while size := sys.stdin.buffer.read(8):
+    message = schema.receive("down", sys.stdin.buffer.read(struct.unpack("<Q", size)[0]))
+    upload = side.step(message)
+    store.write_bytes(side.state().encode())
+    answer(schema.send("up", upload))
+"""
+
+
+class Worker:
+    """A client in a process of its own: it sees the bytes of messages and its own folder only."""
+
+    def __init__(self, run: Path, name: str, store: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(run), name, str(store)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.hello = self._read()
+
+    def _read(self) -> bytes:
+        assert self.process.stdout is not None
+        size = int.from_bytes(self.process.stdout.read(8), "little")
+        return self.process.stdout.read(size)
+
+    def step(self, data: bytes) -> bytes:
+        """Send a download, wait for the upload."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(len(data).to_bytes(8, "little") + data)
+        self.process.stdin.flush()
+        return self._read()
+
+    def stop(self) -> None:
+        """Let it end."""
+        self.process.communicate(timeout=30)
+
+
+def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_path) -> None:
+    # Every process finds a run file that names its own client and no other's text.
+    names = ["diarist", "poet", "whaler"]
+    workers: dict[str, Worker] = {}
+
+    def start(name: str) -> None:
+        home = tmp_path / name
+        home.mkdir(exist_ok=True)
+        own = [{"name": name, "path": f"{name}.txt"}]
+        (home / "run.yaml").write_text(yaml.safe_dump(values(clients=own)))
+        workers[name] = Worker(home / "run.yaml", name, home / "state.safetensors")
+
+    for name in names:
+        start(name)
+    run = config()
+    session = Session(run)
+    context = coterie.methods.ServerContext(0, session.base.model, tuple(names), lambda *_: None)
+    server, schema = run.method.server(context), run.method.schema()
+    for name in names:
+        server.join(name, schema.receive("hello", workers[name].hello))
+    for round in range(run.rounds):
+        server.open(round, names)
+        for name in names:
+            upload = workers[name].step(schema.send("down", server.download(name)))
+            server.receive(name, schema.receive("up", upload))
+        server.close()
+        if round == 0:  # a client's process ends and another takes its place
+            workers["poet"].stop()
+            start("poet")
+    for name in names:
+        workers[name].stop()
+    clients = {
+        f"client-{name}": State.decode((tmp_path / name / "state.safetensors").read_bytes())
+        for name in names
+    }
+    assert_identical({"server": server.state(), **clients}, final_states(undisturbed))
+
+
+def test_one_base_in_memory(config) -> None:
+    run = config()
+    session = Session(run)
+    participants = session.participants(run)
+    local = LocalRun(run, session.base, participants, RunFolder(Path()), Watch())
+    frozen = {p.data_ptr() for p in session.base.model.parameters()}
+    for client in local.clients.values():
+        model = client.model()
+        assert model is session.base.model
+        bare = {p.data_ptr() for name, p in model.named_parameters() if ".lora" not in name}
+        assert frozen <= bare
