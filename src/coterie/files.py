@@ -1,4 +1,4 @@
-"""Writing files so that a kill, a crash or a full disk leaves the old content or the new, never half."""
+"""Writing files so that a kill or a full disk leaves the old content or the new, never half."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder that appears whole or not at all; `fill` writes its files into a temporary one."""
+    """Make a folder that appears whole or not at all; `fill` writes files into a temporary one."""
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

@@ -4,6 +4,7 @@ Automatic differentiation would keep every intermediate of every expert; here on
 products and the experts' activations are kept, and the rest is recomputed by rank-r products.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,15 @@ class WideExperts(torch.autograd.Function):
         ctx: Any, act: Activation, gain: float, w: Tensor, A: Tensor, *up: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        slots = range(len(w))
-        zs = [_product(act, _up(up, gain, s)) for s in slots]
+        zs = []
+        for s in range(len(w)):
+            p = _pre_activations(up, gain, s)
+            z = act.value(p[0])
+            zs.append(z.mul_(p[1]) if len(p) == 2 else z)
         total = zs[0] * w[0]
-        for s in slots[1:]:
-            total.addcmul_(zs[s], w[s])
-        low = torch.stack([zs[s] @ A[s].t() for s in slots]).mul_(w)
+        for z, weight in zip(zs[1:], w[1:], strict=True):
+            total.addcmul_(z, weight)
+        low = torch.stack([z @ A[s].t() for s, z in enumerate(zs)]).mul_(w)
         ctx.act, ctx.gain = act, gain
         ctx.save_for_backward(w, A, *up, *zs)
         return total, low
@@ -50,49 +54,52 @@ class WideExperts(torch.autograd.Function):
         dtotal, dlow = grads
         w, A, *rest = ctx.saved_tensors
         up, zs = rest[: -len(w)], rest[-len(w) :]
-        needs_w, needs_A, *needs_up = ctx.needs_input_grad[2:]
-        dw = torch.empty_like(w) if needs_w else None
-        dA = torch.empty_like(A) if needs_A else None
-        dup = [
-            torch.empty_like(t, memory_format=torch.contiguous_format) if need else None
-            for t, need in zip(up, needs_up, strict=True)
-        ]
+        needs_w, needs_A, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
+        dw, dA = [], []
+        dup = [_UpGrad() for _ in up[::3]]
         for s, z in enumerate(zs):
-            dz = torch.addmm(dtotal, dlow[s], A[s])
-            if dw is not None:
-                dw[s] = torch.linalg.vecdot(z, dz)[:, None]
-            if dA is not None:
-                torch.mm((dlow[s] * w[s]).t(), z, out=dA[s])
-            ps = _up(up, ctx.gain, s)
-            for i, dp in enumerate(_product_grads(ctx.act, ps, dz.mul_(w[s]))):
-                _up_grads(up[3 * i :], dup[3 * i :], dp, ctx.gain, s)
-        return None, None, dw, dA, *dup
+            dz = torch.addmm(dtotal, dlow[s], A[s])  # before the weight
+            if needs_w:
+                dw.append(torch.linalg.vecdot(z, dz).unsqueeze(-1))
+            if needs_A:
+                dA.append((dlow[s] * w[s]).t() @ z)
+            p = _pre_activations(up, ctx.gain, s)
+            dp = _pre_activation_grads(ctx.act, p, dz.mul_(w[s]))
+            for i, layer in enumerate(dup):
+                h, B = up[3 * i + 1], up[3 * i + 2]
+                layer.add(dp[i], h[s] if needs_B else None, B[s], ctx.gain)
+        flat = [grad for layer in dup for grad in (layer.u, _stack(layer.h), _stack(layer.B))]
+        return None, None, _stack(dw), _stack(dA), *flat
 
 
-def _up(up: tuple[Tensor, ...] | list[Tensor], gain: float, s: int) -> list[Tensor]:
+class _UpGrad:
+    """Gradients of one upward layer: of u, summed over slots; of h and B, one for each."""
+
+    def __init__(self) -> None:
+        self.u: Tensor | None = None
+        self.h: list[Tensor] = []
+        self.B: list[Tensor] = []
+
+    def add(self, dp: Tensor, h: Tensor | None, B: Tensor, gain: float) -> None:
+        """Take in dp: (tokens, wide) of one slot; h only if B is trained."""
+        self.h.append((dp @ B).mul_(gain))
+        if h is not None:
+            # This order of factors is several times faster than dp^T h for a tall, thin h.
+            self.B.append((h.t() @ dp).mul_(gain).t())
+        self.u = dp if self.u is None else self.u.add_(dp)
+
+
+def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
     """What enters the activation (and, gated, the other factor) of slot s: (tokens, wide)."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 
 
-def _product(act: Activation, ps: list[Tensor]) -> Tensor:
-    z = act.value(ps[0])
-    return z.mul_(ps[1]) if len(ps) == 2 else z
+def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[Tensor]:
+    if len(p) == 1:
+        return [act.slope(dz, p[0])]
+    return [act.slope(dz * p[1], p[0]), act.value(p[0]).mul_(dz)]
 
 
-def _product_grads(act: Activation, ps: list[Tensor], dz: Tensor) -> list[Tensor]:
-    if len(ps) == 1:
-        return [act.slope(dz, ps[0])]
-    return [act.slope(dz * ps[1], ps[0]), act.value(ps[0]).mul_(dz)]
-
-
-def _up_grads(up: list[Tensor], dup: list[Tensor | None], dp: Tensor, gain: float, s: int) -> None:
-    """Add the gradient dp of slot s to those of one upward layer's u, h and B."""
-    (_, h, B), (du, dh, dB) = up[:3], dup[:3]
-    if du is not None:
-        du.copy_(dp) if s == 0 else du.add_(dp)
-    if dh is not None:
-        torch.mm(dp, B[s], out=dh[s]).mul_(gain)
-    if dB is not None:
-        # This order of factors is several times faster than dp^T h for a tall, thin h.
-        dB[s] = torch.mm(h[s].t(), dp).mul_(gain).t()
+def _stack(grads: list[Tensor]) -> Tensor | None:
+    return torch.stack(grads) if grads else None

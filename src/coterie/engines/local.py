@@ -143,7 +143,7 @@ class LocalRun:
         return f"test perplexity {sum(s.perplexity for s in found) / len(found):.2f}  "
 
     def _result(self) -> dict[str, object]:
-        """The last scores per text, and what it took; from the metrics, so that resuming adds up."""
+        """The last scores per text, and what it took: from the metrics, to count all parts."""
         points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
         traffic = {"bytes/up": 0, "bytes/down": 0}
         seconds = 0.0

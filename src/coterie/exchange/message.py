@@ -1,4 +1,4 @@
-"""Messages and states: named tensors with a little JSON, as safetensors bytes and never as pickle."""
+"""Messages and states: named tensors and a little JSON, as safetensors, never as pickle."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """Read what `encode` wrote; raises MessageError for anything else, or anything too large."""
+        """Read what `encode` wrote; raises MessageError for anything else or too large."""
         if len(data) > LARGEST_MESSAGE:
             raise MessageError(f"A message of {len(data):,} bytes is larger than is accepted.")
         tensors, header = _unpack(data)

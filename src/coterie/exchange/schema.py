@@ -27,7 +27,7 @@ class Field:
     what: str
     """What that is, in a few words for the reader of an audit."""
     dtype: str = "float32"
-    """A torch dtype for tensors, `json` for values (numbers and names, lists and mappings of them)."""
+    """A torch dtype for tensors; `json` for values (numbers, names, lists and mappings)."""
 
 
 @dataclass(frozen=True)

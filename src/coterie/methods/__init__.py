@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 POOLED = "centralized"
-"""Not a method but a federation of one client that holds everybody's text and trains like `local`."""
+"""Not a method: a federation of one client that holds everybody's text and trains like `local`."""
 
 
 @cache

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 from torch import nn
+from transformers import PreTrainedModel
 
 from coterie.base import Base
 from coterie.data import ClientData
@@ -74,7 +75,7 @@ class ClientSide:
     def finish(self, download: Message) -> None:
         """After the last round: take the download in. May compute, never uploads."""
 
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """This client's model, ready for evaluation; valid until another client's is asked for."""
         raise NotImplementedError
 
@@ -109,7 +110,7 @@ class ServerSide:
         """The round ends: aggregate. Downloads from now on are the next round's."""
         self.round += 1
 
-    def model(self) -> nn.Module | None:
+    def model(self) -> PreTrainedModel | None:
         """The server's own model, where a method has one."""
         return None
 
@@ -136,8 +137,8 @@ class Method(BaseModel):
     common: ClassVar[tuple[str, ...]] = ()
     """Hyper-parameters that other methods take over when they are compared with this one."""
 
-    def schema(self) -> Schema:
-        """Every field that may travel."""
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Every field that may travel (it takes the place of a pydantic method of old)."""
         return Schema()
 
     def client(self, context: ClientContext) -> ClientSide:

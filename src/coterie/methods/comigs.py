@@ -5,9 +5,11 @@ steps on validation text (the paper's bi-level problem, equation 1, and algorith
 and attention's pairs are averaged over clients; specialists and routers never leave.
 """
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from coterie.adapters import Adapter, Role
 from coterie.methods.base import ClientContext
@@ -53,7 +55,7 @@ class CoMiGS(LoraMethod):
             ),
         ]
 
-    def _penalty(self, adapter: Adapter):  # noqa: ANN202
+    def _penalty(self, adapter: Adapter) -> Callable[[Adapter], Tensor] | None:
         form = self.load_balance
         # When every expert is chosen for every token the penalty is constant: skip it.
         if form == "none" or not adapter.balances:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, Role
 from coterie.aggregation import RunningMean
@@ -84,7 +85,7 @@ class LoraMethod(Method):
         for client in clients:
             self.layout(client)
 
-    def schema(self) -> Schema:
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The shared roles, both ways, and their shapes in the hello."""
         fields = tuple(Travels(f"{role}*", WHAT[role]) for role in self.shares)
         shapes = Travels("shapes", "names and shapes of the tensors that will be shared", "json")
@@ -126,7 +127,7 @@ class LoraClient(ClientSide):
         check_shapes(download, {name: tuple(p.shape) for name, p in self.shared.items()})
         _copy(download.tensors, self.shared)
 
-    def model(self) -> torch.nn.Module:
+    def model(self) -> PreTrainedModel:
         """The base with this client's adapter attached."""
         self.adapter.attach(self.context.base.model)
         return self.context.base.model

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from coterie.adapters import detach
 from coterie.exchange import Message
@@ -30,7 +30,7 @@ class PretrainedClient(ClientSide):
         """Nothing to do."""
         return Message(download.round)
 
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """The base, bare."""
         detach(self.context.base.model)
         return self.context.base.model

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from coterie.base import Base
 from coterie.data import Tokens, evaluation_windows
@@ -48,7 +48,9 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(base: Base, model: nn.Module, tokens: Tokens, window: int, batch: int = 16) -> Score:
+def evaluate(
+    base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int = 16
+) -> Score:
     """Score a model (the base, with whatever is attached) on a text, in windows of `window` tokens.
 
     Windows do not overlap; the first token of the text is predicted from the base's context token,

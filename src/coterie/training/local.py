@@ -1,4 +1,4 @@
-"""A client's local training: the levels of a schedule, step by step, in a way that can be resumed."""
+"""A client's local training: the levels of a schedule, step by step, resumable."""
 
 import math
 from collections.abc import Sequence

@@ -78,21 +78,19 @@ def _losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss and, if wanted, its gradient at that token's hidden state."""
-    losses = []
-    grad = torch.empty_like(hidden) if with_grad else None
+    losses, grads = [], []
     pieces = min(len(hidden), ceil(len(hidden) * len(weight) / LOGITS_AT_ONCE))
-    for piece in torch.arange(len(hidden)).tensor_split(pieces):
-        rows = slice(int(piece[0]), int(piece[-1]) + 1)
-        target = targets[rows, None]
-        logits = _at_least_float(hidden[rows] @ weight.t())
+    split = zip(hidden.tensor_split(pieces), targets[:, None].tensor_split(pieces), strict=True)
+    for h, target in split:
+        logits = _at_least_float(h @ weight.t())
         p = logits.softmax(-1)
         # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
         lse = logits.amax(-1) - p.amax(-1).log()
         losses.append(lse - logits.gather(1, target).squeeze(1))
-        if grad is not None:
+        if with_grad:
             p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-            torch.mm(p.to(weight.dtype), weight, out=grad[rows])
-    return torch.cat(losses), grad
+            grads.append(p.to(weight.dtype) @ weight)
+    return torch.cat(losses), torch.cat(grads) if with_grad else None
 
 
 def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:

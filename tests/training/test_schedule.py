@@ -1,0 +1,114 @@
+"""The bi-level schedule: which parameters move on which text, and when."""
+
+import math
+
+import pytest
+import torch
+
+from coterie.api import Session
+from coterie.engines.local import LocalRun
+from coterie.runs import RunFolder, Watch
+from coterie.training import local
+from coterie.training.schedule import cosine
+from coterie.training.spec import TrainingSpec
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    """CoMiGS, routers every second step for one step."""
+    run = config()
+    session = Session(run)
+    return LocalRun(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+
+
+def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
+    run, monkeypatch
+) -> None:
+    client = run.clients["poet"]
+    tokens = {id(client.context.data.train): "train", id(client.context.data.validation): "valid"}
+    seen: list[tuple[str, set[str]]] = []
+
+    def sample(text, batch, window, chance):
+        seen.append((tokens[id(text)], set()))
+        return original_sample(text, batch, window, chance)
+
+    def update(self, level, step, turn):
+        before = {name: p.detach().clone() for name, p in self.adapter.parameters().items()}
+        original_update(self, level, step, turn)
+        moved = {
+            self.adapter.roles[name]
+            for name, p in self.adapter.parameters().items()
+            if not torch.equal(p, before[name])
+        }
+        assert all(p.grad is None for p in self.adapter.parameters().values())
+        seen[-1][1].update(moved)
+
+    original_sample, original_update = local.sample_batch, local.LocalTraining._update
+    monkeypatch.setattr(local, "sample_batch", sample)
+    monkeypatch.setattr(local.LocalTraining, "_update", update)
+    run.server.open(0, sorted(run.clients))
+    client.step(run.server.download("poet"))
+    experts = {"dense", "generalist", "specialist"}
+    assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]
+
+
+def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
+    run = config(method={"name": "comigs-1g1s", "router_every": 3, "router_steps": 2}, rounds=3)
+    session = Session(run)
+    folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
+    LocalRun(run, session.base, session.participants(run), folder, Watch()).run()
+    names = [
+        (line["round"], line["name"])
+        for line in folder.metrics()
+        if line["client"] == "poet" and line["name"].startswith("loss/")
+    ]
+    e, r = "loss/experts", "loss/routers"  # steps 1 2 | 3 r r 4 | 5 6 r r
+    assert names == [
+        *[(0, e), (0, e)],
+        *[(1, e), (1, r), (1, r), (1, e)],
+        *[(2, e), (2, e), (2, r), (2, r)],
+    ]
+
+
+def test_the_cosine_goes_from_the_first_rate_to_the_last() -> None:
+    rate = cosine(TrainingSpec(steps=10), rounds=20)
+    assert rate(0) == 2e-3
+    assert rate(100) == pytest.approx((2e-3 + 2e-4) / 2)
+    assert rate(200) == pytest.approx(2e-4)
+    assert rate(50) == pytest.approx(2e-4 + 1.8e-3 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate(10_000) == pytest.approx(2e-4)
+
+
+def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch) -> None:
+    import coterie
+
+    def broken(model, ids):
+        return original(model, ids) * float("nan")
+
+    original = local.language_model_loss
+    monkeypatch.setattr(local, "language_model_loss", broken)
+    with pytest.raises(coterie.CoterieError, match=r"loss of client 'diarist'.*step 1"):
+        coterie.run(config(), out=tmp_path / "run")
+
+
+def test_one_step_is_adamw_on_the_mean_cross_entropy(run) -> None:
+    """Against transformers' own loss and torch's AdamW, on the same batch, for one update."""
+    client = run.clients["poet"]
+    training = client.training
+    level = training.levels[0]
+    parameters = client.adapter.parameters(*level.roles)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    model = client.model()
+    chance = local.generator(0, "batch", "poet", level.name, 0, 0)
+    ids = local.sample_batch(client.context.data.train, 2, 16, chance)
+    client.adapter.require_grad(*level.roles)
+    logits = model(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    training._update(level, 0, 0)
+    for (name, p), gradient in zip(parameters.items(), gradients, strict=True):
+        decayed = before[name] * (1 - 2e-3 * 0.01)
+        expected = decayed - 2e-3 * gradient / (gradient.abs() + 1e-8)  # AdamW's first step
+        sure = (gradient == 0) | (gradient.abs() > 1e-6)  # its sign does not hang on rounding
+        assert sure.float().mean() > 0.5
+        assert torch.allclose(p[sure], expected[sure], atol=2e-5, rtol=0)
