@@ -1,18 +1,16 @@
 """Train a small base from a folder of text: a tokenizer, a model, and the folder that holds both.
 
-`python scripts/pretrain_base.py TEXTS --out FOLDER` with its defaults gives a base of the shape
-that ships with Coterie; `coterie run --set base=FOLDER` uses it. Windows are drawn by step number,
-so a training that was stopped and resumed ends with the same bits.
+`python scripts/pretrain_base.py TEXTS --out FOLDER` makes a base of the shape that ships with
+Coterie, and `coterie run --set base=FOLDER` uses it. Every draw is named by its step, so a training
+that was stopped and resumed ends with the same bits.
 """
 
 import lzma
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,14 +19,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from coterie.base import Base
 from coterie.chance import generator
@@ -43,15 +35,15 @@ from coterie.training.loss import language_model_loss
 from coterie.training.precision import autocast
 
 END = "<|endoftext|>"
-Architecture = Literal["gpt2", "llama"]
+HELD_OUT = {"validation": 0.005, "test": 0.005}
 console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the result depends on, the text apart; the command's options explain it."""
+    """All that the result depends on but the text; the command's options say what is what."""
 
-    architecture: Architecture
+    architecture: Literal["gpt2", "llama"]
     layers: int
     width: int
     heads: int
@@ -60,112 +52,92 @@ class Recipe:
     steps: int
     batch: int
     learning_rate: float
-    warmup: int
-    weight_decay: float
-    held_out: float
     seed: int
-    threads: int
 
     def rate(self, step: int) -> float:
-        """Learning rate: linear warm-up, then half a cosine down to a tenth."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+        """Learning rate: linear warm-up for 2 % of the steps, then a cosine down to a tenth."""
+        warmup = math.ceil(0.02 * self.steps)
+        done = max(0, step - warmup) / self.steps
+        falls = 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
+        return self.learning_rate * min(1.0, (step + 1) / warmup) * falls
 
 
-def read_texts(folder: Path, recipe: Recipe) -> Texts:
-    """The .txt and .txt.xz files, with random pieces set aside for validation and test."""
-    files = sorted(file for file in folder.rglob("*") if file.name.endswith((".txt", ".txt.xz")))
-    if not files:
-        raise CoterieError(f"{folder} has no .txt or .txt.xz file; name a folder of texts.")
+def read_texts(folder: Path, seed: int) -> Texts:
+    """The .txt and .txt.xz files of a folder, random pieces of them set aside."""
     documents = []
-    for file in files:
+    for file in sorted(f for f in folder.rglob("*") if f.name.endswith((".txt", ".txt.xz"))):
         try:
-            raw = lzma.open(file).read() if file.suffix == ".xz" else file.read_bytes()
-            documents.append(Document(raw.decode().removeprefix("\ufeff"), divisible=True))
-        except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+            raw = file.read_bytes()
+            text = (lzma.decompress(raw) if file.suffix == ".xz" else raw).decode()
+        except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
             raise CoterieError(f"{file} could not be read as UTF-8 text: {error}.") from error
-    fractions = dict.fromkeys(("validation", "test"), recipe.held_out)
-    return Texts(**split_by_fractions(documents, fractions, generator(recipe.seed, "split")))
+        documents.append(Document(text, divisible=True))
+    if not documents:
+        raise CoterieError(f"There is no .txt or .txt.xz file in {folder}.")
+    return Texts(**split_by_fractions(documents, HELD_OUT, generator(seed, "split")))
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE, so that any text has tokens; token 0 ends a text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
+    """Byte-level BPE, so that any text can be told in tokens; token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    lines = chain.from_iterable(text.splitlines(keepends=True) for text in texts)
-    bpe.train_from_iterator(lines, trainer)
-    return bpe
-
-
-def wrap(bpe: Tokenizer, context: int) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers knows it."""
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, model_max_length=context, **special)
-
-
-def tokens(texts: Texts, tokenizer: PreTrainedTokenizerFast, context: int) -> ClientData:
-    """The three splits as tokens; each must hold a window."""
-    try:
-        return tokenise(texts, tokenizer, DataSpec(window=context), "text")
-    except CoterieError as error:
-        raise CoterieError(
-            f"The text is too short for a context of {context} tokens: give more of it, raise "
-            "--held-out or lower --context."
-        ) from error
+    lines = (line for text in texts for line in text.splitlines(keepends=True))
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
 
 
 def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
-    """A model with random weights in fp32; its head is the embedding, it has no dropout."""
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
-    torch.manual_seed(recipe.seed)
+    """A model with random weights in fp32; its head is the embedding, and it has no dropout."""
+    common = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    common |= {"tie_word_embeddings": True}
     if recipe.architecture == "gpt2":
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         shape = {"n_layer": recipe.layers, "n_embd": recipe.width, "n_head": recipe.heads}
-        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = GPT2Config(
-            vocab_size=vocabulary, n_positions=recipe.context, **shape, **off, **ends
+        config = GPT2Config(n_positions=recipe.context, **shape, **dropout, **common)
+    else:
+        config = LlamaConfig(
+            num_hidden_layers=recipe.layers,
+            hidden_size=recipe.width,
+            intermediate_size=math.ceil(8 * recipe.width / 3 / 32) * 32,
+            num_attention_heads=recipe.heads,
+            max_position_embeddings=recipe.context,
+            **common,
         )
-        return GPT2LMHeadModel(config)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        max_position_embeddings=recipe.context,
-        num_hidden_layers=recipe.layers,
-        hidden_size=recipe.width,
-        num_attention_heads=recipe.heads,
-        intermediate_size=-(-8 * recipe.width // 3 // 32) * 32,
-        **ends,
-    )
-    return LlamaForCausalLM(config)
+    torch.manual_seed(recipe.seed)
+    return AutoModelForCausalLM.from_config(config)
 
 
 class Training:
-    """A model, its optimiser and the steps done, all in one checkpoint file."""
+    """A model, its optimiser and the steps done; all of it fits into one checkpoint."""
 
-    def __init__(self, recipe: Recipe, base: Base, data: ClientData, checkpoint: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, base: Base, data: ClientData, identity: dict[str, object]
+    ) -> None:
         assert isinstance(base.model, PreTrainedModel)
-        self.recipe, self.base, self.data, self.checkpoint = recipe, base, data, checkpoint
-        self.model, self.parameters = base.model, dict(base.model.named_parameters())
+        self.recipe, self.base, self.data, self.model = recipe, base, data, base.model
+        self.identity = identity
+        self.parameters = dict(base.model.named_parameters())
         matrices = [p for p in self.parameters.values() if p.dim() > 1]
-        others = [p for p in self.parameters.values() if p.dim() <= 1]
+        others = [p for p in self.parameters.values() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        decay = recipe.weight_decay
-        self.optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=decay)
+        self.optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
         self.done = 0
 
     def step(self) -> float:
-        """One update; its loss in nats per token."""
+        """One update; returns its loss in nats per token."""
         chance = generator(self.recipe.seed, "batch", self.done)
         ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance)
         with autocast(self.base.precision, self.base.device.type):
             loss = language_model_loss(self.model, ids.to(self.base.device))
+        if not math.isfinite(loss.item()):
+            raise CoterieError("The loss is no longer finite; a lower --learning-rate may help.")
         self.optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -173,36 +145,141 @@ class Training:
             group["lr"] = self.recipe.rate(self.done)
         self.optimiser.step()
         self.done += 1
-        if not math.isfinite(loss.item()):
-            raise CoterieError("The loss is no longer finite; a lower --learning-rate may help.")
         return loss.item()
 
-    def save(self) -> None:
-        """Write the checkpoint: weights, moments, and all that tells whether it fits."""
+    def perplexity(self, split: Literal["validation", "test"]) -> float:
+        """On text that is not trained on."""
+        tokens = getattr(self.data, split)
+        return evaluate(self.base, self.model, tokens, self.recipe.context).perplexity
+
+    def export(self, folder: Path) -> None:
+        """The base's files, weights in bf16; training is over then."""
+        self.model.to(torch.bfloat16).save_pretrained(folder)
+        self.base.tokenizer.save_pretrained(folder)
+
+    def state(self) -> State:
+        """Weights and moments, and what tells whether a checkpoint may be gone on from."""
         tensors = {f"weight/{name}": p for name, p in self.parameters.items()}
         for name, p in self.parameters.items():
             tensors |= {f"{kind}/{name}": t for kind, t in self.optimiser.state[p].items()}
-        bpe = self.base.tokenizer.backend_tokenizer.to_str()  # pyright: ignore
-        values = {"recipe": asdict(self.recipe), "text": digest(self.data), "bpe": bpe}
-        write_bytes(self.checkpoint, State(tensors, {**values, "done": self.done}).encode())
+        return State(tensors, {**self.identity, "done": self.done})
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Go on from a checkpoint, if it is of this recipe and text."""
-        if state.values["recipe"] != asdict(self.recipe) or state.values["text"] != digest(self.data):
-            raise CoterieError(
-                f"{self.checkpoint} began with other options or another text; repeat those it "
-                "began with, or remove it to start anew."
-            )
+        """Take weights and moments back."""
         for name, p in self.parameters.items():
             p.copy_(state.tensors[f"weight/{name}"])
             self.optimiser.state[p] = {
-                kind: state.tensors[f"{kind}/{name}"].to(p.device if kind != "step" else "cpu")
-                for kind in ("step", "exp_avg", "exp_avg_sq")
+                "step": state.tensors[f"step/{name}"],
+                "exp_avg": state.tensors[f"exp_avg/{name}"].to(p.device),
+                "exp_avg_sq": state.tensors[f"exp_avg_sq/{name}"].to(p.device),
             }
         self.done = state.values["done"]
 
 
-def digest(data: ClientData) -> str:
-    """A hash of the training tokens."""
-    return blake2b(data.train.ids.numpy().tobytes(), digest_size=8).hexdigest()
+def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
+    """Everything ready for the next step: the first, or the one after a checkpoint."""
+    split = read_texts(texts, recipe.seed)
+    hashed = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
+    identity = {"recipe": asdict(recipe), "text": hashed}
+    if checkpoint is None:
+        bpe = train_tokenizer(split.train, recipe.vocabulary)
+        rest = {"tokenizer": bpe.to_str(), "threads": torch.get_num_threads()}
+    else:
+        rest = {key: checkpoint.values[key] for key in ("tokenizer", "threads")}
+        if checkpoint.values != {**identity, **rest, "done": checkpoint.values["done"]}:
+            raise CoterieError("The training began with other options or texts; give those again.")
+        bpe = Tokenizer.from_str(rest["tokenizer"])
+        torch.set_num_threads(rest["threads"])
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
+    tokenizer = FastTokenizer(tokenizer_object=bpe, model_max_length=recipe.context, **special)
+    try:
+        data = tokenise(split, tokenizer, DataSpec(window=recipe.context), "base")
+    except CoterieError as error:
+        raise CoterieError(
+            f"The texts in {texts} are too few: {HELD_OUT['test']:.1%} of them, which is set aside "
+            f"for a test, must hold more than {recipe.context} tokens (--context)."
+        ) from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = Base(new_model(recipe, len(tokenizer)).to(device), tokenizer, "bf16", device)
+    training = Training(recipe, base, data, {**identity, **rest})
+    if checkpoint is not None:
+        training.restore(checkpoint)
+    return training
+
+
+def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -> None:
+    """Train from the start, or from the checkpoint beside `out`; `out` appears when it is done."""
+    path = out.with_name(f"{out.name}.checkpoint.safetensors")
+    if out.exists():
+        raise CoterieError(f"{out} is there already; choose another folder with --out.")
+    if resume != path.exists():
+        advice = "leave out --resume" if resume else "go on with --resume, or remove it"
+        raise CoterieError(f"There is {'no' if resume else 'a'} checkpoint {path}; {advice}.")
+    training = begin(texts, recipe, State.decode(path.read_bytes()) if resume else None)
+    size = sum(p.numel() for p in training.parameters.values())
+    console.print(f"{size:,} parameters, {len(training.data.train.ids):,} training tokens")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    began, first, losses = time.monotonic(), training.done, []
+    while training.done < recipe.steps:
+        losses.append(training.step())
+        done = training.done
+        if done % math.ceil(every / 10) == 0 or done == recipe.steps:
+            seconds = (time.monotonic() - began) / (done - first)
+            speed = recipe.batch * recipe.context / seconds
+            left = seconds * (recipe.steps - done) / 60
+            loss = sum(losses) / len(losses)
+            losses.clear()
+            line = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.1f} min left"
+            console.print(f"step {done:,}/{recipe.steps:,}  {line}")
+        if done % every == 0 and done < recipe.steps:
+            write_bytes(path, training.state().encode())
+            console.print(f"  held-out perplexity {training.perplexity('validation'):.2f}; saved")
+    console.print(f"test perplexity {training.perplexity('test'):.2f}")
+    write_folder(out, training.export)
+    path.unlink(missing_ok=True)
+    console.print(f"The base is in {out}; use it with `coterie run --set base={out.resolve()}`.")
+
+
+def main(
+    texts: Annotated[Path, typer.Argument(help="Folder of .txt or .txt.xz files, UTF-8.")],
+    out: Annotated[Path, typer.Option(help="Folder for the base; it must not exist yet.")],
+    architecture: Annotated[
+        Literal["gpt2", "llama"], typer.Option(help="Whose shape the model has.")
+    ] = "gpt2",
+    layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 6,
+    width: Annotated[int, typer.Option(min=2, help="Size of hidden states.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    vocabulary: Annotated[int, typer.Option(min=257, help="Tokens, at most.")] = 8192,
+    context: Annotated[int, typer.Option(min=1, help="Tokens that it reads at once.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 10_000,
+    batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 32,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Its largest value.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Every random draw comes from it.")] = 0,
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps between checkpoints, and held-out perplexities.")
+    ] = 500,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint, with the same options.")
+    ] = False,
+) -> None:
+    """Train a small base from a folder of text, for `coterie run --set base=FOLDER`.
+
+    Until it is done there is FOLDER.checkpoint.safetensors, from which --resume goes on after a
+    stop, to the same bits.
+    """
+    shape = (architecture, layers, width, heads, vocabulary, context)
+    try:
+        if width % (2 * heads):
+            raise CoterieError(f"--width must be a multiple of {2 * heads}, twice --heads.")
+        pretrain(texts, out, Recipe(*shape, steps, batch, learning_rate, seed), every, resume)
+    except CoterieError as error:
+        console.print(f"[red]Error:[/] {escape(str(error))}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        console.print("Stopped. If a checkpoint was saved, the same command with --resume goes on.")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    typer.run(main)

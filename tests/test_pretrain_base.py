@@ -1,0 +1,155 @@
+import importlib.util
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer import Typer
+from typer.testing import CliRunner
+
+from coterie.base import load_base
+from coterie.chance import generator
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_base.py"
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain_base", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pretrain_base"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    words = "a whale swam by the old ship and the sailors sang of rum 🐳\n".split(" ")
+    for name in ("one", "two"):
+        chosen = torch.randint(len(words), (70_000,), generator=generator(0, name)).tolist()
+        text = " ".join(words[i] for i in chosen).encode()
+        (folder / f"{name}.txt.xz").write_bytes(lzma.compress(text, preset=0))
+    return folder
+
+
+@pytest.fixture
+def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
+    app = Typer()
+    app.command()(script.main)
+
+    def call(out: Path, *options: str) -> tuple[int, str]:
+        small = f"--layers 1 --width 16 --heads 2 --vocabulary 300 --context 16 --steps {STEPS}"
+        small += " --batch 8 --learning-rate 0.02 --warmup 1 --every 2"
+        result = CliRunner().invoke(app, [str(texts), "--out", str(out), *small.split(), *options])
+        return result.exit_code, result.output
+
+    return call
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_base_is_loaded_by_transformers_and_coterie(pretrain, tmp_path, architecture):
+    code, output = pretrain(tmp_path / "base", "--architecture", architecture)
+    assert code == 0, output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == architecture
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert len(tokenizer) == model.config.vocab_size <= 300
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    base = load_base(str(tmp_path / "base"), "bf16", window=16)
+    assert base.context_token == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_tokens_spell_any_text(pretrain, tmp_path):
+    pretrain(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    for text in (
+        "the whale 🐳 sang",
+        " leading\n\n  spaces\t",
+        "größte 東京 👩‍👩‍👧",
+        "<|not special|>",
+    ):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.tokenize("whale")[0] != "Ġwhale"  # no space is put before a text
+
+
+def test_loss_falls(pretrain, tmp_path):
+    _, output = pretrain(tmp_path / "base", "--steps", "40", "--every", "10")
+    losses = [float(line.split()[3]) for line in output.splitlines() if line.startswith("step ")]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] - 1
+    perplexity = float(output.split("test perplexity")[1].split()[0])
+    assert perplexity < 2 ** (losses[0] / torch.log(torch.tensor(2.0)).item())
+
+
+def test_resumed_training_ends_with_the_same_bits(pretrain, script, tmp_path, monkeypatch):
+    pretrain(tmp_path / "whole")
+    real, calls = script.language_model_loss, []
+
+    def killed_at_the_fourth_step(model, ids):
+        calls.append(ids)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(model, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "language_model_loss", killed_at_the_fourth_step)
+        code, output = pretrain(tmp_path / "parts")
+    assert code == 130
+    assert "--resume" in output
+    assert not (tmp_path / "parts").exists()
+    code, output = pretrain(tmp_path / "parts", "--resume")
+    assert code == 0, output
+    assert "step 3/5" in output
+    assert "step 2/5" not in output
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth(script):
+    recipe = script.Recipe("gpt2", 1, 16, 2, 300, 16, 100, 8, 1e-2, 10, 0)
+    rates = [recipe.rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
+    assert rates[10] == 1e-2
+    assert rates[55] == pytest.approx(5.5e-3)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert 1e-3 < rates[-1] < 1.01e-3
+
+
+def test_errors_are_one_sentence(pretrain, tmp_path):
+    def refuses(*options: str) -> str:
+        code, output = pretrain(tmp_path / "base", *options)
+        assert code == 2
+        assert output.startswith("Error: ")
+        assert output.count("\n") == 1
+        return output
+
+    assert "no checkpoint" in refuses("--resume")
+    assert "multiple of 4" in refuses("--width", "18")
+    assert "--context" in refuses("--context", "5000")
+    (tmp_path / "base").mkdir()
+    assert "there already" in refuses()
+
+
+def test_other_options_cannot_resume(pretrain, script, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "write_folder", _interrupted)
+        assert pretrain(tmp_path / "base")[0] == 130
+    code, output = pretrain(tmp_path / "base")
+    assert (code, "go on with --resume" in output) == (2, True)
+    code, output = pretrain(tmp_path / "base", "--resume", "--seed", "1")
+    assert (code, "other options" in output) == (2, True)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
