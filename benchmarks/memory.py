@@ -51,7 +51,7 @@ def make_base(folder: Path) -> None:
 
 def make_texts(folder: Path, clients: int) -> list[dict[str, str]]:
     """A file of random words per client: the run's `clients`."""
-    words = "the sea was calm and no one knew which way old ships went by night".split()
+    words = ["the", "sea", "was", "calm", "and", "no", "one", "knew", "which", "way", "ships"]
     found = []
     for name in (f"client-{number:02d}" for number in range(clients)):
         chosen = torch.randint(len(words), (12_000,), generator=generator(0, "text", name))

@@ -162,7 +162,12 @@ def contestants(precision: Precision) -> dict[str, Contestant]:
     return found
 
 
-def measure(runners: dict[str, Contestant], precision: Precision, rounds: int) -> dict[str, list]:
+def measure(
+    runners: dict[str, Contestant],
+    precision: Precision,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds per step of each contestant, after one round to warm up."""
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
@@ -174,20 +179,21 @@ def measure(runners: dict[str, Contestant], precision: Precision, rounds: int) -
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds + 1):
         for name, contestant in runners.items():
-            start = time.perf_counter()
+            start = clock()
             with autocast(precision, "cpu"):
                 loss = contestant.loss(ids)
             loss.backward()
             if name in optimizers:
                 optimizers[name].step()
                 optimizers[name].zero_grad()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: values[1:] for name, values in seconds.items()}
 
 
 def show(seconds: dict[str, float], precision: Precision) -> None:
     against = ("PEFT LoRA", "naive mixture", "gathering mixture")
-    table = Table(title=f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {precision}, CPU")
+    setting = f"{precision}, CPU, {torch.get_num_threads()} threads"
+    table = Table(title=f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {setting}")
     table.add_column("contestant")
     for column in ("median ms", *(f"x {name}" for name in against), "target"):
         table.add_column(column, justify="right")
@@ -203,11 +209,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="the process's own time on one thread: steadier on a machine that others use",
+    )
     parser.add_argument("--json", type=Path, help="write the medians and ratios here")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
-    runs = measure(contestants(options.precision), options.precision, options.rounds)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    runs = measure(contestants(options.precision), options.precision, options.rounds, clock)
     medians = {name: statistics.median(values) for name, values in runs.items()}
     show(medians, options.precision)
     if options.json:
@@ -216,7 +228,12 @@ def main() -> None:
              "ratio": medians[who] / medians[other]}
             for who, other, limit in TARGETS
         ]  # fmt: skip
-        record = {"precision": options.precision, "seconds": medians, "ratios": ratios}
+        setting = {
+            "precision": options.precision,
+            "threads": torch.get_num_threads(),
+            "clock": "cpu" if options.cpu_time else "wall",
+        }
+        record = {**setting, "seconds": medians, "ratios": ratios}
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

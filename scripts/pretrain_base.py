@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
@@ -57,7 +58,7 @@ class Recipe:
     def rate(self, step: int) -> float:
         """Learning rate: linear warm-up for 2 % of the steps, then a cosine down to a tenth."""
         warmup = math.ceil(0.02 * self.steps)
-        done = max(0, step - warmup) / self.steps
+        done = max(0, step - warmup) / max(1, self.steps - warmup)
         falls = 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * min(1.0, (step + 1) / warmup) * falls
 
@@ -93,23 +94,23 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
+def new_model(recipe: Recipe, vocabulary: int) -> nn.Module:
     """A model with random weights in fp32; its head is the embedding, and it has no dropout."""
-    common = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
-    common |= {"tie_word_embeddings": True}
+    settings = {  # transformers knows GPT-2's sizes by these names, too
+        "num_hidden_layers": recipe.layers,
+        "hidden_size": recipe.width,
+        "num_attention_heads": recipe.heads,
+        "max_position_embeddings": recipe.context,
+        "vocab_size": vocabulary,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": True,
+    }
     if recipe.architecture == "gpt2":
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        shape = {"n_layer": recipe.layers, "n_embd": recipe.width, "n_head": recipe.heads}
-        config = GPT2Config(n_positions=recipe.context, **shape, **dropout, **common)
+        config = GPT2Config(**settings, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     else:
-        config = LlamaConfig(
-            num_hidden_layers=recipe.layers,
-            hidden_size=recipe.width,
-            intermediate_size=math.ceil(8 * recipe.width / 3 / 32) * 32,
-            num_attention_heads=recipe.heads,
-            max_position_embeddings=recipe.context,
-            **common,
-        )
+        wide = math.ceil(8 * recipe.width / 3 / 32) * 32
+        config = LlamaConfig(**settings, intermediate_size=wide)
     torch.manual_seed(recipe.seed)
     return AutoModelForCausalLM.from_config(config)
 
@@ -154,7 +155,8 @@ class Training:
 
     def export(self, folder: Path) -> None:
         """The base's files, weights in bf16; training is over then."""
-        self.model.to(torch.bfloat16).save_pretrained(folder)
+        self.base.model.to(torch.bfloat16)
+        self.model.save_pretrained(folder)
         self.base.tokenizer.save_pretrained(folder)
 
     def state(self) -> State:
@@ -180,17 +182,16 @@ class Training:
 def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
     """Everything ready for the next step: the first, or the one after a checkpoint."""
     split = read_texts(texts, recipe.seed)
-    hashed = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
-    identity = {"recipe": asdict(recipe), "text": hashed}
+    text = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
+    identity = {"recipe": asdict(recipe), "text": text}
     if checkpoint is None:
         bpe = train_tokenizer(split.train, recipe.vocabulary)
-        rest = {"tokenizer": bpe.to_str(), "threads": torch.get_num_threads()}
+    elif any(checkpoint.values[key] != value for key, value in identity.items()):
+        raise CoterieError("The training began with other options or texts; give those again.")
     else:
-        rest = {key: checkpoint.values[key] for key in ("tokenizer", "threads")}
-        if checkpoint.values != {**identity, **rest, "done": checkpoint.values["done"]}:
-            raise CoterieError("The training began with other options or texts; give those again.")
-        bpe = Tokenizer.from_str(rest["tokenizer"])
-        torch.set_num_threads(rest["threads"])
+        bpe = Tokenizer.from_str(checkpoint.values["tokenizer"])
+        torch.set_num_threads(checkpoint.values["threads"])
+    identity |= {"tokenizer": bpe.to_str(), "threads": torch.get_num_threads()}
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
     tokenizer = FastTokenizer(tokenizer_object=bpe, model_max_length=recipe.context, **special)
     try:
@@ -202,7 +203,7 @@ def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     base = Base(new_model(recipe, len(tokenizer)).to(device), tokenizer, "bf16", device)
-    training = Training(recipe, base, data, {**identity, **rest})
+    training = Training(recipe, base, data, identity)
     if checkpoint is not None:
         training.restore(checkpoint)
     return training
@@ -210,9 +211,9 @@ def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
 
 def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -> None:
     """Train from the start, or from the checkpoint beside `out`; `out` appears when it is done."""
-    path = out.with_name(f"{out.name}.checkpoint.safetensors")
     if out.exists():
         raise CoterieError(f"{out} is there already; choose another folder with --out.")
+    path = out.with_name(f"{out.name}.checkpoint.safetensors")
     if resume != path.exists():
         advice = "leave out --resume" if resume else "go on with --resume, or remove it"
         raise CoterieError(f"There is {'no' if resume else 'a'} checkpoint {path}; {advice}.")
@@ -221,17 +222,16 @@ def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -
     console.print(f"{size:,} parameters, {len(training.data.train.ids):,} training tokens")
     out.parent.mkdir(parents=True, exist_ok=True)
     began, first, losses = time.monotonic(), training.done, []
-    while training.done < recipe.steps:
+    for done in range(first + 1, recipe.steps + 1):
         losses.append(training.step())
-        done = training.done
         if done % math.ceil(every / 10) == 0 or done == recipe.steps:
-            seconds = (time.monotonic() - began) / (done - first)
-            speed = recipe.batch * recipe.context / seconds
-            left = seconds * (recipe.steps - done) / 60
-            loss = sum(losses) / len(losses)
+            pace = (time.monotonic() - began) / (done - first)
+            console.print(
+                f"step {done:,}/{recipe.steps:,}  loss {sum(losses) / len(losses):.3f}  "
+                f"{recipe.batch * recipe.context / pace:,.0f} tokens/s  "
+                f"{pace * (recipe.steps - done) / 60:.1f} min left"
+            )
             losses.clear()
-            line = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.1f} min left"
-            console.print(f"step {done:,}/{recipe.steps:,}  {line}")
         if done % every == 0 and done < recipe.steps:
             write_bytes(path, training.state().encode())
             console.print(f"  held-out perplexity {training.perplexity('validation'):.2f}; saved")
@@ -265,8 +265,7 @@ def main(
 ) -> None:
     """Train a small base from a folder of text, for `coterie run --set base=FOLDER`.
 
-    Until it is done there is FOLDER.checkpoint.safetensors, from which --resume goes on after a
-    stop, to the same bits.
+    After a stop, --resume goes on from FOLDER.checkpoint.safetensors, to the same bits.
     """
     shape = (architecture, layers, width, heads, vocabulary, context)
     try:

@@ -32,7 +32,7 @@ def script() -> ModuleType:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    words = "a whale swam by the old ship and the sailors sang of rum 🐳\n".split(" ")
+    words = ["the", "whale", "sang", "of", "an", "old", "ship", "größte", "🐳\n"]
     for name in ("one", "two"):
         chosen = torch.randint(len(words), (70_000,), generator=generator(0, name)).tolist()
         text = " ".join(words[i] for i in chosen).encode()
@@ -47,7 +47,7 @@ def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
 
     def call(out: Path, *options: str) -> tuple[int, str]:
         small = f"--layers 1 --width 16 --heads 2 --vocabulary 300 --context 16 --steps {STEPS}"
-        small += " --batch 8 --learning-rate 0.02 --warmup 1 --every 2"
+        small += " --batch 8 --learning-rate 0.02 --every 2"
         result = CliRunner().invoke(app, [str(texts), "--out", str(out), *small.split(), *options])
         return result.exit_code, result.output
 
@@ -62,7 +62,7 @@ def test_base_is_loaded_by_transformers_and_coterie(pretrain, tmp_path, architec
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert model.dtype == torch.bfloat16
     assert model.config.model_type == architecture
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.lm_head.weight is model.get_input_embeddings().weight  # pyright: ignore
     assert len(tokenizer) == model.config.vocab_size <= 300
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
     base = load_base(str(tmp_path / "base"), "bf16", window=16)
@@ -117,13 +117,13 @@ def test_resumed_training_ends_with_the_same_bits(pretrain, script, tmp_path, mo
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth(script):
-    recipe = script.Recipe("gpt2", 1, 16, 2, 300, 16, 100, 8, 1e-2, 10, 0)
-    rates = [recipe.rate(step) for step in range(100)]
+    recipe = script.Recipe("gpt2", 1, 16, 2, 300, 16, 500, 8, 1e-2, 0)
+    rates = [recipe.rate(step) for step in range(500)]
     assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
     assert rates[10] == 1e-2
-    assert rates[55] == pytest.approx(5.5e-3)
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert 1e-3 < rates[-1] < 1.01e-3
+    assert rates[255] == pytest.approx(5.5e-3)  # half way down
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 1e-3 < rates[-1] < 1.001e-3
 
 
 def test_errors_are_one_sentence(pretrain, tmp_path):

@@ -8,15 +8,18 @@ model = coterie.load(run.path, client="poet")
 """
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coterie.api import Run, compare, load, resume, run, tokenizer
+    from coterie.config import RunConfig, load_config
+    from coterie.errors import CoterieError
+    from coterie.methods import Method
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from coterie.api import Run, compare, load, resume, run, tokenizer  # noqa: E402
-from coterie.config import RunConfig, load_config  # noqa: E402
-from coterie.errors import CoterieError  # noqa: E402
-from coterie.methods import Method  # noqa: E402
 
 __all__ = [
     "CoterieError",
@@ -30,3 +33,17 @@ __all__ = [
     "run",
     "tokenizer",
 ]
+
+_HOMES = {
+    "CoterieError": "errors",
+    "Method": "methods",
+    "RunConfig": "config",
+    "load_config": "config",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is: torch takes seconds, which `coterie --help` saves."""
+    if name not in __all__:
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+    return getattr(import_module(f"coterie.{_HOMES.get(name, 'api')}"), name)

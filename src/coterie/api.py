@@ -40,7 +40,7 @@ class Run:
 
     def model(self, client: str) -> nn.Module:
         """A client's model; see `load`."""
-        return load(self.path, client)
+        return _load(RunFolder(self.path), self.config, client)
 
 
 def run(
@@ -59,12 +59,12 @@ def run(
     config = _config(config)
     if method is not None:
         config = config.model_copy(update={"method": method})
-    session = Session(config)
-    participants = session.participants(config)
-    config.method.check([p.name for p in participants])
     path = Path(out) if out is not None else Path("runs") / config.name
-    folder = RunFolder.create(path, session.description(config, participants), force)
-    return _continue(session, folder, watch)
+    RunFolder(path).refuse(force)  # before a base is loaded
+    session = Session(config)
+    session.check(config, *map(config.with_method, config.baselines))
+    description = session.description(config, session.participants(config))
+    return _continue(session, RunFolder.create(path, description, force), watch)
 
 
 def resume(
@@ -75,9 +75,7 @@ def resume(
     Raises CoterieError if the folder holds no run or if the clients' texts have changed.
     """
     folder = RunFolder(Path(path))
-    config = parse(folder.description["config"])
-    if method is not None:
-        config = config.model_copy(update={"method": method})
+    config = _recorded(folder, method)
     return _continue(Session(config, folder.description["threads"]), folder, watch)
 
 
@@ -97,47 +95,54 @@ def compare(
     as Markdown and JSON.
     """
     config = _config(config)
+    if not methods:
+        raise CoterieError("Name the methods to compare; `coterie methods` lists them.")
     cells = [(config.with_method(name), name) for name in dict.fromkeys(methods)]
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
     session = Session(config)
-    for cell, _ in cells:
-        cell.method.check([p.name for p in session.participants(cell)])
+    session.check(*(cell for cell, _ in cells))
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
             seeded = cell.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
             folder = session.cell(seeded, path, report)
-            session.finish(folder, seeded, watch)
+            with folder.lock():
+                session.finish(folder, seeded, watch)
             results[name].append(folder.result or {})
             write_comparison(Comparison(config.name, _filled(results)), path)
     return Comparison(config.name, results)
 
 
-def load(path: str | Path, client: str) -> nn.Module:
+def load(path: str | Path, client: str, *, method: Method | None = None) -> nn.Module:
     """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
 
-    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path)`.
+    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path)`. `method` is needed for a
+    run whose method is not registered. A pooled run has one model, whatever the client.
     """
     folder = RunFolder(Path(path))
-    config = parse(folder.description["config"])
+    return _load(folder, _recorded(folder, method), client)
+
+
+def _load(folder: RunFolder, config: RunConfig, client: str) -> nn.Module:
     name = EVERYONE if config.pooled else client
     known = sorted(folder.description["clients"])
     if name not in known:
         raise CoterieError(
-            f"The run {path} has no client {client!r} (clients: {', '.join(known)})."
+            f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
         )
+    state = folder.load(f"client-{name}")
     base = load_base(config.base, "fp32", config.data.window, config.root)
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     participant = Participant(name, ClientData(nothing, nothing, nothing), {})
     side = config.method.client(client_context(config, base, participant, lambda *_: None))
-    side.restore(folder.load(f"client-{name}"))
+    side.restore(state)
     return side.model()
 
 
 def tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a run's base."""
-    config = parse(RunFolder(Path(path)).description["config"])
-    return load_tokenizer(config.base, config.root)
+    config = RunFolder(Path(path)).description["config"]
+    return load_tokenizer(config["base"], Path(config["data_root"]))
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
@@ -167,13 +172,18 @@ class Session:
             self._federations[key] = federation(config, self.base.tokenizer)
         return self._federations[key]
 
+    def check(self, *configs: RunConfig) -> None:
+        """Raise CoterieError if a method cannot run with the clients there are."""
+        for config in configs:
+            config.method.check([p.name for p in self.participants(config)])
+
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
         return {
             "coterie": version("coterie"),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "clients": {p.name: {"data": p.digest()} for p in participants},
+            "clients": _digests(participants),
             "config": config.as_dict(),
         }
 
@@ -181,7 +191,7 @@ class Session:
         """The folder of one run of a comparison: found again if it is the same run, or made."""
         description = self.description(config, self.participants(config))
         folder = RunFolder(path / f"{config.name}-{config.digest()}")
-        if (folder.path / "run.json").exists():
+        if folder.is_run:
             if folder.description["clients"] == description["clients"]:
                 if folder.result is not None:
                     report(f"{config.name}: already there")
@@ -194,31 +204,42 @@ class Session:
         if folder.result is not None:
             return
         participants = self.participants(config)
-        for p in participants:
-            if folder.description["clients"].get(p.name) != {"data": p.digest()}:
+        then, now = folder.description["clients"], _digests(participants)
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) != now.get(name):
                 raise CoterieError(
-                    f"The text of client {p.name!r} is not what it was when the run in "
+                    f"The text of client {name!r} is not what it was when the run in "
                     f"{folder.path} began; start a new run."
                 )
-        with folder.lock():
-            LocalRun(config, self.base, participants, folder, watch()).run()
+        LocalRun(config, self.base, participants, folder, watch()).run()
+
+
+def _digests(participants: list[Participant]) -> dict[str, dict[str, str]]:
+    return {p.name: {"data": p.digest()} for p in participants}
 
 
 def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -> Run:
     config, results = session.config, {}
-    for name in config.baselines:
-        baseline = config.with_method(name).model_copy(update={"name": name})
-        inner = RunFolder(folder.path / "baselines" / name)
-        if not (inner.path / "run.json").exists():
-            description = session.description(baseline, session.participants(baseline))
-            inner = RunFolder.create(inner.path, description)
-        session.finish(inner, baseline, watch)
-        results[name] = inner.result
-    session.finish(folder, config, watch)
-    results[config.label] = folder.result
-    finished = Run(folder.path, config, results)
-    write_text(folder.path / "table.md", finished.table().markdown())
+    with folder.lock():
+        for name in config.baselines:
+            baseline = config.with_method(name).model_copy(update={"name": name})
+            inner = RunFolder(folder.path / "baselines" / name)
+            if not inner.is_run:
+                description = session.description(baseline, session.participants(baseline))
+                inner = RunFolder.create(inner.path, description)
+            session.finish(inner, baseline, watch)
+            results[name] = inner.result
+        session.finish(folder, config, watch)
+        results[config.label] = folder.result
+        finished = Run(folder.path, config, results)
+        write_text(folder.path / "table.md", finished.table().markdown())
     return finished
+
+
+def _recorded(folder: RunFolder, method: Method | None) -> RunConfig:
+    """The configuration that a run began with; `method` stands for one that is not registered."""
+    values = folder.description["config"]
+    return parse({**values, "method": method or values["method"]})
 
 
 def _config(config: Config) -> RunConfig:

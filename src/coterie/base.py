@@ -1,11 +1,13 @@
 """The base: a frozen pretrained causal language model with its tokenizer, one copy per process."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -60,7 +62,7 @@ def load_base(
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and window > longest:
         raise CoterieError(
-            f"data.window is {window} tokens, but the base {name!r} reads at most {longest} at once."
+            f"data.window is {window} tokens, but the base {name!r} reads at most {longest}."
         )
     model.requires_grad_(False).eval()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,19 +96,32 @@ def _place(name: str, root: Path) -> str:
     return name
 
 
-def _loading(name, root, load):  # noqa: ANN001, ANN202  (whatever `load` returns)
+def _find(name: str, root: Path) -> None:
+    """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
+    if Path(_place(name, root)).is_dir() or isinstance(
+        try_to_load_from_cache(name, "config.json"), str
+    ):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # the kinds depend on the hub's client and the network
+        raise OSError(f"The hub did not give {name!r}.") from error
+
+
+def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
+        _find(name, root)
         return load()
     except (OSError, ValueError, KeyError, TypeError) as error:
         shipped = ", ".join(sorted(p.parent.name for p in EMBEDDED.glob("*/config.json")))
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
-            f"The base {name!r} could not be loaded: it is not one that ships ({shipped}), there is "
-            f"no usable model folder at {root / name}, and the Hugging Face hub did not give "
-            f"one{offline}. Without internet, set `base` to a folder with config.json, "
+            f"The base {name!r} could not be loaded: it is not one that ships ({shipped}), there "
+            f"is no usable model folder at {root / name}, and the Hugging Face hub did not "
+            f"give one{offline}. Without internet, set `base` to a folder with config.json, "
             "model.safetensors and tokenizer.json."
         ) from error
     finally:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from coterie.errors import CoterieError
 
@@ -17,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tune language models together and personally: the text never leaves its machine.",
 )
@@ -27,7 +27,7 @@ _debug = False
 
 def _remember_debug(value: bool) -> bool:
     global _debug
-    _debug = _debug or value
+    _debug = value
     return value
 
 
@@ -60,7 +60,20 @@ def run(
 ) -> None:
     """Learn together: run a method and its baselines, and show each client's result.
 
-    `coterie run` runs the embedded demo. `coterie run my.yaml --set rounds=5` runs your own.
+    Without a file it runs the embedded demo: minutes on two cores, nothing to download. For a run
+    of your own write a run file, such as
+
+        method: comigs-1g1s
+        rounds: 10
+        clients:
+          - {name: anna, path: anna.txt}
+          - {name: ben, path: ben-notes/}
+
+    and start it, with any of its keys changed by --set:
+
+        coterie run mine.yaml --set training.batch=8 --set seed=1
+
+    docs/run-file.md explains every key; `coterie methods` lists what `method` can be.
     """
     from coterie import api
     from coterie.config import load_config
@@ -79,12 +92,10 @@ def run(
         folder = out or Path("runs") / config.name
         with _stoppable(folder):
             finished = api.run(config, out=folder, force=force, watch=watch)
-    console.print(finished.table().rich())
-    console.print(f"The run is in {finished.path}. Write with a client's model:", highlight=False)
     client = min(next(iter(finished.results.values()))["trained"])
-    console.print(
-        f'  coterie generate {finished.path} --client {client} --prompt "..."', highlight=False
-    )
+    console.print(finished.table())
+    _say(f"\nThe run is in {finished.path}. Write with a client's model:")
+    _say(f'  coterie generate {finished.path} --client {client} --prompt "..."')
 
 
 @app.command()
@@ -105,6 +116,10 @@ def compare(
 
     Finished runs are kept and found again: stop it, start it again, or ask for more methods or
     seeds, and only what is new is run.
+
+    Example:
+
+        coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
     """
     from coterie import api
     from coterie.config import load_config
@@ -112,34 +127,37 @@ def compare(
 
     config = load_config(file, settings or ())
     folder = out or Path("runs") / f"compare-{config.name}"
-    with _stoppable(None):
+    with _stoppable():
         comparison = api.compare(
             config,
             [name.strip() for name in methods.split(",") if name.strip()],
             seeds=seeds,
             out=folder,
             watch=partial(ConsoleWatch, console),
-            report=partial(console.print, highlight=False),
+            report=_say,
         )
-    console.print(comparison.table().rich())
-    console.print(f"Also in {folder}/compare.md and compare.json.", highlight=False)
+    console.print(comparison.table())
+    _say(f"\nAlso in {folder}/compare.md and compare.json.")
+    _say("For more methods or seeds ask again, with them: only what is new is run.")
 
 
 @app.command()
-def methods(debug: Debug = False) -> None:
-    """List every method, its paper, what it shares and its settings."""
-    from coterie.methods import POOLED, available
-    from coterie.report import Table
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this method's settings.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """List every method, its paper and what it shares; or one method's settings."""
+    from coterie.report.settings import method_table, methods_table
 
-    rows = [[m.name, m.paper, m.summary] for m in available().values()]
-    rows.append([POOLED, "", "one client that holds everybody's text: not private, an upper bound"])
-    console.print(Table("Methods", ["name", "paper", "what travels"], rows).rich())
-    console.print("A run file's `method` is a name, or a mapping with settings:", highlight=False)
-    for method in available().values():
-        for name, field in method.model_fields.items():
-            default = escape(repr(field.default))
-            about = escape(field.description or "")
-            console.print(f"  [bold]{method.name}[/] {name} = {default}  {about}", highlight=False)
+    if name is None:
+        console.print(methods_table())
+        _say("\n`coterie methods NAME` shows a method's settings.")
+        return
+    console.print(method_table(name))
+    _say(f"\nIn a run file:        method: {{name: {name}, KEY: VALUE}}")
+    _say(f"On the command line:  --set method={name} --set method.KEY=VALUE")
 
 
 @app.command()
@@ -152,7 +170,7 @@ def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False)
     from coterie.report.audit import audit_run
 
     for table in audit_run(load_config(file, settings or ())):
-        console.print(table.rich())
+        console.print(table)
 
 
 @app.command()
@@ -166,36 +184,52 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="Other seeds write other texts.")] = 0,
     debug: Debug = False,
 ) -> None:
-    """Write with a client's personal model."""
+    """Write with a client's personal model.
+
+    Example, after the demo:
+
+        coterie generate runs/demo --client poet --prompt "I sing of"
+    """
     from coterie.generation import write
 
     text = write(run, client, prompt, tokens, temperature, top_p, seed)
-    console.print(text, highlight=False, markup=False)
+    _say(text)
+
+
+def _say(text: str) -> None:
+    """Print plain text as it is, whatever the width."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _stoppable(folder: Path | None) -> Iterator[None]:
-    """Turn Ctrl-C into a sentence that says how to go on."""
+def _stoppable(folder: Path | None = None) -> Iterator[None]:
+    """Turn Ctrl-C into a sentence that says how to go on with the run in a folder, if there is one.
+
+    Without a folder, the same command goes on.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        again = f"`coterie run --resume {folder}`" if folder else "the same command"
-        errors.print(f"Stopped. Finished rounds are kept; continue with {again}.", highlight=False)
+        again = "the same command"
+        if folder is not None and (folder / "run.json").exists():
+            again = f"`coterie run --resume {folder}`"
+        _complain(f"Stopped. Finished rounds are kept; continue with {again}.")
         raise typer.Exit(130) from None
+
+
+def _complain(text: str) -> None:
+    errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def main() -> None:
     """Run a command; an error that the user can mend is one sentence and exit code 2."""
     try:
         app()
-    except CoterieError as error:
+    except (CoterieError, OSError) as error:
         if _debug:
             raise
-        errors.print(f"[red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except OSError as error:
-        if _debug:
-            raise
-        what = f"{error.filename}: " if error.filename else ""
-        errors.print(f"[red]Error:[/] {escape(what)}{error.strerror}", soft_wrap=True)
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
+        _complain(f"Error: {text}")
         sys.exit(2)

@@ -1,6 +1,7 @@
 """One validated description of a run, from a YAML file and `--set key=value`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -17,11 +18,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from rapidfuzz.process import extractOne
 
+from coterie.complaints import sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available, method_from
+from coterie.methods.comigs import CoMiGS
 from coterie.training.spec import TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
@@ -42,16 +44,24 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="of the run")
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="of the run; default: the file's",
+    )
     seed: int = Field(0, ge=0, description="every random draw comes from it")
     threads: int | None = Field(None, ge=1, description="processor threads; default: all")
     base: str = Field("tiny-gpt2", description="an embedded base, a folder, or a name on the hub")
-    method: SerializeAsAny[Method] = Field(description="a name, or a mapping with name and more")
+    method: SerializeAsAny[Method] = Field(
+        CoMiGS(), description="a name, or a mapping of `name` and the method's settings"
+    )
     pooled: bool = Field(False, description="one client that holds everybody's text")
     baselines: tuple[str, ...] = Field((), description="methods to run first, on the same data")
     rounds: int = Field(20, ge=1, description="communication rounds")
     data_root: str = Field(
-        "", description="where relative paths start; default: this file's folder"
+        "",
+        validate_default=True,
+        description="where relative paths start; default: the run file's folder",
     )
     data: DataSpec = DataSpec()
     clients: tuple[ClientSpec, ...] = Field((), description="who takes part, each with its text")
@@ -64,17 +74,28 @@ class RunConfig(BaseModel):
     def _centralized(cls, values: Any) -> Any:
         """The name `centralized` stands for local training on one pooled client."""
         if isinstance(values, Mapping):
-            method = values.get("method", "comigs-1g1s")
+            method = values.get("method")
             named = method if isinstance(method, Mapping) else {"name": method}
             if named.get("name") == POOLED:
                 return {**values, "method": {**named, "name": "local"}, "pooled": True}
-            return {**values, "method": method}
         return values
 
     @field_validator("method", mode="before")
     @classmethod
     def _method(cls, value: Any) -> Method:
-        return method_from(value)
+        return method_from({"name": CoMiGS.name, **value} if isinstance(value, dict) else value)
+
+    @field_validator("baselines")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            method_from("local" if name == POOLED else name)
+        return names
+
+    @field_validator("data_root")
+    @classmethod
+    def _absolute(cls, folder: str) -> str:
+        return str(Path(folder).expanduser().resolve())
 
     @field_serializer("method")
     def _described(self, method: Method) -> dict[str, Any]:
@@ -82,12 +103,16 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _who(self) -> "RunConfig":
-        if bool(self.clients) == (self.divide is not None):
-            raise ValueError("give either `clients` or `divide`")
+        if not self.clients and self.divide is None:
+            raise ValueError("nobody takes part: list `clients`, or `divide` a data set among them")
+        if self.clients and self.divide is not None:
+            raise ValueError("`clients` and `divide` exclude each other; give one of them")
         names = [client.name for client in self.clients]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the client {name!r} is named twice in `clients`")
+        if self.label in self.baselines:
+            raise ValueError(f"{self.label!r} is the run's own method, and one of `baselines` too")
         return self
 
     @property
@@ -134,16 +159,9 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
     Raises CoterieError, in one sentence, for anything that is not a valid run.
     """
     path = path or DEMO
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CoterieError(f"There is no run file {path}.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CoterieError(f"The run file {path} could not be read: {_one_line(error)}.") from error
-    if not isinstance(values, dict):
-        raise CoterieError(f"The run file {path} is not a mapping of keys to values.")
-    values.setdefault("name", path.stem)
-    values["data_root"] = str((path.parent / str(values.get("data_root", ""))).resolve())
+    values = _read(path)
+    values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-_") or "run")
+    values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
     for setting in settings:
         _set(values, setting)
     return parse(values)
@@ -154,7 +172,32 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise CoterieError(_sentence(error)) from error
+        raise CoterieError(sentence(error, RunConfig, values)) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    problem = "is not a mapping of keys to values"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    except FileNotFoundError:
+        raise CoterieError(f"There is no run file {path}.") from None
+    except OSError as error:
+        problem = f"could not be read: {error.strerror}"
+    except UnicodeDecodeError:
+        problem = "is not text in UTF-8"
+    except yaml.YAMLError as error:
+        problem = f"is not YAML{_mark(error)}"
+    raise CoterieError(f"The run file {path} {problem}.")
+
+
+def _mark(error: yaml.YAMLError) -> str:
+    """Where a file stops being YAML, and why, as far as the parser says."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 def _set(values: dict[str, Any], setting: str) -> None:
@@ -166,50 +209,15 @@ def _set(values: dict[str, Any], setting: str) -> None:
     target = values
     for parent in parents:
         inner = target.get(parent)
-        # A method or client given by its name alone becomes a mapping when one of its keys is set.
-        target[parent] = dict(inner) if isinstance(inner, Mapping) else {}
         if parent == "method" and isinstance(inner, str):
-            target[parent] = {"name": inner}
+            inner = {"name": inner}  # a method given by its name alone has settings too
+        elif inner is not None and not isinstance(inner, Mapping):
+            raise CoterieError(
+                f"--set {setting!r}: {parent!r} is not a mapping of keys; set it as a whole."
+            )
+        target[parent] = dict(inner or {})
         target = target[parent]
     try:
         target[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise CoterieError(f"--set {setting!r}: the value is not YAML.") from error
-    if path == "data_root":
-        target[last] = str(Path(text).resolve())
-
-
-def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        known = _keys_beside(error.title, first["loc"])
-        near = extractOne(str(first["loc"][-1]), known, score_cutoff=60)
-        hint = f" Did you mean {near[0]!r}?" if near else f" Known keys: {', '.join(known)}."
-        return f"Unknown key {where!r}.{hint}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}." if where else f"{message[0].upper()}{message[1:]}."
-
-
-def _keys_beside(title: str, location: tuple[int | str, ...]) -> list[str]:
-    """The keys that a mapping of the run file may have, by the place of a wrong one."""
-    models: list[type[BaseModel]] = [RunConfig, *available().values()]
-    model = next((m for m in models if m.__name__ == title), RunConfig)
-    for part in location[:-1]:
-        if not isinstance(part, str) or part not in model.model_fields:
-            continue
-        model = next(
-            (m for m in _models_in(model.model_fields[part].annotation) if m is not Method), model
-        )
-    return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    inner = getattr(annotation, "__args__", ())
-    return [model for part in inner for model in _models_in(part)]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -3,25 +3,36 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says about a write (full, read-only, ...) into a CoterieError."""
+    try:
+        yield
+    except OSError as error:
+        raise CoterieError(f"Could not write {path}: {error.strerror or error}.") from error
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file atomically: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CoterieError(f"Could not write {path}: {error.strerror}.") from error
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -38,14 +49,15 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder that appears whole or not at all; `fill` writes files into a temporary one."""
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        fill(temporary)
-        temporary.replace(path)
+    with writing(path):
+        try:
+            temporary.mkdir(parents=True)
+            fill(temporary)
+            temporary.replace(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         sync_folder(path.parent)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CoterieError(f"Could not write {path}: {error.strerror}.") from error
 
 
 def sync_folder(path: Path) -> None:

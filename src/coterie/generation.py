@@ -18,7 +18,7 @@ def write(
     tokens asked for do not fit in the base's context.
     """
     model: Any = load(run, client)
-    words = tokenizer(run)
+    words: Any = tokenizer(run)
     ids = words(prompt or words.bos_token or words.eos_token, return_tensors="pt")["input_ids"]
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and ids.shape[1] + tokens > longest:

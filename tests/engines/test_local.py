@@ -13,6 +13,7 @@ import coterie
 from coterie.api import Session
 from coterie.engines.local import LocalRun
 from coterie.exchange import State
+from coterie.methods import ServerContext
 from coterie.runs import RunFolder, Watch
 
 
@@ -108,6 +109,7 @@ import torch
 from coterie.base import load_base
 from coterie.config import load_config
 from coterie.exchange import State
+from coterie.methods import ServerContext
 from coterie.federation import Participant, client_context, client_data
 
 run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -179,7 +181,7 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
         start(name)
     run = config()
     session = Session(run)
-    context = coterie.methods.ServerContext(0, session.base.model, tuple(names), lambda *_: None)
+    context = ServerContext(0, session.base.model, tuple(names), lambda *_: None)
     server, schema = run.method.server(context), run.method.schema()
     for name in names:
         server.join(name, schema.receive("hello", workers[name].hello))

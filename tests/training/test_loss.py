@@ -1,5 +1,7 @@
 """The fused loss against plain cross-entropy, and frozen weights cast once against autocast."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -47,9 +49,18 @@ def trained(base: PreTrainedModel) -> Adapter:
 
 @pytest.fixture(params=["gpt2", "llama", "llama, tied"])
 def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    monkeypatch.setattr(loss_module, "LOGITS_AT_ONCE", 61 * 5)  # 21 tokens: five pieces
+    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 61 * 5)  # 21 tokens: five pieces
     torch.manual_seed(0)
     return gpt2() if request.param == "gpt2" else llama("tied" in request.param)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other over tensors as small as these."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -132,6 +143,16 @@ def test_weights_cast_once_give_the_same_bits(base: PreTrainedModel, ids: Tensor
     adapter.detach(base)
     mlp = next(m for n, m in base.named_modules() if n.endswith("0.mlp"))
     assert {p.dtype for p in mlp.parameters()} == {torch.bfloat16}
+
+
+def test_a_capped_head_falls_back_to_the_models_own_logits(
+    base: PreTrainedModel, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base.double()
+    trained(base)
+    monkeypatch.setattr(base.config, "logit_scale", 0.5, raising=False)
+    torch.testing.assert_close(language_model_loss(base, ids), plain(base, ids).mean())
+    torch.testing.assert_close(token_losses(base, ids), plain(base, ids).float())
 
 
 def test_precision_fp32_is_no_autocast() -> None:

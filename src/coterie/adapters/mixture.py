@@ -27,7 +27,8 @@ Balance = Literal["uniform", "generalist"]
 class Mixture(StandIn):
     """An MLP with low-rank experts, weighed per token by a router.
 
-    Of every token, only the k chosen experts are computed: k *slots* per token.
+    Of every token, only the k chosen experts are computed: k *slots* per token. The base's own
+    dropout is off.
     """
 
     def __init__(self, base: nn.Module, shape: MlpShape, layout: Layout) -> None:

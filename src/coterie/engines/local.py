@@ -15,6 +15,7 @@ from coterie.base import Base
 from coterie.config import RunConfig
 from coterie.exchange import Message, State
 from coterie.federation import Participant, client_context
+from coterie.files import writing
 from coterie.methods import ServerContext
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.training.evaluation import Score, evaluate
@@ -73,7 +74,8 @@ class LocalRun:
         self.server.open(round, sorted(self.clients))
         for name, client in self.clients.items():
             upload = self.schema.send("up", client.step(self._download(name)))
-            (spool / name).write_bytes(upload)
+            with writing(spool / name):
+                (spool / name).write_bytes(upload)
             self.recorder.log(name, "bytes/up", len(upload))
             if self._due(round):
                 self._score(name, "trained")

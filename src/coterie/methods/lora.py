@@ -142,7 +142,7 @@ class LoraClient(ClientSide):
         """Take back an adapter and its moments."""
         mine = self.adapter.parameters()
         _copy({name: state.tensors[f"adapter/{name}"] for name in mine}, mine)
-        self.training.restore(dict(state.tensors))
+        self.training.restore(state.tensors)
 
 
 class LoraServer(ServerSide):

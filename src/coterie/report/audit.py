@@ -86,5 +86,5 @@ def _stays(state: State, upload: Message) -> Iterator[tuple[str, ...]]:
             sizes[group] += tensor.nbytes
     for group in sorted(counts):
         yield f"{group}/*", f"{counts[group]}", f"{sizes[group]:,}"
-    yield "text, tokens, validation and test text", "", "all"
-    yield "losses, scores, everything logged", "", "all"
+    yield "all text and tokens: training, validation and test", "", ""
+    yield "all losses and scores, and whatever else is logged", "", ""

@@ -1,13 +1,15 @@
 """Tables of results: on screen, in Markdown, and as plain data for JSON."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.markup import escape
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
+from rich.text import Text
 
 Result = Mapping[str, Any]
 """What a run's result.json holds."""
@@ -15,27 +17,59 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads, and rows of text whose first cell names the row."""
+    """A title, column heads, and rows of text whose first cell names the row.
+
+    It prints itself on a rich console; where its figures do not fit side by side, part by part.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
 
-    def rich(self) -> RichTable:
-        """For the screen."""
-        table = RichTable(title=escape(self.title), caption=escape(self.note) or None)
-        for number, column in enumerate(self.columns):
-            words = any(re.search("[a-z]{2}", row[number]) for row in self.rows)
-            table.add_column(escape(column), justify="left" if words else "right")
-        for row in self.rows:
-            table.add_row(*(escape(cell) for cell in row))
-        return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For the screen: text is wrapped, figures never are."""
+        yield ""
+        yield Text(self.title, style="bold")
+        for part in self._parts(options.max_width):
+            table = RichTable(
+                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+            )
+            for number in part:
+                words = self._is_text(number)
+                head = Text(self.columns[number])
+                table.add_column(head, justify="left" if words else "right", no_wrap=not words)
+            for row in self.rows:
+                table.add_row(*(Text(row[number]) for number in part))
+            yield table
+        if self.note:
+            yield Text(self.note, style="italic")
+
+    def _is_text(self, number: int) -> bool:
+        return number == 0 or any(re.search("[a-z]{2}", row[number]) for row in self.rows)
+
+    def _width(self, number: int) -> int:
+        """Characters that a column needs: its longest cell, less where text can be wrapped."""
+        cells = [self.columns[number], *(row[number] for row in self.rows)]
+        longest = max(map(len, cells))
+        return min(longest, 16) if self._is_text(number) else longest
+
+    def _parts(self, width: int) -> Iterator[list[int]]:
+        """The columns, the first before each lot that fits into a width."""
+        part = [0]
+        for number in range(1, len(self.columns)):
+            # Between two columns stand three characters.
+            if len(part) > 1 and sum(self._width(n) + 3 for n in (*part, number)) - 2 > width:
+                yield part
+                part = [0]
+            part.append(number)
+        yield part
 
     def markdown(self) -> str:
         """For a page."""
         heads = "| " + " | ".join(self.columns) + " |"
-        rule = "| --- |" + " ---: |" * (len(self.columns) - 1)
+        text = map(self._is_text, range(len(self.columns)))
+        rule = "|" + "".join(" --- |" if words else " ---: |" for words in text)
         rows = ["| " + " | ".join(row) + " |" for row in self.rows]
         note = ["", self.note] if self.note else []
         return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
@@ -52,23 +86,18 @@ def mean(result: Result, figure: str) -> float:
 
 
 def run_table(results: Mapping[str, Result]) -> Table:
-    """Perplexity and bits per byte, a row per client, two columns per method."""
+    """Perplexity, a row per client and a column per method; then the means."""
     clients = sorted({client for result in results.values() for client in scores(result)})
-    columns = ["client"]
-    for method in results:
-        columns += [f"{method} ppl", "bits/B"]
-    rows = []
-    for client in clients:
-        row = [client]
-        for result in results.values():
-            score = scores(result)[client]
-            row += [f"{score['perplexity']:.2f}", f"{score['bits_per_byte']:.3f}"]
-        rows.append(row)
-    last = ["mean"]
-    for result in results.values():
-        last += [f"{mean(result, 'perplexity'):.2f}", f"{mean(result, 'bits_per_byte'):.3f}"]
-    note = "ppl: perplexity per token; bits/B: bits per byte of text. Less is better."
-    return Table("Each client's model on its own test text", columns, [*rows, last], note)
+    found = results.values()
+    rows = [[c, *(f"{scores(r)[c]['perplexity']:.2f}" for r in found)] for c in clients]
+    rows.append(["mean", *(f"{mean(r, 'perplexity'):.2f}" for r in found)])
+    rows.append(["bits per byte", *(f"{mean(r, 'bits_per_byte'):.3f}" for r in found)])
+    return Table(
+        "Test perplexity of each client's model",
+        ["client", *results],
+        rows,
+        "Perplexity is per token; bits per byte of text are the mean over clients. Less is better.",
+    )
 
 
 @dataclass(frozen=True)
@@ -79,7 +108,7 @@ class Comparison:
     results: Mapping[str, Sequence[Result]]
 
     def summary(self) -> list[dict[str, Any]]:
-        """Per method: perplexity per client, mean over clients, its mean and deviation over seeds."""
+        """Per method: perplexity per client; over clients, its mean; over seeds, its deviation."""
         rows = [self._row(method, results) for method, results in self.results.items()]
         best_first = sorted(rows, key=lambda row: row["perplexity"])
         for row in rows:
@@ -104,7 +133,7 @@ class Comparison:
                 ]
                 for row in rows
             ],
-            f"Mean over clients; {seeds} seed{'s' if seeds != 1 else ''}.",
+            f"Mean over clients; {seeds} seed{'s' if seeds != 1 else ''}. Less is better.",
         )
 
     def _row(self, method: str, results: Sequence[Result]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ baselines/NAME/      the run folder of a baseline
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ from typing import Any
 
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
-from coterie.files import write_bytes, write_folder, write_json, write_text
+from coterie.files import write_bytes, write_folder, write_json, write_text, writing
+
+LEFT = (".lock", ".run.json.tmp")
+"""What a start that was killed leaves behind."""
 
 
 class RunFolder:
@@ -30,27 +34,57 @@ class RunFolder:
     def create(
         cls, path: Path, description: Mapping[str, Json], force: bool = False
     ) -> "RunFolder":
-        """A new run's folder; raises CoterieError if there is one already, unless forced."""
-        if (path / "run.json").exists():
+        """A new run's folder; raises CoterieError as `refuse` does."""
+        folder = cls(path)
+        folder.refuse(force)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        with folder.lock():
+            folder.refuse(force)  # another process may have begun meanwhile
+            folder._clear()
+            write_json(path / "run.json", description)
+        return folder
+
+    def refuse(self, force: bool) -> None:
+        """Raise CoterieError if a new run cannot begin here, for what is here already."""
+        if self.is_run:
             if not force:
                 raise CoterieError(
-                    f"{path} already holds a run. Continue it with `coterie run --resume {path}`, "
-                    "choose another folder with --out, or overwrite it with --force."
+                    f"{self.path} already holds a run. Continue it with `coterie run --resume "
+                    f"{self.path}`, choose another folder with --out, or overwrite it with --force."
                 )
-            shutil.rmtree(path)
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise CoterieError(f"{path} exists and is not a run folder; choose another with --out.")
+        elif self.path.exists() and not self._is_empty():
+            raise CoterieError(
+                f"{self.path} exists and is not a run folder; choose another with --out."
+            )
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run began here."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CoterieError(f"Could not make the folder {path}: {error.strerror}.") from error
-        write_json(path / "run.json", description)
-        return cls(path)
+            return bool(self.description)
+        except CoterieError:
+            return False
+
+    def _is_empty(self) -> bool:
+        """Whether it is a folder that holds nothing but what a killed start may have left."""
+        with writing(self.path):
+            return self.path.is_dir() and all(p.name in LEFT for p in self.path.iterdir())
+
+    def _clear(self) -> None:
+        """Remove a run's files and no others; run.json goes last, when it is written anew."""
+        for name in ("result.json", "metrics.jsonl", "table.md"):
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "baselines"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property
     def description(self) -> dict[str, Any]:
         """What `create` was given; raises CoterieError if the folder holds no run."""
-        return self._read("run.json")
+        description = self._read("run.json")
+        if not {"clients", "config", "threads"} <= description.keys():
+            raise CoterieError(f"{self.path} is not the folder of a run (run.json).")
+        return description
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -64,7 +98,9 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes out while this one works here."""
-        with (self.path / ".lock").open("w") as file:
+        with writing(self.path / ".lock"):
+            file = (self.path / ".lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -100,17 +136,17 @@ class RunFolder:
 
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Add figures to metrics.jsonl."""
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise CoterieError(f"Could not write to {self.path}: {error.strerror}.") from error
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The figures, in order; a line that a kill cut off is left out."""
         path = self.path / "metrics.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in text.splitlines():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
@@ -123,9 +159,12 @@ class RunFolder:
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            values = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise CoterieError(f"{self.path} is not the folder of a run ({name}).") from None
+            values = None
+        if not isinstance(values, dict):
+            raise CoterieError(f"{self.path} is not the folder of a run ({name}).")
+        return values
 
 
 class Recorder:

@@ -1,11 +1,12 @@
 """What a run shows while it works: a live line on a terminal, plain lines elsewhere."""
 
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coterie.exchange import Json
 
@@ -26,6 +27,7 @@ class Watch:
         """A round is complete and saved."""
 
     def __enter__(self) -> Self:
+        """The run begins."""
         return self
 
     def __exit__(
@@ -38,17 +40,19 @@ class Watch:
 
 
 class ConsoleWatch(Watch):
-    """Progress for people: round, client, loss, tokens per second and time left."""
+    """Progress for people: round, client, loss, tokens per second and time left.
+
+    A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = Progress(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
             transient=True,
@@ -56,15 +60,16 @@ class ConsoleWatch(Watch):
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """Begin a bar with a step per client and round."""
-        self.rounds, self.clients, self.tokens = rounds, clients, tokens
-        self.first, self.began, self.updates, self.losses = done, time.monotonic(), 0, {}
+        self.rounds, self.tokens, self.first = rounds, tokens, done
+        self.began, self.updates, self.losses = time.monotonic(), 0, {}
         self.round, self.title = done, title
         self.task = self.live.add_task(
             title, total=rounds * clients, completed=done * clients, status=""
         )
         self.live.start()
         if not self.console.is_terminal:
-            self.console.print(f"{title}: {rounds} rounds, {clients} clients")
+            what = f"{title}: {_count(rounds, 'round')}, {_count(clients, 'client')}"
+            self._line(what + (f", going on after round {done}" if done else ""))
 
     def seen(self, client: str | None, name: str, value: Json) -> None:
         """Show a loss."""
@@ -72,9 +77,8 @@ class ConsoleWatch(Watch):
             return
         self.updates += 1
         self.losses[client] = value
-        speed = self.updates * self.tokens / (time.monotonic() - self.began)
-        status = f"round {self.round + 1}/{self.rounds}  {client:<14.14} loss {value:.3f}"
-        self.live.update(self.task, status=f"{status}  {speed:,.0f} tokens/s")
+        status = f"{self.round + 1}/{self.rounds} {client:<10.10} loss {value:.3f} {self._speed()}"
+        self.live.update(self.task, status=status)
 
     def worked(self, round: int, client: str) -> None:
         """Move the bar."""
@@ -82,19 +86,24 @@ class ConsoleWatch(Watch):
         self.live.advance(self.task)
 
     def round_over(self, round: int, note: str) -> None:
-        """A plain line where there is no terminal."""
+        """A plain line where there is no terminal, if there is something to tell."""
         self.round = round + 1
-        if self.console.is_terminal:
+        if self.console.is_terminal or not (self.losses or note):
             return
+        figures = [f"round {round + 1}/{self.rounds}"]
+        if self.losses:
+            figures += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
         elapsed = time.monotonic() - self.began
         left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
-        loss = sum(self.losses.values()) / len(self.losses) if self.losses else float("nan")
-        figures = f"loss {loss:.3f}  " if self.losses else ""
-        self.console.print(
-            f"{self.title}: round {round + 1}/{self.rounds}  {figures}{note}"
-            f"{self.updates * self.tokens / elapsed:,.0f} tokens/s  {left:.0f} s left",
-            highlight=False,
-        )
+        figures += [f"{_clock(left)} left" if left else f"took {_clock(elapsed)}", note.strip()]
+        self._line(f"{self.title}: {'  '.join(figures).rstrip()}")
+
+    def _speed(self) -> str:
+        elapsed = time.monotonic() - self.began
+        return f"{self.updates * self.tokens / elapsed:,.0f} tokens/s"
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def __exit__(
         self,
@@ -106,3 +115,12 @@ class ConsoleWatch(Watch):
         self.live.stop()
         for task in self.live.task_ids:
             self.live.remove_task(task)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))

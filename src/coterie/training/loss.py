@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from coterie.adapters.bases import working_dtype
 from coterie.training.precision import frozen_weight
 
-LOGITS_AT_ONCE = 7_000_000
-"""Largest number of logits made at a time: 28 MB in float32, so that they stay in cache."""
+LOGITS_AT_ONCE = {"cpu": 12_000_000, "cuda": 64_000_000}
+"""Largest number of logits made at a time; 12 million are 48 MB in float32."""
 
 
 def language_model_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ def language_model_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
     ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted.
     """
-    head = _plain_frozen_head(model)
-    if head is None:
+    head = _plain_head(model)
+    if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         return F.cross_entropy(_at_least_float(logits).flatten(0, 1), ids[:, 1:].flatten())
     hidden = _hidden(model, ids)
@@ -44,7 +44,7 @@ def token_losses(model: PreTrainedModel, ids: Tensor) -> Tensor:
     ids: (batch, time + 1), as for `language_model_loss`.
     """
     targets = ids[:, 1:]
-    head = _plain_frozen_head(model)
+    head = _plain_head(model)
     if head is None:
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(
@@ -79,17 +79,26 @@ def _losses(
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss and, if wanted, its gradient at that token's hidden state."""
     losses, grads = [], []
-    pieces = min(len(hidden), ceil(len(hidden) * len(weight) / LOGITS_AT_ONCE))
+    at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
+    pieces = min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
+    # Three buffers for all pieces: fresh memory of this size costs more than the arithmetic.
+    product = hidden.new_empty(ceil(len(hidden) / pieces), len(weight))
+    logits = _at_least_float(product)
+    p = torch.empty_like(logits)
     split = zip(hidden.tensor_split(pieces), targets[:, None].tensor_split(pieces), strict=True)
     for h, target in split:
-        logits = _at_least_float(h @ weight.t())
-        p = logits.softmax(-1)
+        n = len(h)
+        torch.mm(h, weight.t(), out=product[:n])
+        if logits is not product:
+            logits[:n].copy_(product[:n])
+        torch.softmax(logits[:n], -1, out=p[:n])
         # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
-        lse = logits.amax(-1) - p.amax(-1).log()
-        losses.append(lse - logits.gather(1, target).squeeze(1))
+        lse = logits[:n].amax(-1) - p[:n].amax(-1).log()
+        losses.append(lse - logits[:n].gather(1, target).squeeze(1))
         if with_grad:
-            p.scatter_add_(1, target, p.new_full(target.shape, -1.0))
-            grads.append(p.to(weight.dtype) @ weight)
+            p[:n].scatter_add_(1, target, p.new_full(target.shape, -1.0))
+            rounded = p[:n] if logits is product else product[:n].copy_(p[:n])
+            grads.append(rounded @ weight)
     return torch.cat(losses), torch.cat(grads) if with_grad else None
 
 
@@ -100,10 +109,10 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return hidden.flatten(0, 1).to(working_dtype(hidden))
 
 
-def _plain_frozen_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The output head, unless it is trained or logits are more than `W h` (a bias, a cap)."""
+def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The output head, unless logits are more than `W h` (a bias, a scale, a cap)."""
     head = model.get_output_embeddings()
-    plain = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad
+    plain = isinstance(head, nn.Linear) and head.bias is None
     config = model.config.get_text_config()
     changed = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     return head if plain and not any(getattr(config, name, None) for name in changed) else None

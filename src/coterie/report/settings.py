@@ -1,0 +1,82 @@
+"""Every key that a run file or a method may have: its default and its meaning, as tables."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from coterie.config import RunConfig
+from coterie.errors import CoterieError
+from coterie.methods import POOLED, Method, available, method_from
+from coterie.report.tables import Table
+
+COLUMNS = ("key", "default", "meaning")
+
+
+def methods_table() -> Table:
+    """Every method that a run file can name."""
+    rows = [(m.name, m.paper, m.summary) for m in available().values()]
+    rows.append((POOLED, "", "one client that holds everybody's text: an upper bound, not private"))
+    return Table("Methods", ("name", "paper", "what travels"), rows)
+
+
+def method_table(name: str) -> Table:
+    """The settings of one method; raises CoterieError if there is none of that name."""
+    if name == POOLED:
+        raise CoterieError(f"{POOLED} has the settings of local; see `coterie methods local`.")
+    kind = type(method_from(name))
+    papers = f" ({kind.paper})" if kind.paper else ""
+    rows = list(keys(kind)) or [("none", "", "this method has no settings")]
+    return Table(f"{name}{papers}: {kind.summary}", COLUMNS, rows)
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Key, default and meaning of every field, those of inner models by their path."""
+    for name, field in model.model_fields.items():
+        inner = _inner(field.annotation)
+        if inner is None:
+            yield f"{prefix}{name}", _default(field), _meaning(model, name, field)
+            continue
+        path = f"{prefix}{name}[]" if get_origin(field.annotation) is tuple else f"{prefix}{name}"
+        yield from keys(inner, f"{path}.")
+
+
+def _inner(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a section of a run file, or behind each entry of a list."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Method:
+            return kind
+    return None
+
+
+def _default(field: FieldInfo) -> str:
+    """As a run file would give it; empty where there is none."""
+    if field.is_required():
+        return "required"
+    if field.default in (None, ""):
+        return ""
+    value = field.default
+    if isinstance(value, Method):
+        return value.name
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+    """A field's description, or that of the class whose field it replaces; then what it may be."""
+    ancestors = [k.model_fields for k in model.__mro__ if issubclass(k, BaseModel)]
+    described = (f[name].description for f in ancestors if name in f)
+    text = (next(filter(None, described), "")).rstrip(".")
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return f"{text} ({', '.join(map(str, choices))})" if choices else text
+
+
+def run_file_keys() -> str:
+    """The keys of a run file as Markdown, for docs/run-file.md."""
+    rows = [
+        (f"`{key}`", f"`{default}`" if default else "", meaning)
+        for key, default, meaning in keys(RunConfig)
+    ]
+    return Table("Every key", COLUMNS, rows).markdown()

@@ -1,0 +1,59 @@
+"""What is documented is what there is: the page of the run file's keys, and each method's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coterie import CoterieError, RunConfig
+from coterie.config import parse
+from coterie.methods import available
+from coterie.report.settings import keys, method_table, run_file_keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
+
+
+def test_the_page_documents_every_key_as_it_is() -> None:
+    assert run_file_keys() in PAGE.read_text(encoding="utf-8"), (
+        "docs/run-file.md is behind; run scripts/document_run_file.py"
+    )
+
+
+def test_every_example_of_the_page_is_a_valid_run() -> None:
+    examples = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) > 5
+    for example in map(yaml.safe_load, examples):
+        if not {"clients", "divide"} & example.keys():
+            example["clients"] = [{"name": "poet", "path": "poet.txt"}]
+        run = parse(example)
+        run.method.check(["poet", "whaler"])
+
+
+def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
+    found = {key: (default, meaning) for key, default, meaning in keys(RunConfig)}
+    assert all(meaning for _, meaning in found.values())
+    assert found["training.batch"][0] == "64"
+    assert found["training.betas"][0] == "[0.9, 0.95]"
+    assert found["clients[].name"][0] == "required"
+    assert found["method"][0] == "comigs-1g1s"
+    assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= found.keys()
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_method_explains_all_of_its_settings(name) -> None:
+    table = method_table(name)
+    assert {row[0] for row in table.rows} - {"none"} == set(available()[name].model_fields)
+    assert all(row[2] for row in table.rows)
+
+
+def test_choices_are_listed() -> None:
+    rows = {row[0]: row[2] for row in method_table("comigs-1g1s").rows}
+    assert rows["load_balance"].endswith("(none, uniform, generalist)")
+
+
+def test_an_unknown_method_and_the_pooled_one() -> None:
+    with pytest.raises(CoterieError, match="Did you mean 'fedavg'"):
+        method_table("fedavgg")
+    with pytest.raises(CoterieError, match="settings of local"):
+        method_table("centralized")

@@ -1,0 +1,66 @@
+"""Tables: their figures, and that they fit on a screen."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from coterie.report import Comparison, Table, run_table
+
+
+def result(**perplexities: float) -> dict:
+    scores = {
+        name: {"perplexity": value, "bits_per_byte": value / 10}
+        for name, value in perplexities.items()
+    }
+    return {"reports": "trained", "trained": scores, "aggregated": scores}
+
+
+def shown(table: Table, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue().splitlines()
+
+
+def test_a_runs_table_has_a_row_per_client_and_the_means() -> None:
+    table = run_table({"local": result(a=10, b=20), "fedavg": result(a=30, b=50)})
+    assert table.columns == ["client", "local", "fedavg"]
+    assert table.rows == [
+        ["a", "10.00", "30.00"],
+        ["b", "20.00", "50.00"],
+        ["mean", "15.00", "40.00"],
+        ["bits per byte", "1.500", "4.000"],
+    ]
+
+
+def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
+    found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
+    local, fedavg = Comparison("x", found).summary()
+    assert local["clients"] == {"a": 12, "b": 20}
+    assert local["perplexity"] == 16
+    assert local["std"] == pytest.approx(math.sqrt(2))  # of 15 and 17
+    assert (local["rank"], fedavg["rank"], fedavg["std"]) == (2, 1, 0)
+    assert "16.00 (1.41)" in shown(Comparison("x", found).table())[4]
+
+
+def test_figures_are_never_cut_or_wrapped_however_many_there_are() -> None:
+    figures = [f"{1000 + n}.25" for n in range(12)]
+    table = Table("T", ["method", *(f"lexicographer-{n}" for n in range(12))], [["m", *figures]])
+    lines = shown(table)
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert [word for word in words if word in figures] == figures
+    assert words.count("m") > 1  # each part names its rows
+    assert len(shown(table, width=400)) == 5  # one part where there is room
+
+
+def test_text_is_wrapped_within_the_screen() -> None:
+    table = Table("T", ["key", "meaning"], [["a", "many words " * 20]])
+    assert max(map(len, shown(table))) <= 80
+    assert " ".join(shown(table)).split().count("many") == 20
+
+
+def test_markup_in_a_cell_is_only_text() -> None:
+    assert "[bold]x[/]" in " ".join(shown(Table("T", ["a"], [["[bold]x[/]"]])))
+    assert "| [b] |" in Table("T", ["a"], [["[b]"]]).markdown()

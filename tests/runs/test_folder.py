@@ -1,0 +1,158 @@
+"""The run folder: never overwritten unasked, never half written, one process at a time."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie import CoterieError
+from coterie.exchange import State
+from coterie.files import write_text
+from coterie.runs import Recorder, RunFolder
+
+DESCRIPTION = {"config": {}, "clients": {}, "threads": 1}
+
+
+def line(round: int, value: float) -> dict:
+    return {"round": round, "client": None, "name": "x", "value": value}
+
+
+def content(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder.create(tmp_path / "run", DESCRIPTION)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """From when it is called on, nothing more can be made safe on the disk."""
+
+    def fill() -> None:
+        def fsync(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return fill
+
+
+def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
+    folder.append([line(0, 1.0)])
+    folder.save(1, [("server", State())])
+    with pytest.raises(CoterieError, match=r"already holds a run.*--resume .*--out.*--force"):
+        RunFolder.create(folder.path, DESCRIPTION)
+    assert folder.rounds() == 1
+    (folder.path / "thesis.txt").write_text("mine")
+    RunFolder.create(folder.path, DESCRIPTION | {"threads": 2}, force=True)
+    assert content(folder.path) == {".lock", "run.json", "thesis.txt"}
+    assert folder.description["threads"] == 2
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "run.json", ".bashrc"])
+def test_a_folder_that_is_no_run_is_never_touched(name, tmp_path) -> None:
+    (tmp_path / name).write_text('{"mine": true}')
+    for force in (False, True):
+        with pytest.raises(CoterieError, match="exists and is not a run folder"):
+            RunFolder.create(tmp_path, DESCRIPTION, force)
+    with pytest.raises(CoterieError, match="is not the folder of a run"):
+        _ = RunFolder(tmp_path).description
+    assert content(tmp_path) == {name}
+    assert (tmp_path / name).read_text() == '{"mine": true}'
+
+
+def test_a_start_that_was_killed_can_begin_again(tmp_path) -> None:
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".run.json.tmp").write_text('{"con')
+    assert RunFolder.create(tmp_path, DESCRIPTION).is_run
+
+
+def test_only_one_process_works_in_a_folder(folder) -> None:
+    with folder.lock():
+        with (
+            pytest.raises(CoterieError, match="Another process is working"),
+            RunFolder(folder.path).lock(),
+        ):
+            pass
+        with pytest.raises(CoterieError, match="Another process is working"):
+            RunFolder.create(folder.path, DESCRIPTION, force=True)
+    assert folder.is_run
+    with folder.lock():
+        pass
+
+
+@pytest.mark.parametrize("torn", ['{"round": 1, "cli', "\0\0\0", "\udcff"])
+def test_a_torn_line_of_figures_is_left_out_and_then_gone(torn, folder) -> None:
+    folder.append([line(0, 1.0), line(1, 2.0)])
+    path = folder.path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + torn.encode(errors="surrogateescape"))
+    assert [found["value"] for found in folder.metrics()] == [1.0, 2.0]
+    folder.forget_from(1)
+    folder.append([line(1, 3.0)])
+    assert [found["value"] for found in folder.metrics()] == [1.0, 3.0]
+
+
+def test_a_recorder_writes_a_round_at_once(folder) -> None:
+    seen = []
+    recorder = Recorder(folder, lambda *figure: seen.append(figure))
+    recorder.log("poet", "loss", 4.0)
+    assert seen == [("poet", "loss", 4.0)]
+    assert list(folder.metrics()) == []
+    recorder.flush()
+    recorder.flush()
+    assert [found["value"] for found in folder.metrics()] == [4.0]
+
+
+def test_the_newest_checkpoint_alone_is_kept(folder) -> None:
+    for rounds in (9, 10):
+        folder.save(rounds, [("server", State({"w": torch.tensor([float(rounds)])}))])
+    assert folder.rounds() == 10
+    assert folder.load("server").tensors["w"].item() == 10
+    assert [p.name for p in (folder.path / "checkpoints").iterdir()] == ["00010"]
+    with pytest.raises(CoterieError, match="holds no state of 'client-zed'"):
+        folder.load("client-zed")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_rubbish(folder, full_disk) -> None:
+    folder.save(1, [("server", State())])
+    before = content(folder.path)
+    full_disk()
+    with pytest.raises(CoterieError, match=r"Could not write .*safetensors: No space left"):
+        folder.save(2, [("server", State())])
+    assert content(folder.path) == before
+    with pytest.raises(CoterieError, match=r"Could not write .*metrics.jsonl: No space left"):
+        folder.append([line(1, 1.0)])
+    with pytest.raises(CoterieError, match=r"Could not write .*result.json: No space left"):
+        folder.finish({})
+    assert folder.result is None
+
+
+def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    assert content(tmp_path) == {"a.txt"}
+    assert path.read_text() == "old"
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CoterieError, match=r"Could not write .*file/run: Not a directory"):
+        RunFolder.create(tmp_path / "file" / "run", DESCRIPTION)
+
+    def refused(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(CoterieError, match=r"Could not write .*run: Permission denied\."):
+        RunFolder.create(tmp_path / "run", DESCRIPTION)

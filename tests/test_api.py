@@ -1,0 +1,249 @@
+"""The library: run, resume, compare, load."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+
+import coterie
+from coterie import CoterieError
+from coterie.api import Session
+from coterie.config import parse
+from coterie.engines.local import LocalRun
+from coterie.methods.base import Method
+from coterie.methods.pretrained import PretrainedClient
+from coterie.runs import RunFolder, Watch
+from coterie.training.evaluation import evaluate
+
+
+@pytest.fixture
+def own_texts(texts, tmp_path) -> Path:
+    """Texts that a test may change."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for file in texts.iterdir():
+        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[str]:
+    """The label and seed of every run that is worked on."""
+    labels: list[str] = []
+    original = LocalRun.run
+
+    def run(self: LocalRun) -> None:
+        labels.append(f"{self.config.label}-{self.config.seed}")
+        original(self)
+
+    monkeypatch.setattr(LocalRun, "run", run)
+    return labels
+
+
+class StopAfterFirstRound(Watch):
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+
+def change(folder: Path, name: str) -> None:
+    path = folder / f"{name}.txt"
+    path.write_text(path.read_text(encoding="utf-8").replace("the", "a"), encoding="utf-8")
+
+
+def test_a_dict_a_path_and_a_configuration_are_the_same_run(
+    values, config, tmp_path, monkeypatch
+) -> None:
+    run_file = tmp_path / "small.yaml"
+    run_file.write_text(yaml.safe_dump(values(rounds=1)))
+    monkeypatch.chdir(tmp_path)
+    runs = [
+        coterie.run(values(rounds=1)),
+        coterie.run(run_file, out="a"),
+        coterie.run(str(run_file), out=tmp_path / "b"),
+        coterie.run(config(rounds=1), out="c"),
+    ]
+    assert runs[0].path == Path("runs/small")
+    for other in runs[1:]:
+        assert other.config == runs[0].config
+        assert other.results["comigs-1g1s"]["trained"] == runs[0].results["comigs-1g1s"]["trained"]
+    recorded = RunFolder(Path("a")).description["config"]
+    assert parse(recorded) == runs[0].config
+    # Also from another folder, as relative paths were made absolute.
+    monkeypatch.chdir(tmp_path.parent)
+    assert coterie.resume(tmp_path / "runs" / "small").results == runs[0].results
+
+
+def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
+    config, tmp_path
+) -> None:
+    run = coterie.run(config(rounds=1, baselines=["local", "pretrained"]), out=tmp_path / "run")
+    assert list(run.results) == ["local", "pretrained", "comigs-1g1s"]
+    assert "| poet |" in (run.path / "table.md").read_text()
+    session = Session(run.config)
+    for participant in session.participants(run.config):
+        bare = evaluate(session.base, session.base.model, participant.data.test, 16)
+        scored = run.results["pretrained"]["trained"][participant.name]["perplexity"]
+        assert scored == pytest.approx(bare.perplexity, rel=1e-6)
+        assert run.results["local"]["trained"][participant.name]["perplexity"] != scored
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"baselines": ["local", "fedavgg"]},
+        {"baselines": ["local"], "method": {"name": "comigs-1g1s", "top_k": 5}},
+        {"method": {"name": "comigs-1g1s", "specialists": {"peot": 3, "others": 1}}},
+        {"data": {"window": 65}},
+        {"base": "nowhere-at-all/"},
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_trained(
+    change, values, tmp_path, counted
+) -> None:
+    with pytest.raises(CoterieError):
+        coterie.run(values(**change), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert counted == []
+
+
+def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
+    config, tmp_path, counted
+) -> None:
+    run = coterie.run(config(rounds=1), out=tmp_path / "run")
+    again = coterie.resume(run.path)
+    assert again.results == run.results
+    assert counted == ["comigs-1g1s-0"]
+    with pytest.raises(CoterieError, match="already holds a run"):
+        coterie.run(config(rounds=1), out=run.path)
+    assert coterie.run(config(rounds=1), out=run.path, force=True).results.keys()
+    assert len(counted) == 2
+
+
+def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> None:
+    run = parse(values(data_root=str(own_texts)))
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+    change(own_texts, "poet")
+    with pytest.raises(CoterieError, match="text of client 'poet' is not what it was"):
+        coterie.resume(tmp_path / "run")
+
+
+def test_a_run_goes_on_once_a_full_disk_has_room_again(config, tmp_path, monkeypatch) -> None:
+    whole = coterie.run(config(), out=tmp_path / "whole")
+    room, sync = 12, os.fsync
+
+    def fsync(descriptor: int) -> None:
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(CoterieError, match=r"Could not write .*: No space left on device\."):
+            coterie.run(config(), out=tmp_path / "run")
+    assert 0 < RunFolder(tmp_path / "run").rounds() < 3
+    resumed = coterie.resume(tmp_path / "run")
+    for point in ("trained", "aggregated", "traffic"):
+        assert resumed.results["comigs-1g1s"][point] == whole.results["comigs-1g1s"][point]
+
+
+def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted) -> None:
+    run = values(rounds=1, data_root=str(own_texts))
+    out, said = tmp_path / "compare", []
+    coterie.compare(run, ["comigs-1g1s", "pretrained"], out=out)
+    assert counted == ["comigs-1g1s-0", "pretrained-0"]
+    more = coterie.compare(run, ["pretrained", "local"], seeds=2, out=out, report=said.append)
+    assert counted[2:] == ["local-0", "pretrained-1", "local-1"]
+    assert said == ["pretrained-seed0: already there"]
+    assert [len(results) for results in more.results.values()] == [2, 2]
+    assert "| local |" in (out / "compare.md").read_text()
+    assert (out / "compare.json").exists()
+    change(own_texts, "poet")
+    changed = coterie.compare(run, ["pretrained"], out=out, report=said.append)
+    assert counted[5:] == ["pretrained-0"]
+    assert said[1:] == ["pretrained-seed0: the texts have changed, running it again"]
+    before, after = more.results["pretrained"][0], changed.results["pretrained"][0]
+    assert before["trained"]["poet"] != after["trained"]["poet"]
+    assert before["trained"]["whaler"] == after["trained"]["whaler"]
+
+
+def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> None:
+    out, methods = tmp_path / "compare", ["pretrained", "fedavg"]
+    coterie.compare(config(), methods[:1], out=out)
+    with pytest.raises(KeyboardInterrupt):
+        coterie.compare(config(), methods, out=out, watch=StopAfterFirstRound)
+    cell = next(out.glob("fedavg-*"))
+    assert RunFolder(cell).rounds() == 1
+    continued = coterie.compare(config(), methods, out=out)
+    assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
+    fresh = coterie.run(config(method="fedavg"), out=tmp_path / "fresh")
+    assert continued.results["fedavg"][0]["trained"] == fresh.results["fedavg"]["trained"]
+
+
+def test_a_comparison_of_nothing_is_refused(config, tmp_path) -> None:
+    with pytest.raises(CoterieError, match="Name the methods"):
+        coterie.compare(config(), [], out=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg", "pretrained", "centralized"])
+def test_a_loaded_model_has_the_recorded_score_and_writes(method, config, tmp_path) -> None:
+    run = coterie.run(config(method=method), out=tmp_path / "run")
+    result = run.results[method]
+    session = Session(run.config)
+    tests = {
+        name: tokens
+        for participant in session.participants(run.config)
+        for name, tokens in participant.tests.items()
+    }
+    for client in ("poet", "whaler"):
+        model = coterie.load(run.path, client)
+        score = evaluate(session.base, model, tests[client], run.config.data.window)
+        recorded = result[result["reports"]][client]["perplexity"]
+        assert score.perplexity == pytest.approx(recorded, rel=1e-4)
+    words: Any = coterie.tokenizer(run.path)
+    ids = words("I sing of", return_tensors="pt")["input_ids"]
+    written = cast(Any, model).generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(written[:, : ids.shape[1]], ids)
+    assert written.shape[1] > ids.shape[1]
+    if method != "centralized":
+        with pytest.raises(CoterieError, match=r"no client 'zed' .clients: diarist, poet, whaler"):
+            coterie.load(run.path, "zed")
+
+
+class Unregistered(Method):
+    name = "unregistered"
+    summary = "the base alone"
+
+    def client(self, context):
+        return PretrainedClient(context)
+
+
+def test_a_method_that_is_not_registered_can_be_resumed_and_loaded(config, tmp_path) -> None:
+    method, out = Unregistered(), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(config(), method=method, out=out, watch=StopAfterFirstRound)
+    with pytest.raises(CoterieError, match="no method 'unregistered'"):
+        coterie.resume(out)
+    run = coterie.resume(out, method=method)
+    assert list(run.results) == ["unregistered"]
+    assert type(run.model("poet")) is type(coterie.load(out, "poet", method=method))
+    assert coterie.tokenizer(out).is_fast
+
+
+def test_a_base_that_is_nowhere_is_refused_without_waiting(config, tmp_path, monkeypatch) -> None:
+    def unreachable(self, name: str, timeout: float) -> None:
+        raise ConnectionError("no route")
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("nobody waits")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(CoterieError, match="set `base` to a folder with"):
+        coterie.run(config(base="nowhere"), out=tmp_path / "run")

@@ -1,0 +1,294 @@
+"""The command line, as a stranger uses it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import coterie.cli
+from coterie.api import Session
+from coterie.config import load_config
+from coterie.engines.local import LocalRun
+from coterie.runs import RunFolder
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+
+@dataclass(frozen=True)
+class Said:
+    """How a command ended: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
+
+
+@pytest.fixture
+def coterie_command(monkeypatch, capsys) -> Command:
+    """Runs `coterie ...` in this process, 80 columns wide."""
+
+    def command(*arguments: object) -> Said:
+        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
+        monkeypatch.setattr(coterie.cli, "console", Console(width=80))
+        monkeypatch.setattr(coterie.cli, "errors", Console(width=80, stderr=True))
+        capsys.readouterr()
+        code: object = 0
+        try:
+            coterie.cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        assert isinstance(code, int)
+        return Said(code, out, err)
+
+    return command
+
+
+@pytest.fixture
+def run_file(values, tmp_path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(values(rounds=1)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> Path:
+    """The folder of a finished run with a baseline."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    coterie.run(values(rounds=1, baselines=["pretrained"]), out=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["run", "compare", "methods", "audit", "generate"]),
+        (["run"], ["method: comigs-1g1s", "docs/run-file.md", "coterie methods", "--resume"]),
+        (["compare"], ["--methods", "--seeds", "only what is new"]),
+        (["methods"], ["this method's settings"]),
+        (["audit"], ["leaves a client"]),
+        (["generate"], ["--client", "--prompt", "I sing of"]),
+    ],
+)
+def test_help_teaches_within_80_columns(arguments, words, coterie_command) -> None:
+    said = coterie_command(*arguments, "--help")
+    assert said.code == 0
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert all(word in said.out for word in words)
+
+
+def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_command) -> None:
+    said = coterie_command("run", run_file, "--out", tmp_path / "out", "--set", "rounds=2")
+    assert (said.code, said.err) == (0, "")
+    lines = said.out.splitlines()
+    assert lines[0] == "comigs-1g1s: 2 rounds, 3 clients"
+    assert lines[1].startswith("comigs-1g1s: round 1/2  loss ")
+    assert "test perplexity" in lines[2]
+    assert lines[-1] == f'  coterie generate {tmp_path / "out"} --client diarist --prompt "..."'
+    result = RunFolder(tmp_path / "out").result
+    assert result is not None
+    poet = next(line for line in lines if line.startswith("poet"))
+    assert poet.split()[1] == f"{result['trained']['poet']['perplexity']:.2f}"
+
+
+def test_a_finished_run_shows_its_table_again(finished, coterie_command, monkeypatch) -> None:
+    monkeypatch.setattr(LocalRun, "run", None)  # nothing is run
+    said = coterie_command("run", "--resume", finished)
+    assert said.code == 0
+    assert said.out.splitlines()[2].split() == ["client", "pretrained", "comigs-1g1s"]
+
+
+def test_methods_are_listed_and_explained(coterie_command) -> None:
+    said = coterie_command("methods")
+    assert "comigs-1g1s  arXiv 2409.13931" in said.out
+    assert "centralized" in said.out
+    said = coterie_command("methods", "comigs-2g")
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert said.out.count("router_every") == 1
+    assert "averaged over clients" in said.out  # from the class whose default it replaces
+    assert coterie_command("methods", "fedavgg").code == 2
+
+
+def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
+    said = coterie_command("audit", run_file)
+    assert said.code == 0
+    assert "generalist.0/transformer.h.0.mlp.c_fc.A" in said.out
+    stays = said.out.split("never leaves")[1]
+    assert "adapter/specialist.0/*" in stays
+    assert "adapter/router/*" in stays
+
+
+def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> None:
+    out = tmp_path / "out"
+    first = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained")
+    second = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained, local")
+    assert (first.code, second.code) == (0, 0)
+    assert second.out.splitlines()[0] == "pretrained-seed0: already there"
+    assert "local: 1 round, 3 clients" in second.out
+    assert first.out.count("pretrained ") > 0
+
+
+def test_writing_with_a_clients_model(finished, coterie_command) -> None:
+    ask = ["generate", finished, "--client", "poet", "--prompt", "I sing of", "--tokens", 5]
+    one, same, other = (coterie_command(*ask, "--seed", seed) for seed in (0, 0, 1))
+    assert one.out.startswith("I sing of")
+    assert one.out == same.out != other.out
+    for extreme in (["--top-p", 0], ["--top-p", 1], ["--temperature", 0]):
+        assert coterie_command(*ask, *extreme).code == 0
+    assert coterie_command(*ask[:4], "--prompt", "", "--tokens", 5).code == 0
+
+
+def broken_texts(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "empty.txt").write_text("")
+    (folder / "binary.txt").write_bytes(bytes(range(256)) * 9)
+    (folder / "latin.txt").write_bytes("café ".encode("latin-1") * 99)
+    (folder / "short.txt").write_text("a few words")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["gone.yaml"], "There is no run file gone.yaml."),
+        (["{run}", "--set", "roundz=3"], "Did you mean 'rounds'?"),
+        (["{run}", "--set", "method.top_k=5"], "top_k is 5, but a client with 2 experts"),
+        (["{run}", "--set", "method.specialists={peot: 2, others: 1}"], "'peot', which is not a"),
+        (["{run}", "--set", "data.window=65"], "window is 65 tokens, but the base"),
+        (["{run}", "--set", "baselines=[fedavgg]"], "Did you mean 'fedavg'?"),
+        (["{run}", "--set", "base=./gone"], "set `base` to a folder with config.json"),
+        (["{run}", "--set", "clients=[{name: a, path: gone.txt}]"], "no file or folder"),
+        (["{run}", "--set", "clients=[{name: a, path: BROKEN/empty.txt}]"], "is empty"),
+        (["{run}", "--set", "clients=[{name: a, path: BROKEN/binary.txt}]"], "is not text"),
+        (["{run}", "--set", "clients=[{name: a, path: BROKEN/latin.txt}]"], "is not UTF-8"),
+        (["{run}", "--set", "clients=[{name: a, path: BROKEN/short.txt}]"], "needs at least 17"),
+        (["{run}", "--resume", "x"], "A run continues as it began"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    arguments, sentence, run_file, tmp_path, coterie_command
+) -> None:
+    broken = str(broken_texts(tmp_path / "broken"))
+    given = [a.replace("{run}", str(run_file)).replace("BROKEN", broken) for a in arguments]
+    said = coterie_command("run", *given, "--out", tmp_path / "out")
+    assert (said.code, said.out) == (2, "")
+    assert sentence in said.err
+    assert said.err.startswith("Error: ")
+    assert said.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_of_other_commands(finished, run_file, tmp_path, coterie_command) -> None:
+    write = ["generate", finished, "--prompt", "I"]
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    for arguments, sentence in [
+        ([*write, "--client", "zed"], "has no client 'zed' (clients: diarist, poet, whaler)."),
+        ([*write, "--client", "poet", "--tokens", 70], "do not fit in the base's context of 64"),
+        (["generate", foreign, "--client", "poet", "--prompt", "I"], "not the folder of a run"),
+        (["run", "--resume", foreign], "not the folder of a run"),
+        (["run", "--resume", tmp_path / "gone"], "not the folder of a run"),
+        (["run", run_file, "--out", finished], "--resume"),
+        (["run", run_file, "--out", foreign, "--force"], "is not a run folder"),
+        (["compare", run_file, "--methods", "local,fedavgg"], "Did you mean 'fedavg'?"),
+        (["compare", run_file, "--methods", ","], "Name the methods"),
+        (["audit", "gone.yaml"], "There is no run file"),
+    ]:
+        said = coterie_command(*arguments)
+        assert said.code == 2
+        assert sentence in said.err
+        assert said.err.count("\n") == 1
+    assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
+    assert RunFolder(finished).result is not None
+
+
+def test_a_traceback_is_shown_when_asked_for_only(coterie_command) -> None:
+    with pytest.raises(coterie.CoterieError):
+        coterie_command("run", "gone.yaml", "--debug")
+    assert coterie_command("run", "gone.yaml").code == 2
+
+
+def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeypatch) -> None:
+    original = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        if self.name == "poet":  # where an upload waits
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    said = coterie_command("run", run_file, "--out", tmp_path / "out")
+    assert said.code == 2
+    assert said.err.endswith("/poet: No space left on device.\n")
+    monkeypatch.undo()
+    coterie.resume(tmp_path / "out")
+
+
+def test_ctrl_c_says_how_to_go_on(run_file, tmp_path, coterie_command, monkeypatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRun, "run", interrupted)
+        said = coterie_command("run", run_file, "--out", tmp_path / "out")
+        assert said.code == 130
+        assert f"continue with `coterie run --resume {tmp_path / 'out'}`" in said.err
+        said = coterie_command("compare", run_file, "--out", tmp_path / "compare")
+        assert said.code == 130
+        assert "continue with the same command" in said.err
+        # Before there is a folder, there is nothing to resume.
+        patch.setattr(Session, "check", interrupted)
+        said = coterie_command("run", run_file, "--out", tmp_path / "other")
+        assert "continue with the same command" in said.err
+    assert coterie_command("run", "--resume", tmp_path / "out").code == 0
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "coterie", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coterie_command) -> None:
+    out = tmp_path / "out"
+    working = start("run", run_file, "--out", out, "--set", "rounds=100000")
+    try:
+        while not RunFolder(out).rounds():
+            assert working.poll() is None
+            time.sleep(0.05)
+        for arguments in (["--resume", out], [run_file, "--out", out, "--force"]):
+            said = coterie_command("run", *arguments)
+            assert said.code == 2
+            assert said.err == f"Error: Another process is working in {out}.\n"
+        working.send_signal(signal.SIGINT)
+        _, err = working.communicate(timeout=60)
+    finally:
+        working.kill()
+    assert working.returncode == 130
+    assert err.splitlines() == [
+        f"Stopped. Finished rounds are kept; continue with `coterie run --resume {out}`."
+    ]
+    assert RunFolder(out).rounds() > 0
+    assert load_config(run_file).rounds == 1
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    script = "import sys, coterie.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT).returncode == 0

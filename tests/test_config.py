@@ -1,0 +1,153 @@
+"""Run files: what is read, what is set, and one sentence for everything that is wrong."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coterie import CoterieError, RunConfig, load_config
+from coterie.config import parse
+
+WRONG = {
+    "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
+    "training": ({"bacth": 3}, "Unknown key 'training.bacth'. Did you mean 'training.batch'?"),
+    "evaluation": ({"evry": 3}, "'evaluation.evry'. Did you mean 'evaluation.every'?"),
+    "data": ({"limits": {"trian": 9}}, "'data.limits.trian'. Did you mean 'data.limits.train'?"),
+    "method": ({"name": "fedavg", "toppk": 2}, "'method.toppk'. Did you mean 'method.top_k'?"),
+    "clients": ([{"name": "a", "pth": "x"}], "'clients[0].pth'. Did you mean 'clients[0].path'?"),
+}
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), [(k, *v) for k, v in WRONG.items()])
+def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence, values) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(**{key: value}))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("rounds=many", "rounds should be a whole number, not 'many'."),
+        ("rounds=1.5", "rounds should be a whole number, not 1.5."),
+        ("rounds=", "rounds should be a whole number, not None."),
+        ("rounds=0", "rounds should be greater than or equal to 1, not 0."),
+        ("training=5", "training should be a mapping of keys to values, not 5."),
+        ("training.betas=[a, b]", "training.betas[0] should be a number, not 'a'."),
+        ("training.betas=[1]", "training.betas[1] is missing."),
+        ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
+        ("method.specialists=abc", "method.specialists should be a whole number or a mapping"),
+        ("method.specialists={poet: x}", "method.specialists.poet should be a whole number"),
+        ("clients=poet", "clients should be a list, not 'poet'."),
+        ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
+        ("clients=[{path: x}]", "clients[0].name is missing."),
+        ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
+        ("clients=[{name: a}]", "client a needs either path"),
+        ("clients=[{name: a, path: x}, {name: a, path: y}]", "'a' is named twice"),
+        ("clients=[]", "Nobody takes part"),
+        ("divide={source: x.jsonl, by: label}", "exclude each other"),
+        ("name=../x", "name should be up to 64 letters"),
+        ("data.window=5000", "limit of 2000 train tokens is too small"),
+        ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
+        ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
+        ("baselines=[comigs-1g1s]", "the run's own method, and one of `baselines` too"),
+        ("clients.poet.path=x", "'clients' is not a mapping of keys; set it as a whole."),
+        ("rounds", "--set takes key=value"),
+        ("=4", "--set takes key=value"),
+        ("rounds=[1", "the value is not YAML"),
+        ("a.b=3", "Unknown key 'a'."),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(setting, sentence, run_file) -> None:
+    with pytest.raises(CoterieError) as error:
+        load_config(run_file, [setting])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def run_file(values, tmp_path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values()))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is not a mapping of keys to values."),
+        (b"- a\n", "is not a mapping of keys to values."),
+        (b"name: [a\nb: }", "is not YAML, line 2, column 2: expected ',' or ']'"),
+        ("name: café".encode("latin-1"), "is not text in UTF-8."),
+        (b"name: \x00", "is not YAML"),
+        (b"name: !!python/object:os.system x", "is not YAML, line 1"),
+    ],
+)
+def test_a_file_that_is_no_run_file(content, sentence, tmp_path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(CoterieError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"The run file {path} ")
+    assert sentence in str(error.value)
+
+
+def test_a_missing_file_and_a_folder(tmp_path) -> None:
+    with pytest.raises(CoterieError, match="There is no run file"):
+        load_config(tmp_path / "gone.yaml")
+    with pytest.raises(CoterieError, match="could not be read: Is a directory"):
+        load_config(tmp_path)
+
+
+def test_paths_start_at_the_run_files_folder(run_file, monkeypatch, tmp_path) -> None:
+    content = yaml.safe_load(run_file.read_text()) | {"data_root": "texts"}
+    run_file.write_text(yaml.safe_dump(content))
+    assert load_config(run_file).root == tmp_path / "texts"
+    run_file.write_text(yaml.safe_dump(content | {"data_root": None}))
+    assert load_config(run_file).root == tmp_path
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load_config(run_file, ["data_root=here"]).root == elsewhere / "here"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert load_config(run_file, ["data_root=~/x"]).root == tmp_path / "home" / "x"
+
+
+def test_a_run_without_a_name_is_named_after_its_file(run_file) -> None:
+    content = yaml.safe_load(run_file.read_text())
+    del content["name"]
+    other = run_file.with_name("two words, ok.yaml")
+    other.write_text(yaml.safe_dump(content))
+    assert load_config(other).name == "two-words-ok"
+
+
+def test_settings_reach_into_sections_and_methods(run_file) -> None:
+    run = load_config(run_file, ["training.batch=7", "method=local", "method.rank=3", "seed=5"])
+    assert (run.training.batch, run.label, run.seed) == (7, "local", 5)
+    assert run.method.described()["rank"] == 3
+    assert load_config(run_file, ["method={rank: 2}"]).label == "comigs-1g1s"
+
+
+def test_a_run_survives_the_way_through_plain_data(config) -> None:
+    run = config(baselines=["local", "centralized"])
+    again = parse(run.as_dict())
+    assert again == run
+    assert again.digest() == run.digest()
+    assert config(method="centralized").label == "centralized"
+    assert parse(config(method="centralized").as_dict()).label == "centralized"
+
+
+def test_the_digest_follows_what_can_change_the_result(config) -> None:
+    run = config()
+    assert config(name="other", baselines=["local"]).digest() == run.digest()
+    for change in ({"seed": 1}, {"rounds": 4}, {"method": "local"}, {"data_root": "x"}):
+        assert config(**change).digest() != run.digest()
+
+
+def test_another_method_takes_over_what_makes_it_comparable(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "rank": 3, "router_every": 9}, baselines=["local"])
+    local = run.with_method("local")
+    assert local.method.described()["rank"] == 3
+    assert local.baselines == ()
+    assert isinstance(local, RunConfig)
+    assert run.with_method("centralized").pooled
