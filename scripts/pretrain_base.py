@@ -19,7 +19,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
@@ -94,7 +93,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def new_model(recipe: Recipe, vocabulary: int) -> nn.Module:
+def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
     """A model with random weights in fp32; its head is the embedding, and it has no dropout."""
     settings = {  # transformers knows GPT-2's sizes by these names, too
         "num_hidden_layers": recipe.layers,
@@ -155,7 +154,7 @@ class Training:
 
     def export(self, folder: Path) -> None:
         """The base's files, weights in bf16; training is over then."""
-        self.base.model.to(torch.bfloat16)
+        self.base.model.bfloat16()
         self.model.save_pretrained(folder)
         self.base.tokenizer.save_pretrained(folder)
 
@@ -202,7 +201,9 @@ def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
             f"for a test, must hold more than {recipe.context} tokens (--context)."
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    base = Base(new_model(recipe, len(tokenizer)).to(device), tokenizer, "bf16", device)
+    with device:
+        model = new_model(recipe, len(tokenizer))
+    base = Base(model, tokenizer, "bf16", device)
     training = Training(recipe, base, data, identity)
     if checkpoint is not None:
         training.restore(checkpoint)

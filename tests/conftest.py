@@ -26,7 +26,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     tokenizer = load_tokenizer("tiny-gpt2")
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer)}
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer)}
     gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **sizes)
     llama = LlamaConfig(
         num_hidden_layers=2,

@@ -16,7 +16,6 @@ from rich.console import Console
 
 import coterie.cli
 from coterie.api import Session
-from coterie.config import load_config
 from coterie.engines.local import LocalRun
 from coterie.runs import RunFolder
 
@@ -137,7 +136,8 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     assert (first.code, second.code) == (0, 0)
     assert second.out.splitlines()[0] == "pretrained-seed0: already there"
     assert "local: 1 round, 3 clients" in second.out
-    assert first.out.count("pretrained ") > 0
+    rows = [line.split()[0] for line in second.out.splitlines() if line]
+    assert rows[-6:-3] == ["pretrained", "local", "Mean"]
 
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:
@@ -286,7 +286,6 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
         f"Stopped. Finished rounds are kept; continue with `coterie run --resume {out}`."
     ]
     assert RunFolder(out).rounds() > 0
-    assert load_config(run_file).rounds == 1
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from coterie.base import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig, load_config, parse
@@ -38,7 +38,7 @@ class Run:
         """Perplexity and bits per byte per client and method."""
         return run_table(self.results)
 
-    def model(self, client: str) -> nn.Module:
+    def model(self, client: str) -> PreTrainedModel:
         """A client's model; see `load`."""
         return _load(RunFolder(self.path), self.config, client)
 
@@ -113,7 +113,7 @@ def compare(
     return Comparison(config.name, results)
 
 
-def load(path: str | Path, client: str, *, method: Method | None = None) -> nn.Module:
+def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
     """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
 
     `.generate()` works on it; its tokenizer is `coterie.tokenizer(path)`. `method` is needed for a
@@ -123,7 +123,7 @@ def load(path: str | Path, client: str, *, method: Method | None = None) -> nn.M
     return _load(folder, _recorded(folder, method), client)
 
 
-def _load(folder: RunFolder, config: RunConfig, client: str) -> nn.Module:
+def _load(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedModel:
     name = EVERYONE if config.pooled else client
     known = sorted(folder.description["clients"])
     if name not in known:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -24,7 +24,7 @@ EMBEDDED = Path(__file__).parent / "assets"
 class Base:
     """A frozen model that all clients of a process share; adapters are attached and detached."""
 
-    model: nn.Module
+    model: PreTrainedModel
     tokenizer: Tokenizer
     precision: Literal["fp32", "bf16"]
     device: torch.device

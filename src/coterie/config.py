@@ -23,11 +23,12 @@ from coterie.complaints import sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available, method_from
-from coterie.methods.comigs import CoMiGS
 from coterie.training.spec import TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
+METHOD = "comigs-1g1s"
+"""The method of a run file that names none."""
 
 
 class EvaluationSpec(BaseModel):
@@ -35,8 +36,10 @@ class EvaluationSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    every: int | None = Field(None, ge=1, description="rounds between evaluations; the last always")
-    batch: int = Field(16, ge=1, description="windows at once; does not change the result")
+    every: int | None = Field(
+        default=None, ge=1, description="rounds between evaluations; the last always"
+    )
+    batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
 
 
 class RunConfig(BaseModel):
@@ -45,27 +48,36 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
-        "run",
+        default="run",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
         description="of the run; default: the file's",
     )
-    seed: int = Field(0, ge=0, description="every random draw comes from it")
-    threads: int | None = Field(None, ge=1, description="processor threads; default: all")
-    base: str = Field("tiny-gpt2", description="an embedded base, a folder, or a name on the hub")
-    method: SerializeAsAny[Method] = Field(
-        CoMiGS(), description="a name, or a mapping of `name` and the method's settings"
+    seed: int = Field(default=0, ge=0, description="every random draw comes from it")
+    threads: int | None = Field(default=None, ge=1, description="processor threads; default: all")
+    base: str = Field(
+        default="tiny-gpt2", description="an embedded base, a folder, or a name on the hub"
     )
-    pooled: bool = Field(False, description="one client that holds everybody's text")
-    baselines: tuple[str, ...] = Field((), description="methods to run first, on the same data")
-    rounds: int = Field(20, ge=1, description="communication rounds")
+    method: SerializeAsAny[Method] = Field(
+        default_factory=lambda: method_from(METHOD),
+        description="a name, or a mapping of `name` and the method's settings",
+    )
+    pooled: bool = Field(default=False, description="one client that holds everybody's text")
+    baselines: tuple[str, ...] = Field(
+        default=(), description="methods to run first, on the same data"
+    )
+    rounds: int = Field(default=20, ge=1, description="communication rounds")
     data_root: str = Field(
-        "",
+        default="",
         validate_default=True,
         description="where relative paths start; default: the run file's folder",
     )
     data: DataSpec = DataSpec()
-    clients: tuple[ClientSpec, ...] = Field((), description="who takes part, each with its text")
-    divide: DivideSpec | None = Field(None, description="or: one data set, divided among clients")
+    clients: tuple[ClientSpec, ...] = Field(
+        default=(), description="who takes part, each with its text"
+    )
+    divide: DivideSpec | None = Field(
+        default=None, description="or: one data set, divided among clients"
+    )
     training: TrainingSpec = TrainingSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
 
@@ -83,7 +95,7 @@ class RunConfig(BaseModel):
     @field_validator("method", mode="before")
     @classmethod
     def _method(cls, value: Any) -> Method:
-        return method_from({"name": CoMiGS.name, **value} if isinstance(value, dict) else value)
+        return method_from({"name": METHOD, **value} if isinstance(value, dict) else value)
 
     @field_validator("baselines")
     @classmethod

@@ -11,6 +11,7 @@ from coterie.api import Session
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.exchange import Message, MessageError
+from coterie.exchange.schema import Way
 from coterie.methods import available
 from coterie.runs import RunFolder, Watch
 
@@ -32,7 +33,7 @@ def sides(run) -> LocalRun:
     return LocalRun(run, session.base, participants, RunFolder(Path()), Watch())
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
+@pytest.fixture(params=METHODS.values(), ids=list(METHODS))
 def run(request, config):
     """A run of every method."""
     return config(method=request.param, rounds=2)
@@ -66,7 +67,8 @@ def test_personal_parameters_are_in_no_message(run) -> None:
     for name, client in local.clients.items():
         download = local.server.download(name)
         upload = client.step(download)
-        for way, message in (("hello", client.hello()), ("up", upload), ("down", download)):
+        messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}
+        for way, message in messages.items():
             local.schema.send(way, message)
             for tensor in message.tensors:
                 assert tensor.split("/")[0].split(".")[0] not in personal
@@ -113,11 +115,11 @@ def test_poisoned_uploads_are_refused_and_the_round_goes_on(run) -> None:
         upload = local.clients[name].step(server.download(name))
         if name == names[0]:
             key, tensor = next(iter(upload.tensors.items()))
-            poison = upload.tensors | {key: torch.full_like(tensor, float("nan"))}
+            poison = {**upload.tensors, key: torch.full_like(tensor, float("nan"))}
             with pytest.raises(MessageError, match="not finite"):
                 local.schema.receive("up", Message(0, poison).encode())
             with pytest.raises(MessageError, match="shape"):
-                server.receive(name, Message(0, upload.tensors | {key: tensor[:1]}))
+                server.receive(name, Message(0, {**upload.tensors, key: tensor[:1]}))
             with pytest.raises(MessageError, match="missing"):
                 server.receive(name, Message(0, {}))
         else:

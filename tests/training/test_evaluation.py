@@ -16,8 +16,7 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
     base = load_base(str(bases / family), "fp32", 16)
     chance = torch.Generator().manual_seed(count)
     ids = torch.randint(1, 8192, (count,), generator=chance)
-    text = base.tokenizer.decode(ids)
-    size = len(text.encode())
+    size = len(str(base.tokenizer.decode(ids)).encode())
     score = evaluate(base, base.model, Tokens(ids.int(), size), window=16, batch=3)
     # The slow way: one window at a time, every token predicted from those before it in its window.
     stream = torch.cat([torch.tensor([base.context_token]), ids])

@@ -20,7 +20,7 @@ class Local(LoraMethod):
     shares: ClassVar[tuple[Role, ...]] = ()
 
     generalists: PerClient = 0
-    specialists: PerClient = Field(2, description="LoRA sets whose outputs are averaged")
+    specialists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
 
 
 class FedAvg(LoraMethod):
@@ -31,4 +31,4 @@ class FedAvg(LoraMethod):
     summary: ClassVar[str] = "everything trained is averaged; one model for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    generalists: PerClient = Field(2, description="LoRA sets whose outputs are averaged")
+    generalists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")

@@ -25,15 +25,18 @@ class CoMiGS(LoraMethod):
     summary: ClassVar[str] = "generalists and attention averaged; specialists and routers stay"
     routed: ClassVar[bool] = True
 
-    generalists: PerClient = Field(1, description="experts that are averaged over clients")
-    specialists: PerClient = Field(1, description="experts that stay at home")
-    router_every: int = Field(30, ge=1, description="tau: steps between two router phases")
-    router_steps: int = Field(10, ge=1, description="s: updates of the routers in a phase")
-    router_learning_rate: float = Field(2e-3, gt=0, description="constant")
+    generalists: PerClient = Field(default=1, description="experts that are averaged over clients")
+    specialists: PerClient = Field(default=1, description="experts that stay at home")
+    router_every: int = Field(default=30, ge=1, description="tau: steps between two router phases")
+    router_steps: int = Field(default=10, ge=1, description="s: updates of the routers in a phase")
+    router_learning_rate: float = Field(default=2e-3, gt=0, description="constant")
     load_balance: Literal["none", "uniform", "generalist"] = Field(
-        "generalist", description="penalty on the routers; generalist: half of the load to expert 0"
+        default="generalist",
+        description="penalty on the routers; generalist: half of the load to expert 0",
     )
-    load_balance_weight: float = Field(0.01, ge=0, description="its weight in the routers' loss")
+    load_balance_weight: float = Field(
+        default=0.01, ge=0, description="its weight in the routers' loss"
+    )
 
     def levels(self, context: ClientContext, adapter: Adapter) -> list[Level]:
         """Experts on training text; the routers, in their turn, on validation text."""

@@ -43,13 +43,17 @@ WHAT: dict[Role, str] = {
 class LoraMethod(Method):
     """What the methods of the family have in common; the defaults are CoMiGS's settings."""
 
-    generalists: PerClient = Field(1, description="experts that are averaged over clients")
-    specialists: PerClient = Field(0, description="experts that stay at home")
-    rank: int = Field(8, ge=1, description="r of the experts")
-    attention_rank: int = Field(8, ge=0, description="r of attention's pairs; 0: none")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha")
-    scale: Literal["sqrt", "rank"] = Field("sqrt", description="alpha / sqrt(r), or alpha / r")
-    top_k: int | None = Field(None, ge=1, description="experts per token; default min(2, experts)")
+    generalists: PerClient = Field(default=1, description="experts that are averaged over clients")
+    specialists: PerClient = Field(default=0, description="experts that stay at home")
+    rank: int = Field(default=8, ge=1, description="r of the experts")
+    attention_rank: int = Field(default=8, ge=0, description="r of attention's pairs; 0: none")
+    alpha: float = Field(default=16.0, gt=0, description="LoRA's alpha")
+    scale: Literal["sqrt", "rank"] = Field(
+        default="sqrt", description="alpha / sqrt(r), or alpha / r"
+    )
+    top_k: int | None = Field(
+        default=None, ge=1, description="experts per token; default min(2, experts)"
+    )
 
     common: ClassVar[tuple[str, ...]] = ("rank", "attention_rank", "alpha", "scale")
     routed: ClassVar[bool] = False

@@ -55,9 +55,9 @@ def _default(field: FieldInfo) -> str:
     """As a run file would give it; empty where there is none."""
     if field.is_required():
         return "required"
-    if field.default in (None, ""):
+    value = field.get_default(call_default_factory=True)
+    if value in (None, ""):
         return ""
-    value = field.default
     if isinstance(value, Method):
         return value.name
     value = list(value) if isinstance(value, tuple) else value

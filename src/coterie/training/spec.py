@@ -10,14 +10,16 @@ class TrainingSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(10, ge=1, description="local optimiser steps in a round")
-    batch: int = Field(64, ge=1, description="samples in a step, each of data.window tokens")
-    learning_rate: float = Field(2e-3, gt=0, description="at the first step of the run")
-    final_learning_rate: float = Field(
-        2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
+    steps: int = Field(default=10, ge=1, description="local optimiser steps in a round")
+    batch: int = Field(
+        default=64, ge=1, description="samples in a step, each of data.window tokens"
     )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moments")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's, decoupled")
+    learning_rate: float = Field(default=2e-3, gt=0, description="at the first step of the run")
+    final_learning_rate: float = Field(
+        default=2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's moments")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's, decoupled")
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="bf16: autocast, with weights and optimiser in fp32"
+        default="bf16", description="bf16: autocast, with weights and optimiser in fp32"
     )
