@@ -137,7 +137,7 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     assert second.out.splitlines()[0] == "pretrained-seed0: already there"
     assert "local: 1 round, 3 clients" in second.out
     rows = [line.split()[0] for line in second.out.splitlines() if line]
-    assert rows[-6:-3] == ["pretrained", "local", "Mean"]
+    assert rows[-5:-2] == ["pretrained", "local", "Mean"]
 
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:
