@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from coterie.errors import CoterieError
-from coterie.training.precision import cast_frozen
+from coterie.training.precision import prepare
 
 EMBEDDED = Path(__file__).parent / "assets"
 """Folder of the bases that ship with Coterie, by name."""
@@ -64,11 +64,9 @@ def load_base(
         raise CoterieError(
             f"data.window is {window} tokens, but the base {name!r} reads at most {longest}."
         )
-    model.requires_grad_(False).eval()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
-    if precision == "bf16":
-        cast_frozen(model, torch.bfloat16)
+    prepare(model, precision, window)
     return Base(model, tokenizer, precision, device)
 
 

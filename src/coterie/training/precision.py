@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters.bases import walk
@@ -14,6 +15,21 @@ Precision = Literal["fp32", "bf16"]
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
     """The context in which a model of this precision runs forward."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
+
+
+SHORT_WINDOW = 256
+"""Tokens up to which a CPU is faster with plain bf16 products than with fused attention, whose
+backward pass is slow there (6 % of a GPT-2 step at 128); the scores of longer windows would take
+too much memory."""
+
+
+def prepare(base: PreTrainedModel, precision: Precision, window: int) -> None:
+    """Freeze a base and make it fast for training in this precision on windows of this length."""
+    base.requires_grad_(False).eval()
+    if precision == "bf16":
+        cast_frozen(base, torch.bfloat16)
+        if base.device.type == "cpu" and window <= SHORT_WINDOW:
+            base.set_attn_implementation("eager")
 
 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
