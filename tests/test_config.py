@@ -7,6 +7,8 @@ import yaml
 
 from coterie import CoterieError, RunConfig, load_config
 from coterie.config import parse
+from coterie.methods.averaging import FedAvg
+from coterie.methods.comigs import CoMiGS2G
 
 WRONG = {
     "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
@@ -151,3 +153,12 @@ def test_another_method_takes_over_what_makes_it_comparable(config) -> None:
     assert local.baselines == ()
     assert isinstance(local, RunConfig)
     assert run.with_method("centralized").pooled
+
+
+def test_other_methods_take_over_what_makes_them_comparable(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "rank": 4, "specialists": 3, "router_every": 7})
+    assert run.with_method("comigs-1g1s").method == run.method
+    assert run.with_method("fedavg").method.model_dump() == FedAvg(rank=4).model_dump()
+    other = run.with_method("comigs-2g").method
+    assert other.model_dump() == CoMiGS2G(rank=4, router_every=7).model_dump()
+    assert run.with_method("pretrained").method.model_dump() == {}

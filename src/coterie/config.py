@@ -140,9 +140,11 @@ class RunConfig(BaseModel):
     def with_method(self, name: str) -> "RunConfig":
         """The same run with another method, by name, and without baselines.
 
-        Settings that make methods comparable (`Method.common`) are carried over where they were
-        changed, if the other method has them.
+        The run's own method keeps its settings. Of those, others take over what makes methods
+        comparable (`Method.common`) where it was changed, if they have it.
         """
+        if name == self.label:
+            return self.model_copy(update={"baselines": ()})
         kind = available().get("local" if name == POOLED else name, Method)
         carried = {
             field: value

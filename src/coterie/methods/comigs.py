@@ -24,6 +24,14 @@ class CoMiGS(LoraMethod):
     paper: ClassVar[str] = "arXiv 2409.13931"
     summary: ClassVar[str] = "generalists and attention averaged; specialists and routers stay"
     routed: ClassVar[bool] = True
+    common: ClassVar[tuple[str, ...]] = (
+        *LoraMethod.common,
+        "router_every",
+        "router_steps",
+        "router_learning_rate",
+        "load_balance",
+        "load_balance_weight",
+    )
 
     generalists: PerClient = Field(default=1, description="experts that are averaged over clients")
     specialists: PerClient = Field(default=1, description="experts that stay at home")
