@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
 
 import coterie
 from coterie.base import load_tokenizer
@@ -45,6 +46,7 @@ class Peak:
 
 def make_base(folder: Path) -> None:
     """Save GPT-2's shape with random weights; the tokenizer is a smaller one that ships."""
+    logging.disable_progress_bar()
     GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
     load_tokenizer("tiny-gpt2").save_pretrained(folder)
 
