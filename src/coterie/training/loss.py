@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from coterie.adapters.bases import working_dtype
 from coterie.training.precision import frozen_weight
 
-LOGITS_AT_ONCE = {"cpu": 12_000_000, "cuda": 64_000_000}
-"""Largest number of logits made at a time; 12 million are 48 MB in float32."""
+LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
+"""Largest number of logits made at a time; 24 million are 96 MB in float32."""
 
 
 def language_model_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
