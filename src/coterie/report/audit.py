@@ -19,6 +19,8 @@ WAYS: dict[Way, str] = {
     "up": "from the client to the server, every round",
     "down": "from the server to the client, every round",
 }
+FIELDS = ("field", "shape", "dtype", "bytes")
+STAYS = "never leaves"
 Rows = tuple[tuple[str, ...], ...]
 
 
@@ -44,10 +46,6 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
             yield Table(f"{', '.join(names)}: {title}", columns, rows)
 
 
-FIELDS = ("field", "shape", "dtype", "bytes")
-STAYS = "never leaves"
-
-
 def _declared(run: LocalRun) -> Table:
     rows = [
         (field.pattern, field.dtype, where, field.what)
@@ -55,7 +53,9 @@ def _declared(run: LocalRun) -> Table:
         for field in getattr(run.schema, way)
     ]
     title = f"{run.config.label} declares that nothing but this may travel"
-    return Table(title, ("field", "dtype", "way", "what"), rows or [("nothing", "", "", "")])
+    columns = ("field", "dtype", "way", "what")
+    note = "Every message also says which round it belongs to."
+    return Table(title, columns, rows or [("nothing", "", "", "")], note)
 
 
 def _account(run: LocalRun, name: ClientId) -> Iterator[tuple[str, Rows]]:
