@@ -247,3 +247,11 @@ def test_a_base_that_is_nowhere_is_refused_without_waiting(config, tmp_path, mon
     monkeypatch.setattr("time.sleep", sleep)
     with pytest.raises(CoterieError, match="set `base` to a folder with"):
         coterie.run(config(base="nowhere"), out=tmp_path / "run")
+
+
+def test_a_baseline_that_is_the_runs_own_method_is_run_once(config, tmp_path) -> None:
+    run = coterie.run(
+        config(method="local", baselines=["pretrained", "local"]), out=tmp_path / "run"
+    )
+    assert list(run.results) == ["pretrained", "local"]
+    assert not (run.path / "baselines" / "local").exists()

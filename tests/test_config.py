@@ -52,7 +52,6 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("data.window=5000", "limit of 2000 train tokens is too small"),
         ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
-        ("baselines=[comigs-1g1s]", "the run's own method, and one of `baselines` too"),
         ("clients.poet.path=x", "'clients' is not a mapping of keys; set it as a whole."),
         ("rounds", "--set takes key=value"),
         ("=4", "--set takes key=value"),

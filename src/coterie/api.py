@@ -222,6 +222,8 @@ def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -
     config, results = session.config, {}
     with folder.lock():
         for name in config.baselines:
+            if name == config.label:
+                continue
             baseline = config.with_method(name).model_copy(update={"name": name})
             inner = RunFolder(folder.path / "baselines" / name)
             if not inner.is_run:

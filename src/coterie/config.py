@@ -63,7 +63,7 @@ class RunConfig(BaseModel):
     )
     pooled: bool = Field(default=False, description="one client that holds everybody's text")
     baselines: tuple[str, ...] = Field(
-        default=(), description="methods to run first, on the same data"
+        default=(), description="methods to run first, on the same data (the run's own is left out)"
     )
     rounds: int = Field(default=20, ge=1, description="communication rounds")
     data_root: str = Field(
@@ -123,8 +123,6 @@ class RunConfig(BaseModel):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the client {name!r} is named twice in `clients`")
-        if self.label in self.baselines:
-            raise ValueError(f"{self.label!r} is the run's own method, and one of `baselines` too")
         return self
 
     @property
