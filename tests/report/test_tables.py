@@ -64,3 +64,12 @@ def test_text_is_wrapped_within_the_screen() -> None:
 def test_markup_in_a_cell_is_only_text() -> None:
     assert "[bold]x[/]" in " ".join(shown(Table("T", ["a"], [["[bold]x[/]"]])))
     assert "| [b] |" in Table("T", ["a"], [["[b]"]]).markdown()
+
+
+def test_a_comparison_under_way_says_how_many_seeds_each_method_has() -> None:
+    found = {"local": [result(a=10), result(a=14)], "fedavg": [result(a=8)]}
+    lines = shown(Comparison("x", found).table())
+    assert "12.00 (2.83)" in lines[4]
+    assert "8.00 " in lines[5]
+    assert "(" not in lines[5]
+    assert "1 to 2 seeds" in lines[6]

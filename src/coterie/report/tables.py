@@ -119,21 +119,24 @@ class Comparison:
         """A row per method, in the given order."""
         rows = self.summary()
         clients = list(rows[0]["clients"]) if rows else []
-        seeds = max((len(results) for results in self.results.values()), default=0)
+        counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
+        seeds = " to ".join(map(str, counts))
+        spread = any(count > 1 for count in counts)
         return Table(
             f"{self.name}: test perplexity",
-            ["method", *clients, "mean (std)" if seeds > 1 else "mean", "bits/byte", "rank"],
+            ["method", *clients, "mean (std)" if spread else "mean", "bits/byte", "rank"],
             [
                 [
                     row["method"],
                     *(f"{row['clients'][client]:.2f}" for client in clients),
-                    f"{row['perplexity']:.2f}" + (f" ({row['std']:.2f})" if seeds > 1 else ""),
+                    f"{row['perplexity']:.2f}"
+                    + (f" ({row['std']:.2f})" if row["seeds"] > 1 else ""),
                     f"{row['bits_per_byte']:.3f}",
                     str(row["rank"]),
                 ]
                 for row in rows
             ],
-            f"Mean over clients; {seeds} seed{'s' if seeds != 1 else ''}. Less is better.",
+            f"Mean over clients; {seeds} seed{'s' if spread else ''}. Less is better.",
         )
 
     def _row(self, method: str, results: Sequence[Result]) -> dict[str, Any]:
