@@ -27,10 +27,9 @@ def test_a_runs_table_has_a_row_per_client_and_the_means() -> None:
     table = run_table({"local": result(a=10, b=20), "fedavg": result(a=30, b=50)})
     assert table.columns == ["client", "local", "fedavg"]
     assert table.rows == [
-        ["a", "10.00", "30.00"],
-        ["b", "20.00", "50.00"],
-        ["mean", "15.00", "40.00"],
-        ["bits per byte", "1.500", "4.000"],
+        ["a", "10.00 / 1.000", "30.00 / 3.000"],
+        ["b", "20.00 / 2.000", "50.00 / 5.000"],
+        ["mean", "15.00 / 1.500", "40.00 / 4.000"],
     ]
 
 

@@ -86,18 +86,22 @@ def mean(result: Result, figure: str) -> float:
 
 
 def run_table(results: Mapping[str, Result]) -> Table:
-    """Perplexity, a row per client and a column per method; then the means."""
+    """Perplexity and bits per byte, a row per client and a column per method; then the means."""
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
-    rows = [[c, *(f"{scores(r)[c]['perplexity']:.2f}" for r in found)] for c in clients]
-    rows.append(["mean", *(f"{mean(r, 'perplexity'):.2f}" for r in found)])
-    rows.append(["bits per byte", *(f"{mean(r, 'bits_per_byte'):.3f}" for r in found)])
+    rows = [[client, *(_pair(scores(r)[client]) for r in found)] for client in clients]
+    figures = ("perplexity", "bits_per_byte")
+    rows.append(["mean", *(_pair({figure: mean(r, figure) for figure in figures}) for r in found)])
     return Table(
-        "Test perplexity of each client's model",
+        "Each client's model on its own test text: perplexity per token / bits per byte",
         ["client", *results],
         rows,
-        "Perplexity is per token; bits per byte of text are the mean over clients. Less is better.",
+        "Less is better.",
     )
+
+
+def _pair(score: Mapping[str, float]) -> str:
+    return f"{score['perplexity']:.2f} / {score['bits_per_byte']:.3f}"
 
 
 @dataclass(frozen=True)
