@@ -62,6 +62,9 @@ def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
         for line in folder.metrics()
         if line["client"] == "poet" and line["name"].startswith("loss/")
     ]
+    weights = [line["value"] for line in folder.metrics() if line["name"].startswith("routing/")]
+    assert len(weights) == 3 * 3 * 2  # rounds, clients, layers
+    assert all(len(w) == 2 and sum(w) == pytest.approx(1, abs=1e-5) for w in weights)
     e, r = "loss/experts", "loss/routers"  # steps 1 2 | 3 r r 4 | 5 6 r r
     assert names == [
         *[(0, e), (0, e)],

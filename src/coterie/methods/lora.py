@@ -124,6 +124,8 @@ class LoraClient(ClientSide):
         """Replace the shared parameters, train, upload them."""
         self.finish(download)
         self.training.round(download.round)
+        for layer, weights in self.adapter.routing().items():
+            self.context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
         return Message(download.round, {n: p.detach().clone() for n, p in self.shared.items()})
 
     def finish(self, download: Message) -> None:
