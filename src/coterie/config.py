@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -40,6 +40,9 @@ class EvaluationSpec(BaseModel):
         default=None, ge=1, description="rounds between evaluations; the last always"
     )
     batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
+    split: Literal["test", "validation"] = Field(
+        default="test", description="the held-out text that models are scored on"
+    )
 
 
 class RunConfig(BaseModel):
@@ -171,11 +174,11 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
     Raises CoterieError, in one sentence, for anything that is not a valid run.
     """
     path = path or DEMO
-    values = _read(path)
+    values = read_mapping(path)
     values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-_") or "run")
     values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
     for setting in settings:
-        _set(values, setting)
+        apply_setting(values, setting)
     return parse(values)
 
 
@@ -187,7 +190,8 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
         raise CoterieError(sentence(error, RunConfig, values)) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping; raises CoterieError, in one sentence, if it does not."""
     problem = "is not a mapping of keys to values"
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -212,7 +216,7 @@ def _mark(error: yaml.YAMLError) -> str:
     return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
-def _set(values: dict[str, Any], setting: str) -> None:
+def apply_setting(values: dict[str, Any], setting: str) -> None:
     """Apply one `key.inner=value`; the value is read as YAML."""
     path, equals, text = setting.partition("=")
     if not equals or not path:

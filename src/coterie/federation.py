@@ -1,7 +1,9 @@
 """Who takes part in a run, and what each holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 from coterie.base import Base, Tokenizer
 from coterie.config import RunConfig
@@ -11,6 +13,7 @@ from coterie.data import (
     client_texts,
     divided_texts,
     pooled,
+    public_tokens,
     tokenise,
 )
 from coterie.errors import CoterieError
@@ -28,14 +31,24 @@ class Participant:
     name: ClientId
     data: ClientData
     tests: dict[ClientId, Tokens]
+    public: Tokens | None = None
+    """The text that everybody may see, where the run has one."""
+    labels: Mapping[str, int] | None = None
+    """Where labelled texts were divided: records of each label in its training text (uncut)."""
 
     def digest(self) -> str:
         """A hash of all tokens, to notice that files changed between two parts of a run."""
         digest = blake2b(digest_size=8)
-        splits = (self.data.train, self.data.validation, *self.tests.values())
-        for tokens in splits:
+        splits = (self.data.train, self.data.validation, *self.tests.values(), self.public)
+        for tokens in filter(None, splits):
             digest.update(tokens.ids.numpy().tobytes())
         return digest.hexdigest()
+
+    def described(self) -> dict[str, Any]:
+        """What the run folder records of this client: the digest, and counts."""
+        tokens = {split: len(tokens.ids) for split, tokens in vars(self.data).items()}
+        labels = {} if self.labels is None else {"labels": dict(self.labels)}
+        return {"data": self.digest(), "tokens": tokens, **labels}
 
 
 def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> ClientData:
@@ -49,15 +62,21 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
 
 def federation(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
     """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
+    labels: Mapping[ClientId, Mapping[str, int]] = {}
     if config.divide is not None:
         divided = divided_texts(config.divide, config.data, config.root, config.seed)
+        labels = divided.labels
         data = {n: tokenise(t, tokenizer, config.data, n) for n, t in divided.items()}
     else:
         data = {c.name: client_data(config, tokenizer, c.name) for c in config.clients}
-    tests = {name: data[name].test for name in sorted(data)}
+    tests = {name: getattr(data[name], config.evaluation.split) for name in sorted(data)}
+    public = public_tokens(config.data, config.root, tokenizer)
     if config.pooled:
-        return [Participant(EVERYONE, pooled(list(data.values())), tests)]
-    return [Participant(name, data[name], {name: tests[name]}) for name in sorted(data)]
+        return [Participant(EVERYONE, pooled(list(data.values())), tests, public)]
+    return [
+        Participant(name, data[name], {name: tests[name]}, public, labels.get(name))
+        for name in sorted(data)
+    ]
 
 
 def client_context(
@@ -77,4 +96,5 @@ def client_context(
         training=config.training.model_copy(update={"batch": batch}),
         rounds=config.rounds,
         log=log,
+        public=participant.public,
     )

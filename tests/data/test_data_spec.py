@@ -4,6 +4,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from coterie.data import ClientSpec, DataSpec, DivideSpec
+from coterie.data.spec import SourceSpec
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,19 @@ from coterie.data import ClientSpec, DataSpec, DivideSpec
         (DivideSpec, {"by": "mixture", "share": 1.5}, "less than or equal to 1"),
         (DivideSpec, {"by": "label", "alpha": 0.1}, "by label takes no alpha; leave it out"),
         (DivideSpec, {"by": "mixture", "share": 0.5, "clients": 3}, "by mixture takes no clients"),
+        (DivideSpec, {"by": "mixtures"}, "mixtures needs mixtures; set divide.mixtures"),
+        (DivideSpec, {"by": "mixtures", "mixtures": {}}, "divide.mixtures names no client"),
+        (
+            DivideSpec,
+            {"by": "mixtures", "mixtures": {"anna": {"de": 0.7, "fr": 0.2999}}},
+            "shares of client anna in divide.mixtures sum to 0.9999; make them sum to 1",
+        ),
+        (DivideSpec, {"by": "mixtures", "mixtures": {"anna": {}}}, "client anna .* sum to 0;"),
+        (DivideSpec, {"by": "mixtures", "mixtures": {"a": {"de": 0}}}, "greater than 0"),
+        (DivideSpec, {"by": "mixtures", "mixtures": {"a/b": {"de": 1}}}, "'a/b' must be 1 to 64"),
+        (DivideSpec, {"by": "label", "source": {}}, "divide.source is empty; name a file"),
+        (DivideSpec, {"by": "label", "source": {"a": "x"}, "subset": "y"}, "beside the source of"),
+        (DataSpec, {"limits": {"public": 128}}, "128 public tokens is too small.*needs 129"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_sentence(
@@ -39,10 +53,22 @@ def test_a_wrong_value_is_refused_with_a_sentence(
 
 
 def test_every_field_is_described() -> None:
-    for model in (DataSpec, ClientSpec, DivideSpec):
+    for model in (DataSpec, ClientSpec, DivideSpec, SourceSpec):
         assert all(field.description for field in model.model_fields.values())
 
 
 def test_one_text_field_or_several() -> None:
     assert DataSpec().fields == ["text"]
     assert DataSpec(text=["title", "body"]).fields == ["title", "body"]
+
+
+def test_numbers_are_labels_too_and_shares_may_be_a_millionth_off() -> None:
+    spec = DivideSpec.model_validate(
+        {
+            "source": {1: "a", 2: "b"},
+            "by": "mixtures",
+            "mixtures": {"anna": {1: 0.3, 2: 0.7 - 5e-7}},
+        }
+    )
+    assert list(spec.source) == ["1", "2"]
+    assert spec.mixtures == {"anna": {"1": 0.3, "2": 0.7 - 5e-7}}

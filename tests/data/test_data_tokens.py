@@ -1,4 +1,6 @@
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +9,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.data import ClientData, DataSpec, Limits, Texts, Tokens, pooled, tokenise
+from coterie.data import (
+    ClientData,
+    DataSpec,
+    Limits,
+    Texts,
+    Tokens,
+    pooled,
+    public_tokens,
+    tokenise,
+)
 from coterie.data.tokens import CHUNK
 from coterie.errors import CoterieError
 
@@ -140,6 +151,36 @@ def test_a_short_split_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = Texts([PLAIN * 20], [PLAIN * 20], [])
     with pytest.raises(CoterieError, match="its test text has 0 tokens"):
         tokenise(texts, tokenizer, DataSpec(), "anna")
+
+
+def test_the_public_text_is_read_whole_and_encoded_as_any_text(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public" / "a.txt").write_bytes(MIXED.encode())
+    (tmp_path / "public" / "b.jsonl").write_text(json.dumps({"body": PLAIN}))
+    data = DataSpec(window=8, text="body", public="public")
+    tokens = public_tokens(data, tmp_path, tokenizer)
+    as_usual = train_tokens([MIXED, PLAIN], tokenizer)
+    assert tokens is not None
+    assert torch.equal(tokens.ids, as_usual.ids)
+    assert tokens.bytes == as_usual.bytes == len((MIXED + PLAIN).encode())
+    limited = data.model_copy(update={"limits": Limits(public=12)})
+    few = public_tokens(limited, tmp_path, tokenizer)
+    assert few is not None
+    assert torch.equal(few.ids, tokens.ids[:12])
+    assert public_tokens(DataSpec(), tmp_path, tokenizer) is None
+
+
+def test_a_public_text_that_cannot_be_used_is_said(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    with pytest.raises(CoterieError, match=r"^The public text: there is no file or folder .*gone"):
+        public_tokens(DataSpec(public="gone"), tmp_path, tokenizer)
+    (tmp_path / "a.txt").write_text("Short.")
+    wanted = r"^The public text has 3 tokens, .* at least 129; .* raise data\.limits\.public"
+    with pytest.raises(CoterieError, match=wanted):
+        public_tokens(DataSpec(public="a.txt"), tmp_path, tokenizer)
 
 
 def test_a_tokenizer_without_end_of_text_or_offsets_is_refused() -> None:

@@ -3,7 +3,7 @@
 from coterie.data.divide import divided_texts
 from coterie.data.spec import ClientSpec, DataSpec, DivideSpec, Fractions, Limits
 from coterie.data.texts import Texts, client_texts
-from coterie.data.tokens import ClientData, Tokens, pooled, tokenise
+from coterie.data.tokens import ClientData, Tokens, pooled, public_tokens, tokenise
 from coterie.data.windows import evaluation_windows, sample_batch
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "divided_texts",
     "evaluation_windows",
     "pooled",
+    "public_tokens",
     "sample_batch",
     "tokenise",
 ]

@@ -1,11 +1,13 @@
-"""One labelled data set divided among clients: by label, by Dirichlet shares, or as mixtures.
+"""Labelled texts divided among clients: by label, by Dirichlet shares, or as mixtures.
 
 All chance lies in one shuffle of the records, the Dirichlet shares, and each client's split by
 fractions; a part "at random" is the first so many of the shuffled records.
 """
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import normalize
 
@@ -13,10 +15,9 @@ import numpy
 import torch
 
 from coterie.chance import generator
-from coterie.data.files import Document, Record, find_files, read_records, resolve
-from coterie.data.hub import read_hub
+from coterie.data.labelled import labelled_texts
 from coterie.data.spec import DataSpec, DivideSpec, Fractions
-from coterie.data.texts import Texts, split_by_fractions
+from coterie.data.texts import SPLITS, Texts, deal
 from coterie.errors import CoterieError
 
 MINIMUM = 10
@@ -24,20 +25,31 @@ MINIMUM = 10
 DRAWS = 1000
 """Dirichlet draws before giving up."""
 
+
+class Division(dict[str, Texts]):
+    """Client name -> its texts."""
+
+    def __init__(self, texts: Mapping[str, Texts], labels: dict[str, dict[str, int]]) -> None:
+        super().__init__(texts)
+        self.labels = labels
+        """Client name -> label -> how many records of its training text have it."""
+
+
 Pools = dict[str, list[int]]
 """For each label, the numbers of the records that have it, in shuffled order."""
 
 
-def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> dict[str, Texts]:
-    """Divide one data set among clients: client name -> its texts.
+def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
+    """Divide labelled texts among clients: client name -> its texts.
 
     By label or mixture there is a client for every label, named after it; by Dirichlet they are
-    client-1, client-2, ... No record is used twice. Raises `CoterieError` if the data set cannot be
-    read or does not suffice.
+    client-1, client-2, ...; by given mixtures they have names of their own. No record is used
+    twice. Raises `CoterieError` if the data set cannot be read or does not suffice.
     """
-    records = _labelled_texts(spec, data, root)
+    records = labelled_texts(spec, data, root)
     order = torch.randperm(len(records), generator=generator(seed, "divide", "order"))
     records = [records[i] for i in order.tolist()]
+    lengths = [len(text) for _, text in records]
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
@@ -45,64 +57,46 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> di
     held: dict[str, list[list[int]]] = {}
     if spec.held_out == "uniform":
         held = _hold_out_uniform(pools, len(names), data.fractions)
-    train = _divide(spec, pools, seed)
+    if spec.mixtures is None:
+        train = [_alternating(part, records) for part in _divide(spec, pools, seed)]
+    else:
+        supply = _Supply(pools, _asked(spec.mixtures, pools), lengths)
+        if not held:
+            size = supply.most()
+            held = {split: supply.take(fraction * size) for split, fraction in data.fractions}
+        train = supply.take(supply.most())
 
-    def texts(numbers: list[int]) -> list[str]:
-        return [records[number][1] for number in sorted(numbers)]
-
-    divided: dict[str, Texts] = {}
+    texts: dict[str, Texts] = {}
+    labels: dict[str, dict[str, int]] = {}
     for client, name in enumerate(names):
-        own = texts(train[client])
-        if held:
-            splits = {split: texts(parts[client]) for split, parts in held.items()}
-            divided[name] = Texts(train=own, **splits)
-        else:
-            documents = [Document(text, divisible=False) for text in own]
+        splits = {"train": train[client]} | {split: parts[client] for split, parts in held.items()}
+        if not held:
             chance = generator(seed, "split", name)
-            divided[name] = Texts(**split_by_fractions(documents, dict(data.fractions), chance))
-    return divided
+            splits = _set_aside(train[client], lengths, data.fractions, chance)
+        texts[name] = Texts(**{s: [records[n][1] for n in splits[s]] for s in SPLITS})
+        labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
+    return Division(texts, labels)
 
 
-def _labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]]:
-    """The label and the text of every record that is not blank, in the source's order."""
-    labelled = [
-        (_label(record, spec.label), text)
-        for record in _records(spec, root)
-        if (text := record.text(data.fields)).strip()
-    ]
-    if not labelled:
-        raise CoterieError(
-            f"divide: the records of {spec.source} hold no text; name another field."
-        )
-    return labelled
+def _alternating(part: Sequence[int], records: Sequence[tuple[str, str]]) -> list[int]:
+    """A client's records with labels taking turns by their shares.
 
-
-def _records(spec: DivideSpec, root: Path) -> list[Record]:
-    path = resolve(root, spec.source)
-    if not path.exists():
-        return read_hub(spec.source, spec.subset, spec.split, spec.label, root)
-    files = find_files(path, "divide")
-    for file in files:
-        if file.suffix.lower() == ".txt":
-            raise CoterieError(
-                f"divide: {file} is plain text, which has no labels to divide by; give .jsonl or"
-                " .parquet records, or list clients instead."
-            )
-    return [record for file in files for record in read_records(file, "divide")]
-
-
-def _label(record: Record, field: str) -> str:
-    value = record[field]
-    if not isinstance(value, str | int) or value == "":
-        raise CoterieError(
-            f"{record.where}: field {field} holds {value!r} rather than a label (a text or a whole"
-            " number); mend the record or set divide.label."
-        )
-    return str(value)
+    So the start of its text, which is what a limit keeps, has the shares of the whole.
+    """
+    counts = Counter(records[number][0] for number in part)
+    seen: Counter[str] = Counter()
+    places = []
+    for number in sorted(part):
+        label = records[number][0]
+        seen[label] += 1
+        places.append((seen[label] / counts[label], number))
+    return [number for _, number in sorted(places)]
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """For Dirichlet client-1, ...; otherwise the labels made names, "Sci/Tech" -> sci-tech."""
+    """The names given, or client-1, ..., or the labels made names, "Sci/Tech" -> sci-tech."""
+    if spec.mixtures is not None:
+        return sorted(spec.mixtures)
     if spec.clients is not None:
         return [f"client-{number}" for number in range(1, spec.clients + 1)]
     names: dict[str, str] = {}
@@ -140,8 +134,19 @@ def _hold_out_uniform(
             for part in parts:
                 part += pool[:each]
                 del pool[:each]
-        held[split] = parts
+        held[split] = [sorted(part) for part in parts]
     return held
+
+
+def _set_aside(
+    numbers: list[int], lengths: list[int], fractions: Fractions, chance: torch.Generator
+) -> dict[str, list[int]]:
+    """One client's records, split by fractions of its characters."""
+    dealt = deal([lengths[number] for number in numbers], dict(fractions), chance)
+    splits: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for number, split in zip(numbers, dealt, strict=True):
+        splits[split].append(number)
+    return splits
 
 
 def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
@@ -198,3 +203,57 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
             part += pool[start : start + count]
             start += count
     return parts
+
+
+def _asked(mixtures: Mapping[str, Mapping[str, float]], pools: Pools) -> list[Mapping[str, float]]:
+    """The shares of each client, in the order of names; every label must have records."""
+    for client, shares in sorted(mixtures.items()):
+        for label in shares:
+            if label not in pools:
+                raise CoterieError(
+                    f"divide: client {client} asks for a share of label {label!r}, which no record"
+                    f" has (labels: {', '.join(pools)}); correct divide.mixtures."
+                )
+    return [mixtures[client] for client in sorted(mixtures)]
+
+
+@dataclass(frozen=True)
+class _Supply:
+    """The records that are left for clients with given mixtures.
+
+    Shares are of characters rather than records, so that a client's tokens follow them.
+    """
+
+    pools: Pools
+    mixtures: list[Mapping[str, float]]
+    lengths: list[int]
+    """Characters of each record."""
+
+    def most(self) -> float:
+        """The characters that every client can have; the label that is scarcest decides."""
+        sizes: list[float] = []
+        for label, pool in self.pools.items():
+            if asked := sum(shares.get(label, 0) for shares in self.mixtures):
+                sizes.append(sum(self.lengths[number] for number in pool) / asked)
+        return min(sizes)
+
+    def take(self, size: float) -> list[list[int]]:
+        """For each client the numbers of records of `size` characters, which leave the pools.
+
+        Of each label a client has its share to within one record: what it is dealt begins and ends
+        with the record's end that is nearest. Labels alternate so that the shares also hold, to
+        within a record of each label, for the start of the text, which is what a limit keeps.
+        """
+        parts: list[list[tuple[float, int]]] = [[] for _ in self.mixtures]
+        for label, pool in self.pools.items():
+            ends = numpy.cumsum([0, *(self.lengths[number] for number in pool)])
+            start, wanted = 0, 0.0
+            for part, shares in zip(parts, self.mixtures, strict=True):
+                wanted += size * shares.get(label, 0)
+                end = int(abs(ends - wanted).argmin())
+                middles = (ends[start:end] + ends[start + 1 : end + 1]) / 2 - ends[start]
+                places = middles / (ends[end] - ends[start])  # 0 to 1, in the label's own text
+                part += zip(places.tolist(), pool[start:end], strict=True)
+                start = end
+            del pool[:start]
+        return [[number for _, number in sorted(part)] for part in parts]

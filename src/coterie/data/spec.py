@@ -7,7 +7,7 @@ of range is a pydantic `ValidationError` whose message is a sentence for the use
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class _Spec(BaseModel):
@@ -22,6 +22,9 @@ class Limits(_Spec):
         default=None, ge=2, description="Validation tokens kept at most."
     )
     test: int | None = Field(default=None, ge=2, description="Test tokens kept at most.")
+    public: int | None = Field(
+        default=None, ge=2, description="Tokens of the public text kept at most."
+    )
 
 
 class Fractions(_Spec):
@@ -56,6 +59,9 @@ class DataSpec(_Spec):
         description="Shares of a text set aside where its splits are not given.",
     )
     limits: Limits = Field(default=Limits(), description="Tokens of each split kept at most.")
+    public: str | None = Field(
+        default=None, description="File or folder that everybody may see, for methods that need it."
+    )
 
     @property
     def fields(self) -> list[str]:
@@ -73,10 +79,26 @@ class DataSpec(_Spec):
         return self
 
 
+def _plain(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and underscores,"
+            " and not start with a dot or dash"
+        )
+    return name
+
+
+ClientName = Annotated[str, AfterValidator(_plain)]
+Label = Annotated[str, Field(coerce_numbers_to_str=True)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
 class ClientSpec(_Spec):
     """One entry of the run file's list `clients:`: a client's name and its own text files."""
 
-    name: str = Field(description="The client's name: letters, digits, dots, dashes, underscores.")
+    name: ClientName = Field(
+        description="The client's name: letters, digits, dots, dashes, underscores."
+    )
     path: str | None = Field(
         default=None,
         description="File or folder of .txt, .jsonl or .parquet, split by data.fractions.",
@@ -90,16 +112,6 @@ class ClientSpec(_Spec):
     test: str | None = Field(
         default=None, description="File or folder for testing; without it, a fraction of train."
     )
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-            raise ValueError(
-                f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and underscores,"
-                " and not start with a dot or dash"
-            )
-        return name
 
     @model_validator(mode="after")
     def _path_or_splits(self) -> Self:
@@ -116,16 +128,27 @@ class ClientSpec(_Spec):
         return self
 
 
+class SourceSpec(_Spec):
+    """A label's source in `divide.source`, where it is a subset of a hub data set."""
+
+    source: str = Field(description="File, folder, or hub name of a data set.")
+    subset: str | None = Field(default=None, description="Its subset (configuration) on the hub.")
+
+
 class DivideSpec(_Spec):
     """The run file's section `divide:`: one labelled data set, divided among clients."""
 
-    source: str = Field(min_length=1, description="File, folder, or hub name of a data set.")
+    source: str | dict[Label, str | SourceSpec] = Field(
+        description="File, folder, or hub name of a data set; or a mapping of each label to one,"
+        " or to its `source` and `subset`."
+    )
     subset: str | None = Field(
         default=None, description="Subset (configuration) of a hub data set."
     )
     split: str = Field(default="train", description="Split of a hub data set that is read.")
-    by: Literal["label", "dirichlet", "mixture"] = Field(
-        description="One label per client; Dirichlet shares; or mostly one label per client."
+    by: Literal["label", "dirichlet", "mixture", "mixtures"] = Field(
+        description="One label per client; Dirichlet shares; mostly one label per client; or the"
+        " mixtures given."
     )
     label: str = Field(default="label", description="Field of a record that holds its label.")
     clients: int | None = Field(
@@ -143,6 +166,10 @@ class DivideSpec(_Spec):
         le=1,
         description="Share of a client's own label in its text (mixture only).",
     )
+    mixtures: dict[ClientName, dict[Label, Share]] | None = Field(
+        default=None,
+        description="Each client's labels and their shares of its characters (mixtures only).",
+    )
     held_out: Literal["own", "uniform"] = Field(
         default="own",
         description="Validation and test: as the client's training text, or of all labels.",
@@ -150,11 +177,39 @@ class DivideSpec(_Spec):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
-        needed = {"label": (), "dirichlet": ("clients", "alpha"), "mixture": ("share",)}[self.by]
-        for option in ("clients", "alpha", "share"):
+        needed = {
+            "label": (),
+            "dirichlet": ("clients", "alpha"),
+            "mixture": ("share",),
+            "mixtures": ("mixtures",),
+        }[self.by]
+        for option in ("clients", "alpha", "share", "mixtures"):
             given = getattr(self, option) is not None
             if given and option not in needed:
                 raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
             if not given and option in needed:
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        if not self.source:
+            raise ValueError("divide.source is empty; name a file, a folder or a hub data set")
+        if not isinstance(self.source, str) and self.subset is not None:
+            raise ValueError(
+                "divide.subset goes with one source; give it beside the source of its label"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_sum_to_one(self) -> Self:
+        if self.mixtures is not None and not self.mixtures:
+            raise ValueError("divide.mixtures names no client")
+        for client, shares in (self.mixtures or {}).items():
+            total = sum(shares.values())
+            if abs(total - 1) > 1e-6:
+                raise ValueError(
+                    f"the shares of client {client} in divide.mixtures sum to {total:g};"
+                    " make them sum to 1"
+                )
         return self

@@ -4,7 +4,7 @@ Nothing here looks at another client, so a client that joins late, or runs elsew
 splits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -57,11 +57,9 @@ def split_by_fractions(
     of the documents. A split that gets nothing is an empty list.
     """
     parts = [
-        (number, part)
-        for number, document in enumerate(documents)
-        for part in (pieces(document.text, PIECE) if document.divisible else [document.text])
+        (number, part) for number, document in enumerate(documents) for part in parts_of(document)
     ]
-    splits = _deal([len(part) for _, part in parts], fractions, chance)
+    splits = deal([len(part) for _, part in parts], fractions, chance)
     texts: dict[str, list[str]] = {split: [] for split in ("train", *fractions)}
     dealt = [(number, split, part) for (number, part), split in zip(parts, splits, strict=True)]
     for (_, split), run in groupby(dealt, key=lambda item: item[:2]):
@@ -69,10 +67,18 @@ def split_by_fractions(
     return texts
 
 
-def _deal(
+def parts_of(document: Document) -> Iterable[str]:
+    """What may be given to different splits or clients: a record whole, a .txt file in pieces."""
+    return pieces(document.text, PIECE) if document.divisible else [document.text]
+
+
+def deal(
     lengths: Sequence[int], fractions: Mapping[str, float], chance: torch.Generator
 ) -> list[str]:
-    """The split of each piece: in random order, one is set aside if that brings a share nearer."""
+    """The split of each piece, by its length and the splits' fractions; the rest are for "train".
+
+    In random order, a piece is set aside if that brings a split nearer to its share.
+    """
     splits = ["train"] * len(lengths)
     order: list[int] = torch.randperm(len(lengths), generator=chance).tolist()
     for split, fraction in fractions.items():

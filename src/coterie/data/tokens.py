@@ -7,12 +7,14 @@ a large text costs no more than what is kept of it.
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from coterie.data.files import read_documents
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts, pieces
 from coterie.errors import CoterieError
@@ -54,14 +56,36 @@ def tokenise(
     splits: dict[str, Tokens] = {}
     for split in SPLITS:
         tokens = _encode(getattr(texts, split), encoder, end, getattr(data.limits, split))
-        if len(tokens.ids) <= data.window:
-            raise CoterieError(
-                f"Client {name}: its {split} text has {len(tokens.ids)} tokens, but a window of"
-                f" {data.window} needs at least {data.window + 1}; give it more text, raise its"
-                " data.limits or data.fractions, or set a smaller data.window."
-            )
+        _suffice(
+            tokens,
+            data.window,
+            f"Client {name}: its {split} text",
+            "its data.limits or data.fractions",
+        )
         splits[split] = tokens
     return ClientData(**splits)
+
+
+def public_tokens(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Tokens | None:
+    """The text that everybody may see, whole, up to its limit; None where the run has none.
+
+    Raises `CoterieError` if it cannot be read or holds fewer than window + 1 tokens.
+    """
+    if data.public is None:
+        return None
+    owner = "The public text"
+    documents = [d.text for d in read_documents(root, data.public, data.fields, owner)]
+    tokens = _encode(documents, *_encoder(tokenizer), data.limits.public)
+    _suffice(tokens, data.window, owner, "data.limits.public")
+    return tokens
+
+
+def _suffice(tokens: Tokens, window: int, text: str, remedy: str) -> None:
+    if len(tokens.ids) <= window:
+        raise CoterieError(
+            f"{text} has {len(tokens.ids)} tokens, but a window of {window} needs at least"
+            f" {window + 1}; give it more text, raise {remedy}, or set a smaller data.window."
+        )
 
 
 def pooled(datas: Sequence[ClientData]) -> ClientData:

@@ -1,0 +1,123 @@
+"""Who takes part: what each client holds, is scored on, may see, and is recorded with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coterie
+from coterie.api import Session
+from coterie.base import load_base, load_tokenizer
+from coterie.config import RunConfig
+from coterie.data import public_tokens
+from coterie.federation import EVERYONE, Participant, client_context, federation
+from coterie.methods import Setting
+from coterie.methods.pretrained import Pretrained
+
+Config = Callable[..., RunConfig]
+
+
+def participants(run: RunConfig) -> dict[str, Participant]:
+    return {p.name: p for p in federation(run, load_tokenizer("tiny-gpt2"))}
+
+
+def with_public(run: RunConfig, name: str) -> RunConfig:
+    return run.model_copy(update={"data": run.data.model_copy(update={"public": name})})
+
+
+def test_every_client_is_given_the_one_public_text(config: Config) -> None:
+    run = with_public(config(), "whaler.txt")
+    wanted = public_tokens(run.data, run.root, load_tokenizer("tiny-gpt2"))
+    assert wanted is not None
+    base = load_base(run.base, "fp32", run.data.window, run.root)
+    everyone = participants(run)
+    first = everyone["diarist"].public
+    for participant in everyone.values():
+        context = client_context(run, base, participant, lambda *_: None)
+        assert context.public is first  # tokenised once
+    assert first is not None
+    assert torch.equal(first.ids, wanted.ids)
+    together = participants(run.model_copy(update={"pooled": True}))[EVERYONE].public
+    assert together is not None
+    assert torch.equal(together.ids, wanted.ids)
+    assert participants(config())["poet"].public is None
+
+
+def test_a_changed_public_text_is_noticed(config: Config) -> None:
+    def digests(run: RunConfig) -> set[str]:
+        return {p.digest() for p in participants(run).values()}
+
+    none, poet, whaler = (
+        digests(run)
+        for run in (
+            config(),
+            with_public(config(), "poet.txt"),
+            with_public(config(), "whaler.txt"),
+        )
+    )
+    assert len(none | poet | whaler) == 9
+
+
+def test_models_are_scored_on_the_split_that_is_named(config: Config) -> None:
+    for split in ("test", "validation"):
+        run = config(evaluation={"split": split})
+        for name, participant in participants(run).items():
+            assert participant.tests == {name: getattr(participant.data, split)}
+        together = participants(run.model_copy(update={"pooled": True}))[EVERYONE]
+        for name, participant in participants(run).items():
+            assert torch.equal(together.tests[name].ids, participant.tests[name].ids)
+
+
+def test_tokens_and_labels_are_recorded(config: Config, texts: Path) -> None:
+    run = config(
+        clients=(),
+        divide={
+            "by": "mixtures",
+            "source": {"verse": "poet.txt", "prose": "whaler.txt"},
+            "mixtures": {"anna": {"verse": 0.75, "prose": 0.25}, "ben": {"prose": 1}},
+        },
+    )
+    everyone = participants(run)
+    assert list(everyone) == ["anna", "ben"]
+    assert everyone["ben"].labels is not None
+    assert everyone["ben"].labels.keys() == {"prose"}
+    for participant in everyone.values():
+        assert participant.described() == {
+            "data": participant.digest(),
+            "tokens": {
+                "train": len(participant.data.train.ids),
+                "validation": len(participant.data.validation.ids),
+                "test": len(participant.data.test.ids),
+            },
+            "labels": participant.labels,
+        }
+    assert "labels" not in participants(config())["poet"].described()
+
+
+def test_a_run_whose_folder_records_only_hashes_is_resumed(config: Config, tmp_path: Path) -> None:
+    coterie.run(config(method={"name": "pretrained"}, rounds=1), out=tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    description: dict[str, Any] = json.loads(path.read_text())
+    described = description["clients"]
+    description["clients"] = {name: {"data": c["data"]} for name, c in described.items()}
+    path.write_text(json.dumps(description))
+    (tmp_path / "run" / "result.json").unlink()
+    assert coterie.resume(tmp_path / "run").results["pretrained"]["trained"]
+
+
+def test_methods_are_told_whether_there_is_a_public_text(config: Config) -> None:
+    seen: list[Setting] = []
+
+    class Curious(Pretrained):
+        name = "curious"
+
+        def check(self, setting: Setting) -> None:
+            seen.append(setting)
+
+    run = config().model_copy(update={"method": Curious()})
+    for public in (run, with_public(run, "poet.txt")):
+        Session(public).check(public)
+    assert [setting.public for setting in seen] == [False, True]
+    assert {setting.clients for setting in seen} == {("diarist", "poet", "whaler")}
