@@ -15,7 +15,17 @@ from coterie.exchange.schema import Way
 from coterie.methods import available
 from coterie.runs import RunFolder, Watch
 
-METHODS = {name: {"name": name} for name in available()} | {
+MIXED = {
+    "diarist": {"prose": 1.0},
+    "poet": {"verse": 1.0},
+    "whaler": {"prose": 0.75, "verse": 0.25},
+}
+AT_ONCE = {"warmup": 1, "every": 1, "validation_batches": 1, "public_batches": 1, "mixtures": MIXED}
+"""Settings with which clients exchange after every round, for methods that have them."""
+METHODS = {
+    name: {"name": name} | {k: v for k, v in AT_ONCE.items() if k in method.model_fields}
+    for name, method in available().items()
+} | {
     "uneven": {
         "name": "comigs-1g1s",
         "specialists": {"poet": 3, "others": 1},
@@ -23,6 +33,21 @@ METHODS = {name: {"name": name} for name in available()} | {
         "router_steps": 1,
     },
     "single": {"name": "comigs-1g1s", "specialists": {"poet": 0, "others": 1}},
+    "fedavg, exact": {"name": "fedavg", "aggregation": "exact"},
+    "comigs, exact": {
+        "name": "comigs-1g1s",
+        "aggregation": "exact",
+        "specialists": {"poet": 3, "others": 1},
+        "router_every": 1,
+        "router_steps": 1,
+    },
+    "flexlora, ranks": {"name": "flexlora", "rank": {"poet": 3, "whaler": 5, "others": 16}},
+    "hetlora, ranks": {
+        "name": "hetlora",
+        "rank": {"poet": 3, "whaler": 5, "others": 16},
+        "gamma": 0.6,
+        "penalty_weight": 1.0,
+    },
 }
 
 
@@ -34,9 +59,10 @@ def sides(run) -> LocalRun:
 
 
 @pytest.fixture(params=METHODS.values(), ids=list(METHODS))
-def run(request, config):
+def run(request, values):
     """A run of every method."""
-    return config(method=request.param, rounds=2)
+    whole = values(method=request.param, rounds=2)
+    return parse({**whole, "data": {**whole["data"], "public": "poet.txt"}})
 
 
 def test_a_run_stopped_between_rounds_continues_to_the_same_bits(run, tmp_path) -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from coterie import CoterieError, RunConfig
 from coterie.config import parse
-from coterie.methods import available
+from coterie.methods import Setting, available
 from coterie.report.settings import keys, method_table, run_file_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
@@ -27,7 +27,7 @@ def test_every_example_of_the_page_is_a_valid_run() -> None:
         if not {"clients", "divide"} & example.keys():
             example["clients"] = [{"name": "poet", "path": "poet.txt"}]
         run = parse(example)
-        run.method.check(["poet", "whaler"])
+        run.method.check(Setting(("poet", "whaler"), public=False))
 
 
 def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:

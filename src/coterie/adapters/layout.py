@@ -5,9 +5,10 @@ from typing import Literal
 
 from coterie.errors import CoterieError
 
-Role = Literal["dense", "generalist", "specialist", "router"]
+Role = Literal["dense", "generalist", "specialist", "router", "frozen"]
 """What a parameter belongs to: the LoRA on attention, an expert that is shared, an expert that
-stays, or the router. Methods choose by role what is trained, what travels and what is averaged."""
+stays, the router, or none of them because it keeps its first value, which is the same for all
+clients. Methods choose by role what is trained, what travels and what is averaged."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Layout:
     """A low-rank product counts alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""
     routed: bool = True
     """False: the experts are averaged with equal weights, and there is no router."""
+    freeze_A: bool = False
+    """Train B only: the A of every pair has the role `frozen`."""
     top_k: int | None = None
     """How many experts work on a token; None: two, or one where there is only one."""
 

@@ -1,15 +1,22 @@
-"""Local fine-tuning and federated averaging, the two ends that every method is compared with.
+"""Local fine-tuning, federated averaging and its neighbours: what every method is compared with.
 
-Both train two sets of LoRA pairs on every MLP whose outputs are averaged, so that they have as many
-trained values as a mixture of two experts (CoMiGS, arXiv 2409.13931, section 4.1).
+Local and FedAvg train two sets of LoRA pairs on every MLP whose outputs are averaged, so that they
+have as many trained values as a mixture of two experts (CoMiGS, arXiv 2409.13931, section 4.1).
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
-from coterie.adapters import Role
+from coterie.adapters import Adapter, Layout, Role
+from coterie.methods.base import ClientId
+from coterie.methods.exact import AveragingMethod
 from coterie.methods.lora import LoraMethod, PerClient
+from coterie.training.schedule import Penalty
 
 
 class Local(LoraMethod):
@@ -23,7 +30,7 @@ class Local(LoraMethod):
     specialists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
 
 
-class FedAvg(LoraMethod):
+class FedAvg(AveragingMethod):
     """The server averages everything that is trained; the averaged model is the result."""
 
     name: ClassVar[str] = "fedavg"
@@ -32,3 +39,48 @@ class FedAvg(LoraMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     generalists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
+
+
+class FedAvgFT(FedAvg):
+    """Federated averaging, then fine-tuning: the result is the model after local training."""
+
+    name: ClassVar[str] = "fedavg-ft"
+    summary: ClassVar[str] = "as fedavg; the result is each client's model after local training"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+
+
+class FedProx(FedAvg):
+    """Federated averaging with a proximal term that holds clients near the server's model."""
+
+    name: ClassVar[str] = "fedprox"
+    paper: ClassVar[str] = "arXiv 1812.06127"
+    summary: ClassVar[str] = "as fedavg; clients are held near the averaged parameters"
+
+    mu: float = Field(default=0.01, ge=0, description="weight of the proximal term")
+
+    def penalty(self, adapter: Adapter) -> Penalty:
+        """mu / 2 times the squared distance from the round's first values."""
+
+        def proximal(adapter: Adapter, start: Mapping[str, Tensor]) -> Tensor:
+            trained = adapter.parameters(*self.shares)
+            distances = [(p - start[name]).square().sum() for name, p in trained.items()]
+            return self.mu / 2 * torch.stack(distances).sum()
+
+        return proximal
+
+
+class FFALora(LoraMethod):
+    """Every A keeps its first value, the same for all, so that the mean of products is exact."""
+
+    name: ClassVar[str] = "ffa-lora"
+    paper: ClassVar[str] = "arXiv 2403.12313"
+    summary: ClassVar[str] = "B of every pair is averaged; A is frozen, the same for all"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+
+    generalists: PerClient = Field(default=1, description="LoRA sets whose outputs are averaged")
+    rank: PerClient = 16
+    attention_rank: int = 16
+
+    def layout(self, client: ClientId) -> Layout:
+        """One set of pairs with frozen A."""
+        return replace(super().layout(client), freeze_A=True)

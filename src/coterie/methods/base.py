@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.base import Base
-from coterie.data import ClientData
+from coterie.data import ClientData, Tokens
 from coterie.exchange import Json, Message, Schema, State
 from coterie.training.spec import TrainingSpec
 
@@ -49,6 +49,17 @@ class ClientContext:
     rounds: int
     log: Log
     """Records a figure for reports: `log("loss", 4.2)`. It stays on the client's machine."""
+    public: Tokens | None = None
+    """The text that everybody may see, where the run has one."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method can know of a run before it begins, to refuse what it cannot do."""
+
+    clients: tuple[ClientId, ...]
+    public: bool
+    """Whether there is a public text."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +160,8 @@ class Method(BaseModel):
         """The side that lives on the server."""
         return ServerSide()
 
-    def check(self, clients: list[ClientId]) -> None:
-        """Raise CoterieError if the method cannot run with these clients."""
+    def check(self, setting: Setting) -> None:
+        """Raise CoterieError if the method cannot run in this setting."""
 
     def described(self) -> dict[str, Any]:
         """The method as a run file would give it."""

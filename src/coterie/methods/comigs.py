@@ -5,27 +5,28 @@ steps on validation text (the paper's bi-level problem, equation 1, and algorith
 and attention's pairs are averaged over clients; specialists and routers never leave.
 """
 
-from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from coterie.adapters import Adapter, Role
 from coterie.methods.base import ClientContext
-from coterie.methods.lora import LoraMethod, PerClient
-from coterie.training.schedule import Level, cosine
+from coterie.methods.exact import AveragingMethod
+from coterie.methods.lora import PerClient
+from coterie.training.schedule import Level, Penalty, cosine
 
 
-class CoMiGS(LoraMethod):
+class CoMiGS(AveragingMethod):
     """Any number of generalists and specialists per client (1G1S; 1GXS with a mapping)."""
 
     name: ClassVar[str] = "comigs-1g1s"
     paper: ClassVar[str] = "arXiv 2409.13931"
     summary: ClassVar[str] = "generalists and attention averaged; specialists and routers stay"
     routed: ClassVar[bool] = True
+    routers_learn: ClassVar[Literal["validation", "train", "jointly"]] = "validation"
+    """Which text the routers' phases see; or jointly: no phases, routers learn with the experts."""
     common: ClassVar[tuple[str, ...]] = (
-        *LoraMethod.common,
+        *AveragingMethod.common,
         "router_every",
         "router_steps",
         "router_learning_rate",
@@ -47,7 +48,9 @@ class CoMiGS(LoraMethod):
     )
 
     def levels(self, context: ClientContext, adapter: Adapter) -> list[Level]:
-        """Experts on training text; the routers, in their turn, on validation text."""
+        """Experts on training text; the routers, in their turn, on fresh batches of their own."""
+        if self.routers_learn == "jointly":
+            return super().levels(context, adapter)
         return [
             Level(
                 "experts",
@@ -58,20 +61,21 @@ class CoMiGS(LoraMethod):
             Level(
                 "routers",
                 ("router",),
-                "validation",
+                self.routers_learn,
                 lambda step: self.router_learning_rate,
                 every=self.router_every,
                 steps=self.router_steps,
-                penalty=self._penalty(adapter),
+                penalty=self.penalty(adapter),
             ),
         ]
 
-    def _penalty(self, adapter: Adapter) -> Callable[[Adapter], Tensor] | None:
+    def penalty(self, adapter: Adapter) -> Penalty | None:
+        """The load-balance loss."""
         form = self.load_balance
         # When every expert is chosen for every token the penalty is constant: skip it.
         if form == "none" or not adapter.balances:
             return None
-        return lambda a: self.load_balance_weight * a.load_balance(form)
+        return lambda a, start: self.load_balance_weight * a.load_balance(form)
 
 
 class CoMiGS2G(CoMiGS):

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.base import Base
@@ -62,3 +63,27 @@ def evaluate(
             losses = token_losses(model, ids.to(base.device)).cpu()
             nats += (losses * mask).sum(dtype=torch.float64)
     return Score(nats.item(), len(tokens.ids), tokens.bytes)
+
+
+@torch.no_grad()
+def mean_loss(base: Base, ids: Tensor, batch: int) -> float:
+    """Nats per token of the base, with whatever is attached, on windows (n, time + 1)."""
+    with autocast(base.precision, base.device.type):
+        losses = [token_losses(base.model, part.to(base.device)) for part in ids.split(batch)]
+    return torch.cat(losses).mean(dtype=torch.float64).item()
+
+
+@torch.no_grad()
+def top_logits(base: Base, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of every token: values and places, (n * time, k), places ascending.
+
+    ids: (n, time + 1), as for `token_losses`. One window's logits are held at a time.
+    """
+    found = []
+    with autocast(base.precision, base.device.type):
+        for window in ids[:, :-1]:
+            logits = base.model(input_ids=window[None].to(base.device), use_cache=False).logits[0]
+            places = logits.topk(k).indices.sort().values
+            found.append((logits.gather(-1, places).float().cpu(), places.cpu()))
+    values, places = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(places)

@@ -27,11 +27,14 @@ class LocalTraining:
         self.adapter = adapter
         self.levels = [level for level in levels if adapter.parameters(*level.roles)]
         self._optimisers = {level.name: self._optimiser(level) for level in self.levels}
+        self._start: dict[str, Tensor] = {}
 
     def round(self, round: int) -> None:
         """The local steps of one round (0 is the first), on the attached adapter."""
         steps = self.context.training.steps
         self.adapter.attach(self.context.base.model)
+        if any(level.penalty for level in self.levels):
+            self._start = {n: p.detach().clone() for n, p in self.adapter.parameters().items()}
         for step in range(round * steps, (round + 1) * steps):
             for level in self.levels:
                 if (step + 1) % level.every == 0:
@@ -84,7 +87,10 @@ class LocalTraining:
         self.adapter.require_grad(*level.roles)
         with autocast(context.base.precision, context.base.device.type):
             loss = language_model_loss(context.base.model, ids.to(context.base.device))
-            total = loss if level.penalty is None else loss + level.penalty(self.adapter)
+            if level.penalty is None:
+                total = loss
+            else:
+                total = loss + level.penalty(self.adapter, self._start)
         total.backward()
         optimiser = self._optimisers[level.name]
         for group in optimiser.param_groups:

@@ -5,7 +5,7 @@ A schedule is a list of levels. Joint training is one level; CoMiGS's bi-level p
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from coterie.adapters import Adapter, Role
 from coterie.training.spec import TrainingSpec
+
+Penalty = Callable[[Adapter, Mapping[str, Tensor]], Tensor]
+"""Added to the loss: from the adapter, after its forward pass, and the values of its parameters at
+the start of the round, by name."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,7 @@ class Level:
     """Its turn comes after every so many steps of the run."""
     steps: int = 1
     """Updates in a turn."""
-    penalty: Callable[[Adapter], Tensor] | None = None
-    """Added to the loss, from the adapter's last forward pass."""
+    penalty: Penalty | None = None
 
 
 def cosine(training: TrainingSpec, rounds: int) -> Callable[[int], float]:

@@ -1,0 +1,164 @@
+"""PCL: who exchanges what and when, and that clients mix as the paper says."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie.api import Session
+from coterie.chance import generator
+from coterie.config import parse
+from coterie.data import sample_batch
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.runs import RunFolder, Watch
+from coterie.training.evaluation import top_logits
+from coterie.training.loss import language_model_loss
+
+NAMES = ("diarist", "poet", "whaler")
+
+
+def started(run, rounds: int) -> Any:
+    """A run's sides after some rounds; the next downloads are at hand."""
+    session = Session(run)
+    session.check(run)
+    local = LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    for round in range(rounds):
+        local.server.open(round, sorted(local.clients))
+        for name in NAMES:
+            upload = local.clients[name].step(local.server.download(name))
+            local.schema.send("up", upload)
+            local.server.receive(name, upload)
+        local.server.close()
+    return local
+
+
+def adapter(client) -> dict:
+    return {n: p.detach().clone() for n, p in client.adapter.parameters().items()}
+
+
+def test_exchanges_come_after_the_warm_up_and_then_every_so_many_rounds(config, tmp_path) -> None:
+    run = config(method={"name": "pcl-1", "warmup": 2, "every": 3}, rounds=6)
+    coterie.run(run, out=tmp_path / "run")
+    lines = list(RunFolder(tmp_path / "run").metrics())
+    size = {
+        line["round"]: line["value"]
+        for line in lines
+        if line["name"] == "bytes/up" and line["client"] == "poet"
+    }
+    assert [round for round, bytes in size.items() if bytes > 1000] == [1, 4]
+    rows = [line for line in lines if line["name"] == "trust" and line["client"] == "poet"]
+    assert [line["round"] for line in rows] == [2, 5]
+    for line in rows:
+        assert sorted(line["value"]) == list(NAMES)
+        assert sum(line["value"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("form", ["paper", "released"])
+def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
+    shares = {"diarist": {"x": 1.0}, "poet": {"x": 0.25, "y": 0.75}, "whaler": {"y": 1.0}}
+    method = {"name": "pcl-theoretical", "form": form, "warmup": 1, "every": 1, "mixtures": shares}
+    local = started(config(method=method), 1)
+    first = {n: adapter(c) for n, c in started(config(method=method), 0).clients.items()}
+    trained = {name: adapter(client) for name, client in local.clients.items()}
+    alike = {
+        a: {b: sum(shares[a][t] * shares[b].get(t, 0) for t in shares[a]) for b in NAMES}
+        for a in NAMES
+    }
+    for name, client in local.clients.items():
+        client.finish(local.server.download(name))
+        row = {peer: v / sum(alike[name].values()) for peer, v in alike[name].items()}
+        for key, mixed in adapter(client).items():
+            expected = torch.zeros_like(mixed) if form == "released" else first[name][key]
+            for p in NAMES:
+                before = 0 if form == "released" else first[p][key]
+                expected = expected + row[p] * (trained[p][key] - before)
+            assert torch.allclose(mixed, expected, atol=1e-6)
+    # The second time, the updates count from the mixture.
+    assert torch.equal(
+        local.clients["poet"].start["dense/transformer.h.0.attn.c_attn.B"],
+        adapter(local.clients["poet"])["dense/transformer.h.0.attn.c_attn.B"],
+    )
+
+
+@pytest.mark.parametrize("form", ["paper", "released"])
+def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> None:
+    method = {"name": "pcl-2", "form": form, "warmup": 1, "every": 1, "validation_batches": 2}
+    run = config(method=method)
+    local = started(run, 1)
+    trained = {name: adapter(client) for name, client in local.clients.items()}
+    poet = local.clients["poet"]
+    seen = {}
+    poet.context = poet.context.__class__(
+        **{**poet.context.__dict__, "log": lambda name, value: seen.update({name: value})}
+    )
+    ids = sample_batch(poet.context.data.validation, 4, 16, generator(0, "trust", "poet", 1))
+    scores = []
+    for name in NAMES:
+        poet.model()
+        with torch.no_grad():
+            for key, parameter in poet.adapter.parameters().items():
+                parameter.copy_(trained[name][key])
+            loss = language_model_loss(local.base.model, ids).item()
+            for key, parameter in poet.adapter.parameters().items():
+                parameter.copy_(trained["poet"][key])
+        scores.append(-loss if form == "paper" else -math.exp(loss))
+    poet.finish(local.server.download("poet"))
+    expected = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
+    assert list(seen["trust"].values()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) -> None:
+    whole = values(method={"name": "pcl-3", "warmup": 1, "every": 1, "logits": 5})
+    local = started(parse({**whole, "data": {**whole["data"], "public": "poet.txt"}}), 1)
+    dense = {}
+    for name, client in local.clients.items():
+        ids = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
+        client.model()
+        values_, places = top_logits(client.context.base, ids, 5)
+        logits = client.context.base.model(ids[:, :-1]).logits.flatten(0, 1)
+        best = logits.topk(5)
+        assert torch.allclose(values_.sort(descending=True).values, best.values, atol=1e-4)
+        full = torch.zeros_like(logits).scatter(-1, places, values_.half().float())
+        dense[name] = full.detach()
+    expected = torch.tensor(
+        [-(dense["poet"] - dense[n]).abs().sum(-1).mean().item() for n in NAMES]
+    ).softmax(0)
+    poet = local.clients["poet"]
+    uploads = {"poet": poet._upload(1)}
+    for key, tensor in local.server.download("poet").tensors.items():
+        _, peer, what = key.split("/", 2)
+        uploads.setdefault(peer, {})[what] = tensor
+    row = poet.method.row(poet, 1, {name: uploads[name] for name in NAMES})
+    assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:
+    method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1, "mix": False}
+    measured = coterie.run(config(method=method), out=tmp_path / "measured")
+    alone = coterie.run(config(method="local"), out=tmp_path / "alone")
+    folder = RunFolder(measured.path)
+    assert sum(line["name"] == "trust" for line in folder.metrics()) == 9
+    mine = folder.load("client-poet").tensors
+    assert measured.results["pcl-2"]["trained"].keys() == alone.results["local"]["trained"].keys()
+    never = {**method, "warmup": 100}
+    other = coterie.run(config(method=never), out=tmp_path / "never")
+    theirs = RunFolder(other.path).load("client-poet").tensors
+    names = [n for n in mine if n.startswith("adapter/")]
+    assert all(torch.equal(mine[n], theirs[n]) for n in names)
+
+
+def test_what_is_missing_is_said(config) -> None:
+    run = config(method="pcl-3")
+    with pytest.raises(CoterieError, match="public text"):
+        Session(run).check(run)
+    run = config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 1.0}}})
+    with pytest.raises(CoterieError, match="add diarist, whaler to its `mixtures`"):
+        Session(run).check(run)
+    with pytest.raises(CoterieError, match=r"sum to 0\.9"):
+        config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})
+    with pytest.raises(CoterieError, match="exclude each other"):
+        config(method={"name": "pcl-1", "top": 2, "threshold": 0.5})
