@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.api import Run, compare, load, resume, run, tokenizer
+    from coterie.comparison import compare_table
     from coterie.config import RunConfig, load_config
     from coterie.errors import CoterieError
     from coterie.methods import Method
@@ -27,6 +28,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "compare",
+    "compare_table",
     "load",
     "load_config",
     "resume",
@@ -38,6 +40,7 @@ _HOMES = {
     "CoterieError": "errors",
     "Method": "methods",
     "RunConfig": "config",
+    "compare_table": "comparison",
     "load_config": "config",
 }
 

@@ -17,7 +17,7 @@ from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.files import write_json, write_text
-from coterie.methods import Method
+from coterie.methods import Method, Setting
 from coterie.report import Comparison, Table, run_table
 from coterie.runs import RunFolder, Watch
 
@@ -102,6 +102,7 @@ def compare(
     session = Session(config)
     session.check(*(cell for cell, _ in cells))
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
+    split = config.evaluation.split
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
             seeded = cell.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
@@ -109,8 +110,8 @@ def compare(
             with folder.lock():
                 session.finish(folder, seeded, watch)
             results[name].append(folder.result or {})
-            write_comparison(Comparison(config.name, _filled(results)), path)
-    return Comparison(config.name, results)
+            write_comparison(Comparison(config.name, _filled(results), split), path)
+    return Comparison(config.name, results, split)
 
 
 def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
@@ -175,7 +176,8 @@ class Session:
     def check(self, *configs: RunConfig) -> None:
         """Raise CoterieError if a method cannot run with the clients there are."""
         for config in configs:
-            config.method.check([p.name for p in self.participants(config)])
+            names = tuple(p.name for p in self.participants(config))
+            config.method.check(Setting(names, public=config.data.public is not None))
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
@@ -183,7 +185,7 @@ class Session:
             "coterie": version("coterie"),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
-            "clients": _digests(participants),
+            "clients": {p.name: p.described() for p in participants},
             "config": config.as_dict(),
         }
 
@@ -192,7 +194,7 @@ class Session:
         description = self.description(config, self.participants(config))
         folder = RunFolder(path / f"{config.name}-{config.digest()}")
         if folder.is_run:
-            if folder.description["clients"] == description["clients"]:
+            if not _changed(folder, self.participants(config)):
                 if folder.result is not None:
                     report(f"{config.name}: already there")
                 return folder
@@ -204,18 +206,19 @@ class Session:
         if folder.result is not None:
             return
         participants = self.participants(config)
-        then, now = folder.description["clients"], _digests(participants)
-        for name in sorted(then.keys() | now.keys()):
-            if then.get(name) != now.get(name):
-                raise CoterieError(
-                    f"The text of client {name!r} is not what it was when the run in "
-                    f"{folder.path} began; start a new run."
-                )
+        for name in _changed(folder, participants):
+            raise CoterieError(
+                f"The text of client {name!r} is not what it was when the run in "
+                f"{folder.path} began; start a new run."
+            )
         LocalRun(config, self.base, participants, folder, watch()).run()
 
 
-def _digests(participants: list[Participant]) -> dict[str, dict[str, str]]:
-    return {p.name: {"data": p.digest()} for p in participants}
+def _changed(folder: RunFolder, participants: list[Participant]) -> list[str]:
+    """The clients whose text is not what it was when the run began."""
+    then = {name: client["data"] for name, client in folder.description["clients"].items()}
+    now = {p.name: p.digest() for p in participants}
+    return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
 def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -> Run:

@@ -1,4 +1,4 @@
-"""The command line: `coterie run`, `compare`, `methods`, `audit`, `generate`."""
+"""The command line: `coterie run`, `compare`, `methods`, `audit`, `report`, `generate`."""
 
 import sys
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 _debug = False
+METHODS = "pretrained,local,fedavg,comigs-1g1s"
+"""What `compare` compares unless it is told."""
 
 
 def _remember_debug(value: bool) -> bool:
@@ -100,45 +102,91 @@ def run(
 
 @app.command()
 def compare(
-    file: RunFile = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run file, or a table file (YAML); without one, the embedded demo."),
+    ] = None,
     methods: Annotated[
-        str, typer.Option(help="Names, separated by commas; `coterie methods` lists them.")
-    ] = "pretrained,local,fedavg,comigs-1g1s",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 1,
+        str | None,
+        typer.Option(
+            help="Names, separated by commas; `coterie methods` lists them. Of a table: its rows' "
+            f"names or methods. Default {METHODS}, or all rows.",
+            show_default=False,
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Of a table: only these columns; default all.", show_default=False),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs per method; default 1, or the table's.", show_default=False),
+    ] = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where runs are kept; default runs/compare-NAME.", show_default=False),
+        typer.Option(
+            help="Where runs are kept; default runs/compare-NAME, of a table runs/FOLDER-NAME.",
+            show_default=False,
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Compare methods on the same data and base, over several seeds.
+    """Compare methods on the same data and base, over several seeds; or reproduce a paper's table.
 
     Finished runs are kept and found again: stop it, start it again, or ask for more methods or
     seeds, and only what is new is run.
 
-    Example:
+    Examples (docs/tables.md explains tables):
 
         coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
+
+        coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
     from coterie import api
+    from coterie.comparison import compare_table, is_table, table_folder
     from coterie.config import load_config
     from coterie.runs import ConsoleWatch
 
+    watch = partial(ConsoleWatch, console)
+    if file is not None and is_table(file):
+        folder = out or table_folder(file)
+        with _stoppable():
+            shown = compare_table(
+                file,
+                settings=settings or (),
+                methods=_listed(methods),
+                columns=_listed(columns),
+                seeds=seeds,
+                out=folder,
+                watch=watch,
+                report=_say,
+            )
+        for table in shown.tables():
+            console.print(table)
+        _say(f"\nAlso in {folder}/table.md and table.json.")
+        return
+    if columns is not None:
+        raise CoterieError("--columns chooses columns of a table file; a run file has none.")
     config = load_config(file, settings or ())
     folder = out or Path("runs") / f"compare-{config.name}"
     with _stoppable():
         comparison = api.compare(
             config,
-            [name.strip() for name in methods.split(",") if name.strip()],
-            seeds=seeds,
+            _listed(METHODS if methods is None else methods),
+            seeds=seeds or 1,
             out=folder,
-            watch=partial(ConsoleWatch, console),
+            watch=watch,
             report=_say,
         )
     console.print(comparison.table())
     _say(f"\nAlso in {folder}/compare.md and compare.json.")
     _say("For more methods or seeds ask again, with them: only what is new is run.")
+
+
+def _listed(names: str | None) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
 @app.command()
@@ -171,6 +219,56 @@ def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False)
 
     for table in audit_run(load_config(file, settings or ())):
         console.print(table)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Runs' folders, or folders that hold some."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Default: `report` in the first RUN.", show_default=False)
+    ] = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|first|last",
+            help="Colour texts by this layer's experts; default first and last.",
+            show_default=False,
+        ),
+    ] = None,
+    texts: Annotated[
+        bool,
+        typer.Option("--texts/--no-texts", help="Show clients' texts, with each expert's part."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Draw what runs have measured: one page that opens offline, and each figure as SVG and PNG.
+
+    A run may still be in progress. Runs of the same method that differ in their seed are averaged.
+
+    Example:
+
+        coterie report runs/compare-mine --out report
+    """
+    try:
+        from coterie.report.page import PRIVATE, write_report
+    except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "jinja2"):
+            raise
+        raise CoterieError(
+            f"Reports need {error.name}: install the extra, pip install 'coterie[report]'."
+        ) from None
+
+    written = write_report(runs, out or runs[0] / "report", texts, layer)
+    for section in written.sections:
+        _say(f"{section.experiment.name}: {len(section.pictures)} figures")
+        for item in section.left_out:
+            _say(f"  left out: {item.title}: {item.why}")
+    if texts:
+        _say(PRIVATE)
+    _say(f"\nThe page is {written.page}; its figures are in {written.figures}.")
 
 
 @app.command()

@@ -1,9 +1,7 @@
 """What leaves a client, and what never does: declared by the method, measured on real messages."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from coterie.api import Session
 from coterie.config import RunConfig
@@ -11,8 +9,8 @@ from coterie.engines.local import LocalRun
 from coterie.exchange import Message, State
 from coterie.exchange.schema import Way
 from coterie.methods import ClientId
+from coterie.report.messages import WHOLE, first_exchange, size, start
 from coterie.report.tables import Table
-from coterie.runs import RunFolder, Watch
 
 WAYS: dict[Way, str] = {
     "hello": "from the client to the server, once",
@@ -27,19 +25,14 @@ Rows = tuple[tuple[str, ...], ...]
 def audit_run(config: RunConfig) -> Iterator[Table]:
     """Tables: what the method declares; then, per client, what one round sent and what stayed.
 
-    The round is a real one, of one training step, whose messages are encoded and checked as always
-    but go nowhere. Clients that send the same fields share their tables.
+    The round is the first in which anybody uploads something; see `first_exchange`. Clients that
+    send the same fields share their tables.
     """
-    training = config.training.model_copy(update={"steps": 1, "batch": 1})
-    session = Session(config.model_copy(update={"training": training}))
-    participants = session.participants(session.config)
-    config.method.check([p.name for p in participants])
-    run = LocalRun(session.config, session.base, participants, RunFolder(Path()), Watch())
+    run = start(Session(config), config)
     yield _declared(run)
-    run.server.open(0, sorted(run.clients))
     alike: dict[tuple[tuple[str, Rows], ...], list[ClientId]] = {}
-    for name in sorted(run.clients):
-        alike.setdefault(tuple(_account(run, name)), []).append(name)
+    for name, messages in first_exchange(run).items():
+        alike.setdefault(tuple(_account(run, name, messages)), []).append(name)
     for account, names in alike.items():
         for title, rows in account:
             columns = ["field", "tensors", "bytes"] if title == STAYS else FIELDS
@@ -58,22 +51,21 @@ def _declared(run: LocalRun) -> Table:
     return Table(title, columns, rows or [("nothing", "", "", "")], note)
 
 
-def _account(run: LocalRun, name: ClientId) -> Iterator[tuple[str, Rows]]:
-    client = run.clients[name]
-    down = run.server.download(name)
-    messages: dict[Way, Message] = {"hello": client.hello(), "down": down, "up": client.step(down)}
+def _account(
+    run: LocalRun, name: ClientId, messages: Mapping[Way, Message]
+) -> Iterator[tuple[str, Rows]]:
     for way, where in WAYS.items():
-        size = len(run.schema.send(way, messages[way]))
-        yield where, (*_fields(messages[way]), ("whole message, with names", "", "", f"{size:,}"))
-    yield STAYS, tuple(_stays(client.state(), messages["up"]))
+        weight = len(run.schema.send(way, messages[way]))
+        yield where, (*_fields(messages[way]), (WHOLE, "", "", f"{weight:,}"))
+    yield STAYS, tuple(_stays(run.clients[name].state(), messages["up"]))
 
 
 def _fields(message: Message) -> Iterator[tuple[str, ...]]:
     for name, tensor in sorted(message.tensors.items()):
         shape = " x ".join(map(str, tensor.shape))
-        yield name, shape, str(tensor.dtype).removeprefix("torch."), f"{tensor.nbytes:,}"
+        yield name, shape, str(tensor.dtype).removeprefix("torch."), f"{size(tensor):,}"
     for name, value in sorted(message.values.items()):
-        yield name, "", "json", f"{len(json.dumps(value).encode()):,}"
+        yield name, "", "json", f"{size(value):,}"
 
 
 def _stays(state: State, upload: Message) -> Iterator[tuple[str, ...]]:

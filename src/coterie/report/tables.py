@@ -26,6 +26,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    group: int = 1
+    """After the first, so many columns at a time stay together."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """For the screen: text is wrapped, figures never are."""
@@ -57,12 +59,13 @@ class Table:
     def _parts(self, width: int) -> Iterator[list[int]]:
         """The columns, the first before each lot that fits into a width."""
         part = [0]
-        for number in range(1, len(self.columns)):
+        for first in range(1, len(self.columns), self.group):
+            group = range(first, min(first + self.group, len(self.columns)))
             # Between two columns stand three characters.
-            if len(part) > 1 and sum(self._width(n) + 3 for n in (*part, number)) - 2 > width:
+            if len(part) > 1 and sum(self._width(n) + 3 for n in (*part, *group)) - 2 > width:
                 yield part
                 part = [0]
-            part.append(number)
+            part += group
         yield part
 
     def markdown(self) -> str:
@@ -110,6 +113,8 @@ class Comparison:
 
     name: str
     results: Mapping[str, Sequence[Result]]
+    split: str = "test"
+    """Which text the models are scored on: test or validation."""
 
     def summary(self) -> list[dict[str, Any]]:
         """Per method: perplexity per client; over clients, its mean; over seeds, its deviation."""
@@ -127,7 +132,7 @@ class Comparison:
         seeds = " to ".join(map(str, counts))
         spread = any(count > 1 for count in counts)
         return Table(
-            f"{self.name}: test perplexity",
+            f"{self.name}: {self.split} perplexity",
             ["method", *clients, "mean (std)" if spread else "mean", "bits/byte", "rank"],
             [
                 [
