@@ -23,5 +23,14 @@ def test_each_name_is_averaged_over_those_who_hold_it() -> None:
         assert all(torch.equal(upload[name], before[name]) for name in upload)
 
 
+def test_weights() -> None:
+    uploads, weights = torch.randn(4, 5, 3), [0.5, 2.0, 0.0, 1e-3]
+    mean = RunningMean()
+    for upload, weight in zip(uploads, weights, strict=True):
+        mean.add({"w": upload}, weight)
+    parts = [weight / sum(weights) * u for u, weight in zip(uploads, weights, strict=True)]
+    assert torch.allclose(mean.result()["w"], torch.stack(parts).sum(0), atol=1e-6)
+
+
 def test_no_uploads_no_means() -> None:
     assert RunningMean().result() == {}

@@ -1,6 +1,6 @@
 """What is attached to a frozen base and trained: low-rank experts, their router, dense LoRA."""
 
-from coterie.adapters.adapter import Adapter, detach
+from coterie.adapters.adapter import Adapter, detach, first_experts
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
 from coterie.adapters.mixture import Balance, Mixture
@@ -15,5 +15,6 @@ __all__ = [
     "Part",
     "Role",
     "detach",
+    "first_experts",
     "initialise",
 ]

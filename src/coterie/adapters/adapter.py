@@ -1,13 +1,13 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from coterie.adapters.bases import StandIn, attention_linears, mlp_shape, walk
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear, Part, initialise
+from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
 from coterie.adapters.mixture import Balance, Mixture
 from coterie.errors import CoterieError
 
@@ -39,6 +39,11 @@ class Adapter:
         self._parts: dict[str, Part] = {
             part.name: part for part in sorted(parts, key=lambda part: part.name)
         }
+        self._pairs: dict[str, LoraPair] = {
+            name: pair
+            for path, module in self._stand_ins.items()
+            for name, _, pair in module.pairs(path)
+        }
         initialise(parts, seed, client, shared)
 
     @property
@@ -58,6 +63,22 @@ class Adapter:
         """Train the parameters of exactly these roles."""
         for part in self._parts.values():
             part.parameter.requires_grad_(part.role in roles)
+
+    def residual(self) -> dict[str, Tensor]:
+        """What is added to pairs and never trained, by name: `residual/PAIR.A`: (any, in), and
+        `residual/PAIR.B`: (out, any)."""
+        found = {name: pair.residual for name, pair in self._pairs.items() if pair.residual}
+        return {
+            f"residual/{name}.{end}": tensor
+            for name, residual in found.items()
+            for end, tensor in zip("AB", residual, strict=True)
+        }
+
+    def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add this to pairs, in place of any former residual."""
+        for name, pair in self._pairs.items():
+            A, B = (tensors.get(f"residual/{name}.{end}") for end in "AB")
+            pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
 
     def attach(self, base: nn.Module) -> None:
         """Put this adapter into a base, in place of any other; the base is frozen."""
@@ -95,6 +116,15 @@ class Adapter:
         }
 
 
+def first_experts(model: nn.Module) -> dict[str, Tensor]:
+    """The best-scored expert of each token in the last forward pass, (tokens,), by routed layer.
+
+    model: a base with an adapter attached. Raises CoterieError before its first forward pass.
+    """
+    mixtures = ((path, m) for path, m in model.named_modules() if isinstance(m, Mixture))
+    return {path: m.first_experts() for path, m in mixtures if m.router is not None}
+
+
 def detach(base: nn.Module) -> None:
     """Take whichever adapter is attached out of a base."""
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
@@ -115,8 +145,7 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinea
             for name in attention_linears(module):
                 linear = getattr(module, name)
                 linear = linear.base if isinstance(linear, StandIn) else linear
-                gain = layout.gain(layout.attention_rank)
-                found[f"{path}.{name}"] = LoraLinear(linear, layout.attention_rank, gain)
+                found[f"{path}.{name}"] = LoraLinear(linear, layout)
     if not mlps:
         raise CoterieError(
             f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "

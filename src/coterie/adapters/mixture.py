@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from coterie.adapters.activations import native
 from coterie.adapters.bases import MlpShape, StandIn, working_dtype
 from coterie.adapters.fused import WideExperts
-from coterie.adapters.layout import Layout
+from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraPair, Part
 from coterie.errors import CoterieError
 
@@ -38,7 +38,9 @@ class Mixture(StandIn):
         self.slots = layout.slots
         self.gain = layout.gain(layout.rank)
         self.experts = nn.ModuleList(
-            nn.ModuleDict({n: LoraPair(getattr(base, n), layout.rank) for n in shape.linears})
+            nn.ModuleDict(
+                {n: LoraPair(getattr(base, n), layout.rank, layout.freeze_A) for n in shape.linears}
+            )
             for _ in self.roles
         )
         self.router: nn.Parameter | None = None
@@ -50,13 +52,25 @@ class Mixture(StandIn):
     def _pairs(self, linear: str) -> list[LoraPair]:
         return [expert[linear] for expert in self.experts]  # pyright: ignore
 
-    def parts(self, path: str) -> Iterator[Part]:
-        """Declare the trained parameters of the MLP at this path of the base."""
+    def _factors(self, linear: str) -> tuple[list[Tensor], list[Tensor]]:
+        """A: (r, in) and B: (out, r) of every expert, with residuals; r is the largest rank."""
+        pairs = self._pairs(linear)
+        rank = max(pair.rank for pair in pairs)
+        factors = [pair.factors(rank) for pair in pairs]
+        return [A for A, _ in factors], [B for _, B in factors]
+
+    def pairs(self, path: str) -> Iterator[tuple[str, Role, LoraPair]]:
+        """Name, role and pair of every expert's linear layers, for the MLP at this path."""
         for linear in self.shape.linears:
             count = dict.fromkeys(self.roles, 0)
             for role, pair in zip(self.roles, self._pairs(linear), strict=True):
-                yield from pair.parts(f"{role}.{count[role]}/{path}.{linear}", role)
+                yield f"{role}.{count[role]}/{path}.{linear}", role, pair
                 count[role] += 1
+
+    def parts(self, path: str) -> Iterator[Part]:
+        """Declare the trained parameters of the MLP at this path of the base."""
+        for name, role, pair in self.pairs(path):
+            yield from pair.parts(name, role)
         if self.router is not None:
             yield Part(f"router/{path}.weight", "router", "normal", self.router)
 
@@ -70,15 +84,16 @@ class Mixture(StandIn):
             choice = choice.to(dtype)
         up: list[Tensor] = []
         for linear in self.shape.up:
-            low = tokens @ torch.cat([pair.A for pair in self._pairs(linear)]).to(dtype).t()
-            B = self._per_slot([pair.B for pair in self._pairs(linear)], dim=1)
+            As, Bs = self._factors(linear)
+            low = tokens @ torch.cat(As).to(dtype).t()
+            B = self._per_slot(Bs, dim=1)
             up += [getattr(self.base, linear)(tokens), self._to_slots(low, choice), B.to(dtype)]
-        down = self._pairs(self.shape.down)
-        A = self._per_slot([pair.A for pair in down], dim=0).to(dtype)
+        As, Bs = self._factors(self.shape.down)
+        A = self._per_slot(As, dim=0).to(dtype)
         act = native(getattr(self.base, self.shape.act))
         total, low = cast(tuple[Tensor, Tensor], WideExperts.apply(act, self.gain, weights, A, *up))
         y = getattr(self.base, self.shape.down)(total)
-        B = torch.cat([pair.B for pair in down], dim=1).to(dtype)
+        B = torch.cat(Bs, dim=1).to(dtype)
         return torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -129,6 +144,10 @@ class Mixture(StandIn):
         logits = self._last_logits().detach()
         best, chosen = logits.topk(self.slots, dim=-1)
         return torch.zeros_like(logits).scatter(1, chosen, best.softmax(-1)).mean(0)
+
+    def first_experts(self) -> Tensor:
+        """The expert with the highest score of each token in the last forward pass: (tokens,)."""
+        return self._last_logits().argmax(-1)
 
     def load_balance(self, form: Balance) -> Tensor:
         """The load-balance loss of the last forward pass; 1 where the load is as wanted.

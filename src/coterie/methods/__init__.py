@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from rapidfuzz.process import extractOne
 
 from coterie.errors import CoterieError
-from coterie.methods.averaging import FedAvg, Local
+from coterie.methods.averaging import FedAvg, FedAvgFT, FedProx, FFALora, Local
 from coterie.methods.base import (
     ClientContext,
     ClientId,
@@ -17,9 +17,26 @@ from coterie.methods.base import (
     Method,
     ServerContext,
     ServerSide,
+    Setting,
 )
 from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
+from coterie.methods.moe import (
+    CoMiGSTr,
+    FedAvgMoE,
+    FedAvgMoETr,
+    LocalMoE,
+    LocalMoETr,
+    PFedMoE,
+)
+from coterie.methods.pcl import (
+    PCLPredictions,
+    PCLTheoretical,
+    PCLUniform,
+    PCLValidation,
+    PCLWeights,
+)
 from coterie.methods.pretrained import Pretrained
+from coterie.methods.ranks import FlexLora, HetLora
 
 __all__ = [
     "ClientContext",
@@ -28,6 +45,7 @@ __all__ = [
     "Method",
     "ServerContext",
     "ServerSide",
+    "Setting",
     "available",
     "method_from",
 ]
@@ -35,13 +53,37 @@ __all__ = [
 POOLED = "centralized"
 """Not a method: a federation of one client that holds everybody's text and trains like `local`."""
 
+OWN: tuple[type[Method], ...] = (
+    Pretrained,
+    Local,
+    FedAvg,
+    FedAvgFT,
+    FedProx,
+    FFALora,
+    HetLora,
+    FlexLora,
+    PCLUniform,
+    PCLTheoretical,
+    PCLWeights,
+    PCLValidation,
+    PCLPredictions,
+    LocalMoE,
+    FedAvgMoE,
+    PFedMoE,
+    LocalMoETr,
+    FedAvgMoETr,
+    CoMiGSTr,
+    CoMiGS,
+    CoMiGS2G,
+    CoMiGS2S,
+)
+
 
 @cache
 def available() -> dict[str, type[Method]]:
     """Every method that a run file can name, in the order in which tables show them."""
-    own: list[type[Method]] = [Pretrained, Local, FedAvg, CoMiGS, CoMiGS2G, CoMiGS2S]
     others = [entry.load() for entry in entry_points(group="coterie.methods")]
-    return {method.name: method for method in (*own, *others)}
+    return {method.name: method for method in (*OWN, *others)}
 
 
 def method_from(value: object) -> Method:

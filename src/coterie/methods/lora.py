@@ -25,9 +25,10 @@ from coterie.methods.base import (
     Method,
     ServerContext,
     ServerSide,
+    Setting,
 )
 from coterie.training.local import LocalTraining
-from coterie.training.schedule import Level, cosine
+from coterie.training.schedule import Level, Penalty, cosine
 
 PerClient = int | dict[ClientId, int]
 """One number for all clients, or a number by client name, `others` standing for the rest."""
@@ -45,7 +46,7 @@ class LoraMethod(Method):
 
     generalists: PerClient = Field(default=1, description="experts that are averaged over clients")
     specialists: PerClient = Field(default=0, description="experts that stay at home")
-    rank: int = Field(default=8, ge=1, description="r of the experts")
+    rank: PerClient = Field(default=8, description="r of the experts")
     attention_rank: int = Field(default=8, ge=0, description="r of attention's pairs; 0: none")
     alpha: float = Field(default=16.0, gt=0, description="LoRA's alpha")
     scale: Literal["sqrt", "rank"] = Field(
@@ -57,20 +58,26 @@ class LoraMethod(Method):
 
     common: ClassVar[tuple[str, ...]] = ("rank", "attention_rank", "alpha", "scale")
     routed: ClassVar[bool] = False
+    mixes_ranks: ClassVar[bool] = False
+    """Whether clients with different ranks can share experts."""
     shares: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
 
     def levels(self, context: ClientContext, adapter: Adapter) -> list[Level]:
         """The schedule of a client: everything at once on training text."""
         everything: tuple[Role, ...] = ("dense", "generalist", "specialist", "router")
         rate = cosine(context.training, context.rounds)
-        return [Level("joint", everything, "train", rate)]
+        return [Level("joint", everything, "train", rate, penalty=self.penalty(adapter))]
+
+    def penalty(self, adapter: Adapter) -> Penalty | None:
+        """What is added to the loss, if anything."""
+        return None
 
     def layout(self, client: ClientId) -> Layout:
         """What is attached to the base for a client; raises CoterieError if it cannot be."""
         return Layout(
-            generalists=_for_client(self.generalists, client),
-            specialists=_for_client(self.specialists, client),
-            rank=self.rank,
+            generalists=for_client(self.generalists, client, "number of experts"),
+            specialists=for_client(self.specialists, client, "number of experts"),
+            rank=for_client(self.rank, client, "rank"),
             attention_rank=self.attention_rank,
             alpha=self.alpha,
             scale=self.scale,
@@ -78,16 +85,23 @@ class LoraMethod(Method):
             top_k=self.top_k,
         )
 
-    def check(self, clients: list[ClientId]) -> None:
+    def check(self, setting: Setting) -> None:
         """Every client has a layout, and names given in mappings are those of clients."""
-        for counts in (self.generalists, self.specialists):
+        clients = setting.clients
+        for what in ("generalists", "specialists", "rank"):
+            counts = getattr(self, what)
             for name in set(counts) - {*clients, "others"} if isinstance(counts, dict) else ():
                 raise CoterieError(
-                    f"The method's experts are given for {name!r}, which is not a client "
+                    f"The method's {what} setting names {name!r}, which is not a client "
                     f"(clients: {', '.join(clients)})."
                 )
-        for client in clients:
-            self.layout(client)
+        ranks = {self.layout(client).rank for client in clients}
+        if len(ranks) > 1 and "generalist" in self.shares and not self.mixes_ranks:
+            raise CoterieError(
+                f"The method {self.name!r} averages experts and needs the same rank for all "
+                f"clients, not {', '.join(map(str, sorted(ranks)))}; give one rank, or take "
+                "hetlora or flexlora."
+            )
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The shared roles, both ways, and their shapes in the hello."""
@@ -108,6 +122,7 @@ class LoraClient(ClientSide):
     """Takes the shared parameters in, trains all of its own, sends the shared ones back."""
 
     def __init__(self, method: LoraMethod, context: ClientContext) -> None:
+        self.method = method
         self.context = context
         model = context.base.model
         layout = method.layout(context.name)
@@ -131,7 +146,7 @@ class LoraClient(ClientSide):
     def finish(self, download: Message) -> None:
         """Replace the shared parameters by the server's."""
         check_shapes(download, {name: tuple(p.shape) for name, p in self.shared.items()})
-        _copy(download.tensors, self.shared)
+        copy(download.tensors, self.shared)
 
     def model(self) -> PreTrainedModel:
         """The base with this client's adapter attached."""
@@ -147,7 +162,7 @@ class LoraClient(ClientSide):
     def restore(self, state: State) -> None:
         """Take back an adapter and its moments."""
         mine = self.adapter.parameters()
-        _copy({name: state.tensors[f"adapter/{name}"] for name in mine}, mine)
+        copy({name: state.tensors[f"adapter/{name}"] for name in mine}, mine)
         self.training.restore(state.tensors)
 
 
@@ -155,11 +170,14 @@ class LoraServer(ServerSide):
     """Holds the shared parameters; a round's uploads replace them by their mean."""
 
     def __init__(self, method: LoraMethod, context: ServerContext) -> None:
-        # The first values are drawn from the run's seed alone, so the server can draw them too.
+        # The first values are drawn from the run's seed alone, so the server can draw them too;
+        # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}
-        for client in context.clients if method.shares else ():
-            layout = method.layout(client)
-            adapter = Adapter(context.base, layout, context.seed, client, method.shares)
+        self.roles: dict[str, Role] = {}
+        clients = {method.layout(client): client for client in context.clients}
+        for layout in sorted(clients, key=lambda layout: -layout.rank) if method.shares else ():
+            adapter = Adapter(context.base, layout, context.seed, clients[layout], method.shares)
+            self.roles |= adapter.roles
             for name, parameter in adapter.parameters(*method.shares).items():
                 self.shared.setdefault(name, parameter.detach())
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
@@ -169,9 +187,13 @@ class LoraServer(ServerSide):
         """Note which shared tensors a client holds; their shapes must be the run's."""
         shapes = {name: tuple(shape) for name, shape in hello.values.get("shapes", {}).items()}
         for name, shape in shapes.items():
-            if name not in self.shared or shape != tuple(self.shared[name].shape):
+            if name not in self.shared or shape != self.shape(client, name):
                 raise MessageError(f"The client {client!r} would share {name!r} {shape}: unknown.")
         self.held[client] = shapes
+
+    def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
+        """The shape that a client's tensor must have."""
+        return tuple(self.shared[name].shape)
 
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Start a mean."""
@@ -203,18 +225,19 @@ class LoraServer(ServerSide):
 
 
 @torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, torch.nn.Parameter]) -> None:
+def copy(source: Mapping[str, Tensor], target: Mapping[str, torch.nn.Parameter]) -> None:
+    """Write the source's values into the target's parameters, by name."""
     for name, parameter in target.items():
         parameter.copy_(source[name])
 
 
-def _for_client(counts: PerClient, client: ClientId) -> int:
+def for_client(counts: PerClient, client: ClientId, what: str) -> int:
+    """The number that is meant for a client; CoterieError, which says what it is, without one."""
     count = counts if isinstance(counts, int) else counts.get(client, counts.get("others"))
     if count is None:
         raise CoterieError(
-            f"The method gives no number of experts for the client {client!r}; "
-            "add its name or `others`."
+            f"The method gives no {what} for the client {client!r}; add its name or `others`."
         )
     if count < 0:
-        raise CoterieError(f"The client {client!r} cannot have {count} experts.")
+        raise CoterieError(f"The client {client!r} cannot have a {what} of {count}.")
     return count
