@@ -225,7 +225,7 @@ def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False)
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Runs' folders, or folders that hold some."),
+        typer.Argument(metavar="RUN", help="Runs' folders, or folders that hold some."),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Default: `report` in the first RUN.", show_default=False)

@@ -1,0 +1,230 @@
+"""Test perplexity over rounds or at the end, and training loss over steps."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from coterie.report.experiments import (
+    Experiment,
+    ReportedRun,
+    Series,
+    mean_series,
+    over_seeds,
+)
+from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
+from coterie.report.tables import Table
+
+MOST = 12
+"""Lines that one panel can hold and still be read."""
+SPREAD = "Bands and bars: one standard deviation over seeds."
+
+
+def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """What the runs of an experiment allow of these figures."""
+    best = _best(experiment)
+    if not best:
+        yield LeftOut(
+            f"{experiment.split} perplexity".capitalize(), "no run has been evaluated yet"
+        )
+    elif any(len(_mean(run)) > 1 for run in experiment.all):
+        yield _over_rounds(experiment, best)
+    else:
+        yield _final(experiment, best)
+    levels = dict.fromkeys(name for run in experiment.all for name in run.names("loss/"))
+    if levels:
+        yield _losses(experiment, list(levels))
+    else:
+        yield LeftOut("Training loss", "no run has trained yet")
+
+
+def _mean(run: ReportedRun) -> Series:
+    return mean_series(run.perplexities().values())
+
+
+def _best(experiment: Experiment) -> list[str]:
+    """Labels that have scores, at most MOST: those with the lowest last mean; in table order."""
+    last = {
+        label: float(np.mean([mean[max(mean)] for run in runs if (mean := _mean(run))]))
+        for label, runs in experiment.drawn.items()
+        if any(map(_mean, runs))
+    }
+    kept = sorted(last, key=lambda label: last[label])[:MOST]
+    return [label for label in last if label in kept]
+
+
+def _some(experiment: Experiment, best: list[str]) -> str:
+    left = len(experiment.runs) - len(best)
+    return f" The {len(best)} best of {len(experiment.runs)} are drawn." if left > 0 else ""
+
+
+def _series(run: ReportedRun, client: str) -> Series:
+    return _mean(run) if client == "mean" else run.perplexities().get(client, {})
+
+
+def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
+    panels = ["mean", *experiment.clients]
+    look = looks(list(experiment.runs))
+
+    def draw(canvas: Canvas) -> Figure:
+        figure, axes = canvas.panels(
+            len(panels), 2.1, 2 if canvas.narrow else 3, "round", f"{experiment.split} perplexity"
+        )
+        for axis, client in zip(axes, panels, strict=True):
+            for label in best:
+                runs = experiment.drawn[label]
+                x, mean, spread = over_seeds(_series(run, client) for run in runs)
+                style, colour = look[label], canvas.colour(look[label])
+                axis.plot(
+                    x, mean, color=colour, marker=style.marker, linestyle=style.dash, label=label
+                )
+                axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
+            axis.set_title("mean over clients" if client == "mean" else client)
+            axis.set_yscale("log")
+            _plain_log(axis.yaxis, 4)
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        canvas.legend(figure, axes[0], max(map(len, best)))
+        return figure
+
+    return Picture(
+        "perplexity",
+        f"{experiment.split} perplexity over rounds".capitalize(),
+        f"Each client's model on its own {experiment.split} text after every evaluated round, as "
+        f"the method reports it; the scale is logarithmic. {SPREAD} Less is better."
+        f"{_some(experiment, best)}",
+        f"Lines of perplexity by round for {listed(best)}: a panel for the mean and one for "
+        f"each of {listed(experiment.clients)}. The table has the means.",
+        draw,
+        _rounds_table(experiment),
+    )
+
+
+def _plain_log(axis: Axis, count: int) -> None:
+    """A few evenly spaced round numbers on a logarithmic axis that holds its data already."""
+    low, high = axis.get_view_interval()
+    edge = (high / low) ** 0.12
+    digits = 2 if high > 1.5 * low else 3
+    ticks = np.geomspace(low * edge, high / edge, count)
+    axis.set_ticks(sorted({float(f"{tick:.{digits}g}") for tick in ticks}))
+    axis.set_major_formatter(lambda value, _: number(value))
+    axis.set_minor_locator(NullLocator())
+
+
+def _rounds_table(experiment: Experiment) -> Table:
+    found = {
+        label: over_seeds(map(_mean, runs))
+        for label, runs in experiment.drawn.items()
+        if any(map(_mean, runs))
+    }
+    every = sorted({x for at, _, _ in found.values() for x in at})
+    rounds = (
+        every if len(every) <= 10 else [every[round(n)] for n in np.linspace(0, len(every) - 1, 10)]
+    )
+    rows = []
+    for label, (at, means, _) in found.items():
+        values = dict(zip(at, means, strict=True))
+        rows.append([label, *(f"{values[r]:.2f}" if r in values else "" for r in rounds)])
+    return Table("Mean over clients by round", ["method", *map(str, rounds)], rows)
+
+
+def _final(experiment: Experiment, best: list[str]) -> Picture:
+    panels = ["mean", *experiment.clients]
+    look = looks(list(experiment.runs))
+
+    def draw(canvas: Canvas) -> Figure:
+        across = 2 if canvas.narrow else min(len(panels), 5)
+        height = 0.25 * len(best) + 0.55
+        figure, axes = canvas.panels(len(panels), height, across, "perplexity", sharey=True)
+        for axis, client in zip(axes, panels, strict=True):
+            for place, label in enumerate(best):
+                last = [s[max(s)] for run in experiment.drawn[label] if (s := _series(run, client))]
+                _, mean, spread = over_seeds({1: value} for value in last)
+                colour = canvas.colour(look[label])
+                axis.errorbar(
+                    mean, [place], xerr=spread, color=colour, fmt=look[label].marker,
+                    markersize=7, elinewidth=1.6, capsize=2.5,
+                )  # fmt: skip
+            axis.set_title("mean over clients" if client == "mean" else client)
+            axis.set_yticks(range(len(best)), best)
+            axis.margins(x=0.12, y=0.12)
+            axis.set_xscale("log")
+            _plain_log(axis.xaxis, 3)
+        axes[0].invert_yaxis()
+        return figure
+
+    return Picture(
+        "perplexity",
+        f"{experiment.split} perplexity at the end".capitalize(),
+        f"Each client's model on its own {experiment.split} text, as the method reports it; the "
+        "scale is logarithmic. "
+        f"{SPREAD} Less is better.{_some(experiment, best)}",
+        f"Dots of final perplexity for {listed(best)}: a panel for the mean and one for each "
+        f"of {listed(experiment.clients)}. The summary's table has the figures.",
+        draw,
+    )
+
+
+def _steps(run: ReportedRun, level: str) -> Series:
+    """Mean loss over clients by the number of the update."""
+    clients = run.by_client(level).values()
+    return mean_series({n: loss for n, (_, loss) in enumerate(one, 1)} for one in clients)
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """A running mean of `width` values, of fewer at the ends."""
+    ones = np.ones(min(width, len(values)))
+    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
+
+
+def _losses(experiment: Experiment, levels: list[str]) -> Picture:
+    look = looks(list(experiment.runs))
+    trained = [
+        label for label, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)
+    ]
+    shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
+    found = {
+        (label, level): over_seeds(s for run in runs if (s := _steps(run, level)))
+        for label, runs in experiment.drawn.items()
+        for level in levels
+    }
+
+    def draw(canvas: Canvas) -> Figure:
+        figure, axes = canvas.panels(
+            len(levels),
+            2.6,
+            1 if canvas.narrow else 3,
+            "update",
+            "loss (nats per token)",
+            sharey=True,
+        )
+        for axis, level in zip(axes, levels, strict=True):
+            for label in shown:
+                x, mean, _ = found[label, level]
+                width = experiment.drawn[label][0].config["training"]["steps"]
+                thin = max(1, len(x) // 300)
+                colour = canvas.colour(look[label])
+                axis.plot(x[::thin], mean[::thin], color=colour, alpha=0.25, linewidth=0.7)
+                line = smooth(mean, width)[::thin] if len(x) else mean
+                axis.plot(x[::thin], line, color=colour, linestyle=look[label].dash, label=label)
+            axis.set_title(level.removeprefix("loss/"))
+        canvas.legend(figure, axes[0], max(map(len, shown)))
+        return figure
+
+    names = [level.removeprefix("loss/") for level in levels]
+    rows = [
+        [label, level.removeprefix("loss/"), number(len(x)), f"{mean[0]:.3f}", f"{mean[-1]:.3f}"]
+        for (label, level), (x, mean, _) in found.items()
+        if x
+    ]
+    return Picture(
+        "loss",
+        "Loss over updates",
+        "Mean over clients and seeds of each batch's loss before its update, a panel per level of "
+        "the schedule: routers may see validation text. Bold: the running mean over a round's "
+        f"steps.{_some(experiment, shown) if len(shown) < len(trained) else ''}",
+        f"Lines of loss by update at {listed(names)} for {listed(shown)}.",
+        draw,
+        Table("Loss, mean over clients", ["method", "level", "updates", "first", "last"], rows),
+    )

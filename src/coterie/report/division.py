@@ -1,0 +1,66 @@
+"""How text is divided among clients: labels where the run has any, else the size of each split."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from coterie.report.experiments import Experiment
+from coterie.report.style import Canvas, LeftOut, Picture, listed, number
+from coterie.report.tables import Table
+
+HEIGHT = 0.42
+"""Inches of a client's row; the largest bubble nearly fills it."""
+
+
+def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """One bubble per client and label (area: records), or per client and split (area: tokens)."""
+    entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
+    for key, what in (("labels", "records"), ("tokens", "tokens")):
+        counts = {client: entry[key] for client, entry in entries.items() if entry.get(key)}
+        if counts:
+            yield _bubbles(counts, key, what)
+            return
+    yield LeftOut("Division of the text", "no run recorded how much each client holds")
+
+
+def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Picture:
+    clients = list(counts)
+    columns = list(dict.fromkeys(column for row in counts.values() for column in row))
+    if key == "labels":
+        columns.sort()
+    largest = max(n for row in counts.values() for n in row.values())
+
+    def draw(canvas: Canvas) -> Figure:
+        figure = canvas.figure(HEIGHT * len(clients) + 1.2)
+        axis = figure.subplots()
+        cells = [(x, y) for y in range(len(clients)) for x in range(len(columns))]
+        widest = min(HEIGHT, 0.8 * canvas.width / len(columns)) * 72 * 0.9  # points
+        held = np.array([counts[clients[y]].get(columns[x], 0) for x, y in cells])
+        places = np.array(cells)[held > 0].T
+        areas = widest**2 * held[held > 0] / largest
+        axis.scatter(*places, s=areas, color=canvas.theme.colours[2], alpha=0.8, linewidths=0)
+        axis.set_xlim(-0.5, len(columns) - 0.5)
+        axis.set_ylim(len(clients) - 0.5, -0.5)
+        steep = len(columns) * max(map(len, columns)) > canvas.width * 9
+        axis.set_xticks(
+            range(len(columns)),
+            columns,
+            rotation=60 if steep else 0,
+            ha="right" if steep else "center",
+        )
+        axis.set_yticks(range(len(clients)), clients)
+        axis.set_xlabel(f"area: {what}; the largest is {number(largest)}")
+        return figure
+
+    rows = [[client, *(f"{counts[client].get(c, 0):,}" for c in columns)] for client in clients]
+    singular = "label" if key == "labels" else "split"
+    return Picture(
+        "division",
+        f"How the text is divided: {what} by client and {singular}",
+        f"A bubble's area is the number of {what}."
+        + (" As it was in the run with the smallest seed." if key == "labels" else ""),
+        f"Bubbles of {what} for {listed(clients)} by {singular}; the table has the numbers.",
+        draw,
+        Table(f"{what.capitalize()} by {singular}", ["client", *columns], rows),
+    )

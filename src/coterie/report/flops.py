@@ -1,0 +1,77 @@
+"""What a round costs: floating-point operations of one real step per level, counted and scaled.
+
+CoMiGS's appendix B.1 estimates them by hand; here PyTorch counts every matrix product of a forward
+and a backward pass at batch 1 (2 m n k each, attention without regard to its mask), which is all
+but a small part of the work. Sums, activations and the optimiser are not counted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from coterie.adapters import Adapter
+from coterie.base import Base, load_base
+from coterie.config import RunConfig
+from coterie.data import ClientData, Tokens
+from coterie.federation import Participant, client_context
+from coterie.methods.lora import LoraClient
+from coterie.training.loss import language_model_loss
+from coterie.training.schedule import Level
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations of a round, over all clients, by level of the schedule."""
+
+    levels: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of all levels."""
+        return sum(self.levels.values())
+
+
+def counting_base(config: RunConfig) -> Base:
+    """The base of a run, with attention made of products that the counter sees."""
+    base = load_base(config.base, "fp32", config.data.window, config.root)
+    base.model.set_attn_implementation("eager")
+    return base
+
+
+def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
+    """The cost of a round of a run; None if its method's training is not made of levels.
+
+    clients: of each client, the names of the test texts that it is scored on (all of them if it is
+    the one client of a pooled run, whose batch is as large as all clients' together). A level that
+    comes every tau steps counts steps / tau turns a round.
+    """
+    levels: dict[str, float] = {}
+    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
+    for name, tests in clients.items():
+        data = ClientData(nothing, nothing, nothing)
+        participant = Participant(name, data, dict.fromkeys(tests, nothing))
+        context = client_context(config, base, participant, lambda *_: None)
+        side = config.method.client(context)
+        if not isinstance(side, LoraClient):
+            return None
+        side.adapter.attach(base.model)
+        for level in side.training.levels:
+            updates = level.steps * context.training.steps / level.every
+            flops = step_flops(base, side.adapter, level, config.data.window)
+            cost = flops * context.training.batch * updates
+            levels[level.name] = levels.get(level.name, 0.0) + cost
+    return Cost(levels)
+
+
+def step_flops(base: Base, adapter: Adapter, level: Level, window: int) -> int:
+    """Operations of one update of a level on one sample, with the adapter attached to the base."""
+    ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
+    adapter.require_grad(*level.roles)
+    with FlopCounterMode(display=False) as counter:
+        # A level's penalty is left aside: it holds no products of a forward pass's size.
+        language_model_loss(base.model, ids).backward()
+    for parameter in adapter.parameters().values():
+        parameter.grad = None
+    return counter.get_total_flops()

@@ -1,0 +1,150 @@
+"""The report: one HTML page that opens offline, and its figures as SVG and PNG files."""
+
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from coterie.files import write_bytes, write_text, writing
+from coterie.report.cost import operations, traffic
+from coterie.report.curves import curves
+from coterie.report.division import division
+from coterie.report.experiments import Experiment, experiments
+from coterie.report.routing import routing
+from coterie.report.style import (
+    DARK,
+    LIGHT,
+    THEMES,
+    Canvas,
+    LeftOut,
+    Picture,
+    Theme,
+    listed,
+    slug,
+)
+from coterie.report.sweep import sweep
+from coterie.report.tables import Comparison, Table
+from coterie.report.texts import TINTS, TextPicture, texts
+from coterie.report.trust import trust
+
+FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
+    curves,
+    routing,
+    trust,
+    sweep,
+    division,
+    traffic,
+    operations,
+)
+PRIVATE = "This page shows clients' texts; --no-texts leaves them out."
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment on the page."""
+
+    experiment: Experiment
+    about: Table
+    summary: Table | None
+    pictures: Sequence[Picture]
+    left_out: Sequence[LeftOut]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and what could not be drawn."""
+
+    page: Path
+    figures: Path
+    sections: Sequence[Section]
+
+
+def write_report(
+    paths: Sequence[Path], out: Path, with_texts: bool = False, layer: str | None = None
+) -> Report:
+    """Write report.html and figures/ for the runs in these folders into `out`.
+
+    Figures that an earlier report left in figures/ are removed. Raises CoterieError if a folder
+    holds no run.
+    """
+    sections = [_section(one, with_texts, layer) for one in experiments(paths)]
+    figures = out / "figures"
+    with writing(figures):
+        figures.mkdir(parents=True, exist_ok=True)
+        for theme in THEMES:
+            for old in figures.glob(f"*-{theme.name}.[ps][nv]g"):
+                old.unlink()
+    for section in sections:
+        for picture in section.pictures:
+            for theme in THEMES:
+                name = f"{_prefix(section, sections)}{picture.name}-{theme.name}"
+                write_bytes(figures / f"{name}.svg", _svg(picture, theme))
+                write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
+    page = out / "report.html"
+    write_text(page, _html(sections, with_texts))
+    return Report(page, figures, sections)
+
+
+def _prefix(section: Section, sections: Sequence[Section]) -> str:
+    return f"{slug(section.experiment.name)}-" if len(sections) > 1 else ""
+
+
+def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:
+    found = [item for figures in FIGURES for item in figures(experiment)]
+    found += texts(experiment, layer) if with_texts else ()
+    comparison = Comparison(experiment.name, experiment.finished, experiment.split)
+    return Section(
+        experiment,
+        _about(experiment),
+        comparison.table() if experiment.finished else None,
+        [item for item in found if isinstance(item, Picture)],
+        [item for item in found if isinstance(item, LeftOut)],
+    )
+
+
+def _about(experiment: Experiment) -> Table:
+    rows = [
+        [
+            label,
+            ", ".join(str(run.config["seed"]) for run in runs),
+            listed(dict.fromkeys(str(run.config["rounds"]) for run in runs)),
+            listed(run.progress for run in runs if not run.result) or "finished",
+        ]
+        for label, runs in experiment.runs.items()
+    ]
+    run = experiment.all[0]
+    note = f"Base {run.config['base']}; clients {listed(experiment.clients)}."
+    return Table("What was run", ["method", "seeds", "rounds", "state"], rows, note)
+
+
+def _html(sections: Sequence[Section], with_texts: bool) -> str:
+    environment = Environment(
+        loader=PackageLoader("coterie", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
+    return environment.get_template("page.html").render(
+        sections=sections,
+        title=f"Report on {listed(section.experiment.name for section in sections)}",
+        private=PRIVATE if with_texts else "",
+        light=LIGHT,
+        dark=DARK,
+        tints=TINTS,
+    )
+
+
+@cache
+def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
+    """A figure for the page and, where it is wide, for a file."""
+    return picture.render(Canvas(theme, narrow), "svg")
+
+
+def _source(picture: Picture, theme: Theme, narrow: bool) -> str:
+    """A figure as a data URI."""
+    return f"data:image/svg+xml;base64,{b64encode(_svg(picture, theme, narrow)).decode()}"

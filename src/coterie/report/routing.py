@@ -1,0 +1,111 @@
+"""Routers' weights per layer over rounds: whom each client's tokens go to, as it learns."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from coterie.errors import CoterieError
+from coterie.methods import method_from
+from coterie.methods.lora import LoraMethod
+from coterie.report.experiments import Experiment, ReportedRun, over_seeds
+from coterie.report.style import Canvas, LeftOut, Picture, listed, slug
+from coterie.report.tables import Table
+
+PREFIX = "routing/"
+
+
+def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """A figure per label whose runs have routers."""
+    routed = [label for label, run in experiment.first if run.names(PREFIX)]
+    if not routed:
+        yield LeftOut("Expert scores", "no run has a router, or recorded what it chose")
+    for label in routed:
+        yield _scores(label, [r for r in experiment.drawn[label] if r.names(PREFIX)])
+
+
+def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:
+    """What to call a client's experts: by their role, numbered where there are several."""
+    try:
+        method = method_from(dict(run.config["method"]))
+        roles = method.layout(client).roles if isinstance(method, LoraMethod) else ()
+    except CoterieError:  # a method that is not installed here
+        roles = ()
+    if len(roles) != count:
+        return [f"expert {n + 1}" for n in range(count)]
+    several = {role for role in roles if roles.count(role) > 1}
+    return [
+        f"{role} {roles[: n + 1].count(role)}" if role in several else role
+        for n, role in enumerate(roles)
+    ]
+
+
+def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
+    layers = runs[0].names(PREFIX)
+    clients = sorted(runs[0].by_client(layers[0]))
+    values = [{layer: run.by_client(layer) for layer in layers} for run in runs]
+    experts = {
+        client: expert_names(runs[0], client, len(values[0][layers[0]][client][0][1]))
+        for client in clients
+    }
+    panels = [(client, n) for client in clients for n in range(len(experts[client]))]
+
+    def weights(client: str, expert: int, layer: str) -> tuple[list[int], np.ndarray]:
+        found = [{r: w[expert] for r, w in one[layer].get(client, [])} for one in values]
+        at, mean, _ = over_seeds(found)
+        return at, mean
+
+    def draw(canvas: Canvas) -> Figure:
+        most = max(map(len, experts.values()))
+        across = most if most > 2 else (2 if canvas.narrow else 4)
+        figure, axes = canvas.panels(
+            len(panels), 1.7, across, "round", "mean weight", sharex=True, sharey=True
+        )
+        for axis, (client, expert) in zip(axes, panels, strict=True):
+            for depth, layer in enumerate(layers):
+                x, mean = weights(client, expert, layer)
+                colour = canvas.depth(depth, len(layers))
+                axis.plot(x, mean, color=colour, marker="o", markersize=3, label=f"{depth + 1}")
+            axis.set_title(f"{client}\n{experts[client][expert]}", fontsize=9)
+            axis.set_ylim(-0.03, 1.03)
+            axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        _depth_legend(figure, len(layers))
+        return figure
+
+    rows = [
+        [
+            client,
+            experts[client][n],
+            *(f"{weights(client, n, layer)[1][-1]:.3f}" for layer in layers),
+        ]
+        for client, n in panels
+    ]
+    return Picture(
+        f"routing-{slug(label)}",
+        f"Expert scores of {label}",
+        "The routers' mean weight of each expert over the tokens of a round's last batch, a line "
+        "per layer, coloured by its depth. Mean over seeds.",
+        f"For each of {listed(clients)} and each expert, lines of mean routing weight by round, "
+        f"one for each of {len(layers)} layers.",
+        draw,
+        Table(
+            "Mean weights in the last round, by layer",
+            ["client", "expert", *(str(n + 1) for n in range(len(layers)))],
+            rows,
+        ),
+    )
+
+
+def _depth_legend(figure: Figure, count: int) -> None:
+    """Layers below the panels: all of them or, where there are many, some."""
+    handles, _ = figure.axes[0].get_legend_handles_labels()
+    shown = sorted({round(n) for n in np.linspace(0, count - 1, min(count, 8))})
+    names = [f"layer {n + 1}" if n == shown[0] else f"{n + 1}" for n in shown]
+    figure.set_figheight(figure.get_figheight() + 0.25)
+    where: Any = "outside lower center"
+    figure.legend(
+        [handles[n] for n in shown], names, loc=where, ncols=len(shown), columnspacing=1.0,
+        handlelength=1.2,
+    )  # fmt: skip

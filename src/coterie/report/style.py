@@ -1,0 +1,247 @@
+"""How figures look: light and dark, wide and narrow, and one colour per method everywhere.
+
+Colours are those of Okabe and Ito, which people with any kind of colour vision tell apart, made
+darker or lighter where they would be faint on the page; every method has a marker of its own too.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import matplotlib
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, ListedColormap
+from matplotlib.figure import Figure
+
+from coterie.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a page."""
+
+    name: str
+    paper: str
+    ink: str
+    quiet: str
+    lines: str
+    colours: tuple[str, ...]
+    """The first is for what was not trained, the second for what is not private."""
+    depths: tuple[float, float]
+    """The part of viridis that is seen well on this paper, for layers from first to last."""
+
+
+LIGHT = Theme(
+    "light", "#ffffff", "#1c2026", "#5b6470", "#dde1e6",
+    ("#7a828c", "#1c2026", "#0072b2", "#c44e00", "#00805a", "#b2478a", "#a87400", "#6b4fa0",
+     "#2f97cf"),
+    (0.0, 0.78),
+)  # fmt: skip
+DARK = Theme(
+    "dark", "#15181d", "#e8ebef", "#a3acb8", "#343b45",
+    ("#9aa3ae", "#e8ebef", "#4ba3e3", "#ff8a4c", "#2cc295", "#e897c8", "#f0b93a", "#b7a1ee",
+     "#a5dcff"),
+    (0.22, 1.0),
+)  # fmt: skip
+THEMES = (LIGHT, DARK)
+
+FIXED = {
+    "pretrained": 0,
+    "centralized": 1,
+    "local": 2,
+    "fedavg": 3,
+    "comigs-1g1s": 4,
+    "comigs-2g": 5,
+    "comigs-2s": 6,
+}
+"""Colours of the methods that most reports show; others take what is left."""
+MARKERS = "osD^vPXdp<>*hH8"
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one label is drawn in every figure: a place among the colours, a marker, a dash."""
+
+    colour: int
+    marker: str
+    dash: Any
+
+
+def looks(labels: Sequence[str]) -> dict[str, Look]:
+    """A look for every label, no two the same while markers last."""
+    used = {FIXED[label] for label in labels if label in FIXED}
+    free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
+    free.sort(key=lambda n: n in FIXED.values())  # those of methods that are not here come last
+    found: dict[str, Look] = {}
+    others = 0
+    for number, label in enumerate(labels):
+        places = free or list(range(2, len(LIGHT.colours)))
+        dash = 0
+        if (colour := FIXED.get(label)) is None:
+            colour = places[others % len(places)]
+            dash = others // len(places) + (not free)
+            others += 1
+        found[label] = Look(colour, MARKERS[number % len(MARKERS)], DASHES[dash % len(DASHES)])
+    return found
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What a figure is drawn for: a theme, and a wide page or a phone."""
+
+    theme: Theme
+    narrow: bool = False
+
+    @property
+    def width(self) -> float:
+        """Inches."""
+        return 4.3 if self.narrow else 10.0
+
+    @property
+    def columns(self) -> int:
+        """Small panels that fit side by side."""
+        return 2 if self.narrow else 4
+
+    def colour(self, look: Look) -> str:
+        """Of a method."""
+        return self.theme.colours[look.colour]
+
+    def figure(self, height: float) -> Figure:
+        """An empty figure of the page's width; height in inches."""
+        return Figure(figsize=(self.width, height), layout="constrained")
+
+    def panels(
+        self,
+        count: int,
+        height: float,
+        columns: int | None = None,
+        x: str = "",
+        y: str = "",
+        **kwargs: Any,
+    ) -> tuple[Figure, list[Axes]]:
+        """So many small panels in rows of `columns`; height in inches of one row.
+
+        x and y name the axes, below the lowest panels and left of the first ones.
+        """
+        across = min(count, columns or self.columns)
+        rows = ceil(count / across)
+        figure = self.figure(rows * height + 0.5)
+        axes = list(figure.subplots(rows, across, squeeze=False, **kwargs).flat)
+        for spare in axes[count:]:
+            spare.remove()
+        for n, axis in enumerate(axes[:count]):
+            if n % across == 0:
+                axis.set_ylabel(y)
+            if n + across >= count:
+                axis.set_xlabel(x)
+                axis.tick_params(labelbottom=True)
+        return figure, axes[:count]
+
+    def legend(self, figure: Figure, axes: Axes, widest: int = 14) -> None:
+        """One legend below all panels; widest: characters of the longest entry."""
+        handles, names = axes.get_legend_handles_labels()
+        columns = max(1, int(self.width * 11 / (widest + 7)))
+        rows = ceil(len(names) / columns)
+        figure.set_figheight(figure.get_figheight() + 0.2 * rows)
+        where: Any = "outside lower center"
+        figure.legend(handles, names, loc=where, ncols=min(columns, len(names)))
+
+    def depth(self, layer: int, layers: int) -> Any:
+        """The colour of a layer, by how deep it is."""
+        low, high = self.theme.depths
+        return colormaps["viridis"](low + (high - low) * layer / max(1, layers - 1))
+
+    def heat(self) -> Colormap:
+        """From paper to full colour, for shares and scores: light is little on any paper."""
+        name = "Blues" if self.theme is LIGHT else "viridis"
+        low, high = (0.0, 0.85) if self.theme is LIGHT else (0.12, 0.95)
+        steps = [low + (high - low) * n / 255 for n in range(256)]
+        return ListedColormap(colormaps[name](steps))
+
+    def rc(self) -> Any:
+        """Settings of matplotlib."""
+        theme = self.theme
+        return {
+            "font.family": ["DejaVu Sans"],
+            "font.size": 9.5,
+            "axes.titlesize": 10,
+            "axes.titleweight": "bold",
+            "axes.labelsize": 9.5,
+            "xtick.labelsize": 8.5,
+            "ytick.labelsize": 8.5,
+            "legend.fontsize": 9,
+            "legend.frameon": False,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "grid.color": theme.lines,
+            "grid.linewidth": 0.7,
+            "axes.edgecolor": theme.quiet,
+            "axes.labelcolor": theme.ink,
+            "axes.titlecolor": theme.ink,
+            "text.color": theme.ink,
+            "xtick.color": theme.quiet,
+            "ytick.color": theme.quiet,
+            "figure.facecolor": theme.paper,
+            "axes.facecolor": theme.paper,
+            "savefig.facecolor": theme.paper,
+            "lines.linewidth": 1.8,
+            "lines.markersize": 4.5,
+            "lines.markeredgewidth": 0,
+            "svg.fonttype": "path",  # a picture in a page sees no fonts but the viewer's
+            "svg.hashsalt": "coterie",  # the same figure is the same file
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One figure of a report, drawn anew for every theme and width."""
+
+    name: str
+    """Of its files."""
+    title: str
+    caption: str
+    alt: str
+    """What it shows, for those who do not see it."""
+    draw: Callable[[Canvas], Figure]
+    table: Table | None = None
+
+    def render(self, canvas: Canvas, kind: str) -> bytes:
+        """As an "svg" or "png" file."""
+        out = io.BytesIO()
+        with matplotlib.rc_context(canvas.rc()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
+            metadata = {"Date": None} if kind == "svg" else None
+            self.draw(canvas).savefig(out, format=kind, dpi=144, metadata=metadata)
+        return out.getvalue()
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A figure that the runs hold nothing for."""
+
+    title: str
+    why: str
+
+
+def number(value: float) -> str:
+    """A figure for a table or a label: four digits or so, never in powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def slug(label: str) -> str:
+    """A label as a part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence."""
+    found = list(names)
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)

@@ -1,0 +1,68 @@
+"""How test perplexity depends on when routers are trained, and for how long (CoMiGS, figure 7)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from coterie.report.experiments import Experiment
+from coterie.report.style import Canvas, LeftOut, Picture, number, slug
+from coterie.report.tables import Table, mean
+from coterie.report.trust import annotate
+
+Cell = tuple[int, int]
+
+
+def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """A heat map per method whose finished runs differ in `router_every` or `router_steps`."""
+    cells: dict[str, dict[Cell, list[float]]] = {}
+    for run in experiment.all:
+        settings = run.config["method"]
+        if run.result is not None and {"router_every", "router_steps"} <= settings.keys():
+            cell = settings["router_every"], settings["router_steps"]
+            found = cells.setdefault(run.method, {}).setdefault(cell, [])
+            found.append(mean(run.result, "perplexity"))
+    swept = {method: found for method, found in cells.items() if len(found) > 1}
+    if not swept:
+        why = "no finished runs of one method differ in router_every or router_steps"
+        yield LeftOut("Router schedule", why)
+    for method, found in swept.items():
+        yield _heat_map(experiment, method, found)
+
+
+def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]]) -> Picture:
+    every, steps = (sorted({cell[n] for cell in found}) for n in (0, 1))
+    values = np.full((len(steps), len(every)), np.nan)
+    for (tau, s), scores in found.items():
+        values[steps.index(s), every.index(tau)] = np.mean(scores)
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+
+    def draw(canvas: Canvas) -> Figure:
+        figure = canvas.figure(0.45 * len(steps) + 1.3)
+        axis = figure.subplots()
+        scaled = (values - low) / max(high - low, 1e-9)
+        image = axis.imshow(values, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
+        axis.set_xticks(range(len(every)), map(str, every))
+        axis.set_yticks(range(len(steps)), map(str, steps))
+        axis.set_xlabel("router_every: steps between two router phases")
+        axis.set_ylabel("router_steps")
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+        annotate(axis, scaled, canvas, np.vectorize("{:.2f}".format)(values))
+        figure.colorbar(image, ax=axis, label="mean perplexity")
+        return figure
+
+    rows = [
+        [str(s), *("" if np.isnan(v) else f"{v:.2f}" for v in values[n])]
+        for n, s in enumerate(steps)
+    ]
+    return Picture(
+        f"router-schedule-{slug(method)}",
+        f"Router schedule of {method}",
+        f"Mean {experiment.split} perplexity over clients, seeds and whatever else differs between "
+        "the runs. Less is better.",
+        f"A heat map of {len(steps)} by {len(every)} router schedules; perplexity goes from "
+        f"{number(low)} to {number(high)}. The table has every cell.",
+        draw,
+        Table("Mean perplexity", ["router_steps \\ router_every", *map(str, every)], rows),
+    )

@@ -1,0 +1,210 @@
+"""Clients' texts with every token coloured by the expert that its router scores highest.
+
+This shows private text, so a report holds it only where it is asked for (CoMiGS, figures 2, 14-19).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.adapters import first_experts
+from coterie.api import load, tokenizer
+from coterie.base import Tokenizer, context_token
+from coterie.config import parse
+from coterie.errors import CoterieError
+from coterie.federation import federation
+from coterie.report.experiments import Experiment, ReportedRun
+from coterie.report.routing import PREFIX, expert_names
+from coterie.report.style import Canvas, LeftOut, Picture, slug
+
+LENGTH = 120
+"""Tokens of each text, at most."""
+TINTS = {
+    "light": ("#bcdcf5", "#ffd0a8", "#bfe8d2", "#f3cbe5", "#f2e3a0", "#d9d2f5", "#d7dade"),
+    "dark": ("#1d4e79", "#7d4213", "#17604a", "#74345c", "#665300", "#4b3c86", "#4a525d"),
+}
+"""Backgrounds by expert, on which the page's ink is read well."""
+
+
+@dataclass(frozen=True)
+class Coloured:
+    """A text as one client's model routes it at one layer."""
+
+    model_of: str
+    text_of: str
+    layer: str
+    experts: Sequence[str]
+    pieces: Sequence[tuple[str, int]]
+    """Pieces of the text, each with its expert's number."""
+
+    @property
+    def title(self) -> str:
+        """Whose text, read by whose model, and where."""
+        whose = "its own" if self.model_of == self.text_of else f"{self.text_of}'s"
+        return f"{self.model_of}'s model on {whose} test text, {self.layer}"
+
+    def shares(self) -> dict[str, float]:
+        """The share of the pieces that goes to each expert."""
+        chosen = [expert for _, expert in self.pieces]
+        return {name: chosen.count(n) / len(chosen) for n, name in enumerate(self.experts)}
+
+
+@dataclass(frozen=True, eq=False)
+class TextPicture(Picture):
+    """Coloured texts, which a page shows as text."""
+
+    texts: Sequence[Coloured] = ()
+
+
+def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | LeftOut]:
+    """For each label with routers: every client's own text, and its model on another client's.
+
+    layer: "first", "last", or a number from 1; None is first and last.
+    """
+    found = False
+    found = False
+    for label, run in experiment.first:
+        if not run.names(PREFIX):
+            continue
+        found = True
+        title = f"Experts of each token, {label}"
+        try:
+            coloured = list(_coloured(run, layer))
+        except CoterieError as error:
+            yield LeftOut(title, str(error))
+            continue
+        for client in dict.fromkeys(one.model_of for one in coloured):
+            yield _picture(label, client, [one for one in coloured if one.model_of == client])
+    if not found:
+        yield LeftOut("Experts of each token", "no run has a router, or recorded what it chose")
+
+
+def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPicture:
+    return TextPicture(
+        f"texts-{slug(label)}-{slug(client)}",
+        f"Experts of each token, {label}, {client}",
+        f"The beginning of test texts, {LENGTH} tokens or so. A token's background is the expert "
+        "that the router scores highest for it.",
+        "Test texts with coloured tokens.",
+        lambda canvas: _draw(canvas, coloured),
+        texts=coloured,
+    )
+
+
+def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
+    if run.result is None:
+        raise CoterieError("The run is not finished.")
+    words = tokenizer(run.path)
+    participants = federation(parse(run.config), words)
+    tests = {one.name: one.data.test for one in participants}
+    names = list(tests)
+    for place, client in enumerate(names):
+        model = load(run.path, client)
+        for text_of in dict.fromkeys((client, names[(place + 1) % len(names)])):
+            ids = tests[text_of].ids[:LENGTH].long()
+            chosen = _read(model, context_token(words), ids)
+            for number in _layers(layer, len(chosen)):
+                path = list(chosen)[number]
+                count = len(run.by_client(PREFIX + path)[client][-1][1])
+                yield Coloured(
+                    client,
+                    text_of,
+                    f"layer {number + 1} of {len(chosen)}",
+                    expert_names(run, client, count),
+                    list(_pieces(words, ids.tolist(), chosen[path].tolist())),
+                )
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, context: int, ids: Tensor) -> dict[str, Tensor]:
+    """The best-scored expert of every token of a text by layer; `context` stands before it."""
+    longest = getattr(model.config, "max_position_embeddings", len(ids) + 1)
+    read = torch.cat([torch.tensor([context]), ids])[:longest]
+    model(input_ids=read[None].to(model.device), use_cache=False)
+    return {path: experts[1:].cpu() for path, experts in first_experts(model).items()}
+
+
+def _layers(layer: str | None, count: int) -> list[int]:
+    """Which of so many layers are shown, from 0; raises CoterieError if there is no such layer."""
+    if not count:
+        return []  # a client with one expert has no router
+    if layer is None:
+        return sorted({0, count - 1})
+    if layer in ("first", "last"):
+        return [0 if layer == "first" else count - 1]
+    if not (layer.isdecimal() and 1 <= int(layer) <= count):
+        raise CoterieError(f"--layer takes first, last, or a number from 1 to {count}.")
+    return [int(layer) - 1]
+
+
+def _pieces(words: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
+    """Each token's text and expert; tokens that only together are a character are one piece."""
+    shown = 0
+    for end, expert in enumerate(experts, 1):
+        text = str(words.decode(ids[:end], clean_up_tokenization_spaces=False))
+        if not text.endswith("\ufffd") or end == len(experts):
+            yield text[shown:], expert
+            shown = len(text)
+
+
+SIZE = 8.5
+"""Points of the type in a picture of texts."""
+WIDE = 0.602 * SIZE / 72
+"""Inches of a character of DejaVu Sans Mono."""
+HIGH = 1.65 * SIZE / 72
+"""Inches from line to line."""
+
+
+def _draw(canvas: Canvas, coloured: Sequence[Coloured]) -> Figure:
+    tints = TINTS[canvas.theme.name]
+    across = int((canvas.width - 0.3) / WIDE)
+    laid = [list(_lay_out(one.pieces, across)) for one in coloured]
+    lines = sum(cells[-1][0] + 4 for cells in laid if cells)
+    figure = canvas.figure(lines * HIGH + 0.1)
+    figure.set_layout_engine("none")
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.set_xlim(-0.15, canvas.width - 0.15)
+    axis.set_ylim(lines * HIGH, -0.1)
+    axis.axis("off")
+    row = 0
+    for one, cells in zip(coloured, laid, strict=True):
+        plain = {"va": "center", "fontsize": SIZE + 0.5, "parse_math": False}
+        axis.text(0, (row + 0.5) * HIGH, one.title, weight="bold", **plain)
+        left = 0.0
+        for n, (name, share) in enumerate(one.shares().items()):
+            word = f" {name} {share:.0%} "
+            _cell(axis, row + 1.2, left, word, tints[n % len(tints)])
+            left += len(word) + 2
+        for line, column, text, expert in cells:
+            _cell(axis, row + 2.5 + line, column, text, tints[expert % len(tints)])
+        row += cells[-1][0] + 4
+    return figure
+
+
+def _cell(axis: Axes, row: float, column: float, text: str, tint: str) -> None:
+    place = column * WIDE, row * HIGH
+    axis.add_patch(Rectangle(place, len(text) * WIDE, HIGH * 0.92, color=tint, lw=0))
+    axis.text(
+        place[0], place[1] + HIGH / 2, text, va="center", fontsize=SIZE,
+        family="DejaVu Sans Mono", parse_math=False,
+    )  # fmt: skip
+
+
+def _lay_out(pieces: Iterable[tuple[str, int]], across: int) -> Iterator[tuple[int, int, str, int]]:
+    """Line, column, text and expert of every cell of a text that is `across` characters wide."""
+    line = column = 0
+    for piece, expert in pieces:
+        for text in piece.replace("\t", " ").replace("\n", "↵\n").splitlines(keepends=True):
+            word = text.rstrip("\n")
+            if column and column + len(word) > across:
+                line, column = line + 1, 0
+            yield line, column, word, expert
+            column += len(word)
+            if text.endswith("\n"):
+                line, column = line + 1, 0

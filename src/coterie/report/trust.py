@@ -1,0 +1,131 @@
+"""Whom each client trusts: its weights of the others' updates, and how they change (PCL)."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from coterie.report.experiments import Experiment, ReportedRun
+from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed, slug
+from coterie.report.tables import Table
+
+METRIC = "trust"
+
+
+def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """Heat maps and lines for each label whose runs have trust weights."""
+    found = [label for label, run in experiment.first if run.by_client(METRIC)]
+    if not found:
+        yield LeftOut("Trust weights", "no run has a method with trust weights")
+    for label in found:
+        matrices = trust_matrices([run for run in experiment.drawn[label] if run.by_client(METRIC)])
+        yield _heat_maps(label, *matrices)
+        if len(matrices[1]) > 1:
+            yield _evolution(label, *matrices)
+
+
+def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], np.ndarray]:
+    """Clients, rounds and the mean over seeds of their weights, (rounds, client, peer).
+
+    A weight is NaN where a client set none in that round.
+    """
+    rows = [
+        (round, client, row)
+        for run in runs
+        for client, found in run.by_client(METRIC).items()
+        for round, row in found
+    ]
+    clients = sorted({c for _, client, row in rows for c in (client, *row)})
+    rounds = sorted({round for round, _, _ in rows})
+    total = np.zeros((len(rounds), len(clients), len(clients)))
+    count = np.zeros((len(rounds), len(clients), 1))
+    for round, client, row in rows:
+        place = rounds.index(round), clients.index(client)
+        total[place] += [row.get(peer, 0.0) for peer in clients]
+        count[place] += 1
+    return (
+        clients,
+        rounds,
+        np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0),
+    )
+
+
+def annotate(axis: Axes, shades: np.ndarray, canvas: Canvas, words: np.ndarray) -> None:
+    """Write words into a heat map's cells, dark on light or light on dark; shades: 0 to 1."""
+    colours = canvas.heat()
+    for (row, column), shade in np.ndenumerate(shades):
+        if np.isnan(shade):
+            continue
+        red, green, blue, _ = colours(float(shade))
+        bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
+        ink = "#101318" if bright else "#ffffff"
+        word = str(words[row, column])
+        axis.text(column, row, word, color=ink, ha="center", va="center", fontsize=8)
+
+
+def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
+    highest = max(float(np.nanmax(weights)), 1e-9)
+
+    def draw(canvas: Canvas) -> Figure:
+        shown = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, min(len(rounds), 4))})
+        across = min(len(shown), 2 if canvas.narrow else 4)
+        names = 0.075 * max(map(len, clients))  # inches
+        side = min((canvas.width - names - 1.0) / across, 3.2)
+        figure, axes = canvas.panels(len(shown), side + 0.25, across, sharex=True, sharey=True)
+        figure.set_figheight(figure.get_figheight() + names - 0.4)
+        for axis, n in zip(axes, shown, strict=True):
+            axis.imshow(weights[n], cmap=canvas.heat(), vmin=0, vmax=highest)
+            axis.set_title(f"round {rounds[n]}")
+            axis.set_xticks(range(len(clients)), clients, rotation=90)
+            axis.set_yticks(range(len(clients)), clients)
+            axis.grid(False)
+            axis.spines[:].set_visible(False)
+            if len(clients) <= (4 if canvas.narrow else 6):
+                words = np.vectorize("{:.2f}".format)(weights[n])
+                annotate(axis, weights[n] / highest, canvas, words)
+        figure.colorbar(axes[0].images[0], ax=axes, label="trust weight", shrink=0.8, aspect=30)
+        return figure
+
+    rows = [
+        [client, *("" if np.isnan(w) else f"{w:.3f}" for w in weights[-1, place])]
+        for place, client in enumerate(clients)
+    ]
+    return Picture(
+        f"trust-{slug(label)}",
+        f"Trust matrices of {label}",
+        "Row: the client that mixes; column: whose update it takes with this weight. Rows sum to "
+        "one. Mean over seeds.",
+        f"Heat maps of trust weights between {listed(clients)} at several rounds; the table has "
+        "the last.",
+        draw,
+        Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], rows),
+    )
+
+
+def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
+    def draw(canvas: Canvas) -> Figure:
+        figure, axes = canvas.panels(
+            len(clients), 1.9, None, "round", "trust weight", sharex=True, sharey=True
+        )
+        colours = canvas.theme.colours[2:]
+        for place, (axis, client) in enumerate(zip(axes, clients, strict=True)):
+            for n, peer in enumerate(clients):
+                axis.plot(
+                    rounds, weights[:, place, n], color=colours[n % len(colours)], marker="o",
+                    linestyle=DASHES[n // len(colours) % len(DASHES)], markersize=3, label=peer,
+                )  # fmt: skip
+            axis.set_title(client)
+            axis.set_ylim(0, 1.05 * float(np.nanmax(weights)))
+            axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        canvas.legend(figure, axes[0], max(map(len, clients)))
+        return figure
+
+    return Picture(
+        f"trust-over-rounds-{slug(label)}",
+        f"Trust over rounds of {label}",
+        "A panel per client: its weights of all clients, itself included. Mean over seeds.",
+        f"For each of {listed(clients)}, lines of its weights of all clients by round.",
+        draw,
+    )

@@ -1,0 +1,73 @@
+"""Runs are found wherever they lie and put together as their settings say."""
+
+from statistics import fmean, stdev
+
+import pytest
+
+from coterie import CoterieError
+from coterie.report.experiments import experiments, mean_series, over_seeds
+
+LOCAL = {"name": "local", "rank": 8}
+
+
+def test_seeds_are_together_and_settings_that_differ_are_in_the_label(written, tmp_path) -> None:
+    for seed in (1, 0):
+        written(f"cmp/local-{seed}", LOCAL, seed)
+    written("cmp/comigs-a", {"name": "comigs-1g1s", "rank": 8, "router_every": 5})
+    written("cmp/comigs-b", {"name": "comigs-1g1s", "rank": 8, "router_every": 9})
+    (experiment,) = experiments([tmp_path / "cmp"])
+    assert experiment.name == "cmp"
+    assert {label: [r.config["seed"] for r in runs] for label, runs in experiment.runs.items()} == {
+        "local": [0, 1],
+        "comigs-1g1s router_every=5": [0],
+        "comigs-1g1s router_every=9": [0],
+    }
+    assert experiment.clients == ["anna", "ben"]
+
+
+def test_folders_of_folders_and_baselines_are_searched(written, tmp_path) -> None:
+    written("table/one/run", {"name": "fedavg"})
+    written("table/one/run/baselines/local", LOCAL)
+    written("table/two/run", LOCAL, data={"window": 99})
+    one, two = experiments([tmp_path / "table", tmp_path / "table" / "one"])
+    assert (one.name, list(one.runs)) == ("one", ["local", "fedavg"])
+    assert (two.name, list(two.runs)) == ("two", ["local"])
+    assert [len(runs) for runs in one.runs.values()] == [1, 1]  # none twice
+    (alone,) = experiments([tmp_path / "table" / "one" / "run"])
+    assert (alone.name, len(alone.all)) == ("run", 2)
+
+
+def test_a_key_that_is_not_set_does_not_make_another_experiment(written, tmp_path) -> None:
+    written("cmp/old", LOCAL)
+    written("cmp/new", LOCAL, 1, data={"window": 16, "public": None})
+    written("cmp/other", LOCAL, 2, data={"window": 16, "public": "all.txt"})
+    found = experiments([tmp_path / "cmp"])
+    assert [len(one.all) for one in found] == [2, 1]
+    assert [one.name for one in found] == ["cmp", "cmp-2"]
+
+
+def test_a_run_in_progress_counts_only_while_none_is_finished(written, tmp_path) -> None:
+    score = (0, "anna", "test/trained", {"perplexity": 99.0})
+    written("cmp/a", LOCAL, 0, perplexities=None, figures=[score])
+    (experiment,) = experiments([tmp_path / "cmp"])
+    (run,) = experiment.drawn["local"]
+    assert run.progress == "seed 0: 1 of 4 rounds"
+    assert run.perplexities() == {"anna": {1: 99.0}}
+    written("cmp/b", LOCAL, 1)
+    (experiment,) = experiments([tmp_path / "cmp"])
+    assert [run.config["seed"] for run in experiment.drawn["local"]] == [1]
+    assert len(experiment.runs["local"]) == 2
+
+
+def test_means_over_seeds_and_clients() -> None:
+    at, mean, spread = over_seeds([{1: 3.0, 2: 5.0}, {1: 6.0}, {1: 12.0}])
+    assert at == [1, 2]
+    assert mean.tolist() == [fmean([3, 6, 12]), 5]
+    assert spread.tolist() == [pytest.approx(stdev([3, 6, 12])), 0]
+    assert mean_series([{1: 3.0, 2: 5.0}, {2: 7.0, 3: 1.0}]) == {2: 6.0}
+    assert mean_series([]) == {}
+
+
+def test_a_folder_without_runs_is_refused(tmp_path) -> None:
+    with pytest.raises(CoterieError, match="neither a run's folder nor one that holds runs"):
+        experiments([tmp_path])

@@ -1,0 +1,180 @@
+"""Figures show what the runs measured, in colours that everybody can tell from the page."""
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from coterie.methods import available
+from coterie.report.cost import traffic
+from coterie.report.curves import curves, smooth
+from coterie.report.division import division
+from coterie.report.experiments import Experiment, experiments
+from coterie.report.routing import expert_names, routing
+from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
+from coterie.report.sweep import sweep
+from coterie.report.tables import Table
+from coterie.report.trust import trust, trust_matrices
+
+LOCAL = {"name": "local"}
+COMIGS = {"name": "comigs-1g1s", "generalists": 1, "specialists": {"anna": 2, "others": 1}}
+
+
+def one(path) -> Experiment:
+    (found,) = experiments([path])
+    return found
+
+
+def drawn(found) -> Picture:
+    """The only figure, once it has been drawn for both themes and widths."""
+    (picture,) = found
+    assert isinstance(picture, Picture)
+    for narrow, theme in enumerate(THEMES):
+        ElementTree.fromstring(picture.render(Canvas(theme, bool(narrow)), "svg"))
+    return picture
+
+
+def table_of(found) -> Table:
+    table = drawn(found).table
+    assert table is not None
+    return table
+
+
+def test_perplexity_over_rounds_is_the_point_that_the_method_reports(written) -> None:
+    figures = [
+        (round, client, f"test/{point}", {"perplexity": base * (4 - round) + extra})
+        for round in range(3)
+        for client, base in (("anna", 10), ("ben", 30))
+        for point, extra in (("trained", 1), ("aggregated", 500))
+    ]
+    folder = written("run", LOCAL, figures=figures, perplexities=(11, 31))
+    perplexity, loss = curves(one(folder))
+    assert table_of([perplexity]).rows == [["local", "81.00", "61.00", "41.00", "21.00"]]
+    assert isinstance(loss, LeftOut)
+
+
+def test_a_final_evaluation_alone_is_drawn_as_dots(written) -> None:
+    perplexity, _ = curves(one(written("run", LOCAL)))
+    assert drawn([perplexity]).title == "Test perplexity at the end"
+
+
+def test_losses_are_counted_by_update_and_averaged_over_clients(written) -> None:
+    losses = {"anna": [5.0, 4.0, 3.0], "ben": [7.0, 6.0, 2.0]}
+    figures = [(n // 2, c, "loss/joint", v) for c, vs in losses.items() for n, v in enumerate(vs)]
+    _, loss = curves(one(written("run", LOCAL, figures=figures)))
+    assert table_of([loss]).rows == [["local", "joint", "3", "6.000", "2.500"]]
+    values = np.array([1.0, 2.0, 6.0, 3.0])
+    assert smooth(values, 3).tolist() == pytest.approx([1.5, 3, 11 / 3, 4.5])
+
+
+def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
+    weights = {"anna": [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]], "ben": [[0.7, 0.3], [0.8, 0.2]]}
+    figures = [
+        (round, client, f"routing/h.{layer}.mlp", row)
+        for layer in range(2)
+        for client, rows in weights.items()
+        for round, row in enumerate(rows)
+    ]
+    folder = written("run", COMIGS, figures=figures)
+    table = table_of(routing(one(folder)))
+    assert [row[:3] for row in table.rows] == [
+        ["anna", "generalist", "0.100"],
+        ["anna", "specialist 1", "0.600"],
+        ["anna", "specialist 2", "0.300"],
+        ["ben", "generalist", "0.800"],
+        ["ben", "specialist", "0.200"],
+    ]
+    run = one(folder).all[0]
+    assert expert_names(run, "anna", 2) == ["expert 1", "expert 2"]  # not what the run says
+
+
+def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> None:
+    rows = [
+        [(1, "anna", {"anna": 0.6, "ben": 0.4}), (1, "ben", {"anna": 0.2, "ben": 0.8})],
+        [(1, "anna", {"anna": 0.8, "ben": 0.2}), (3, "ben", {"anna": 0.5, "ben": 0.5})],
+    ]
+    for seed, found in enumerate(rows):
+        figures = [(round, client, "trust", row) for round, client, row in found]
+        written(f"cmp/{seed}", LOCAL, seed, figures=figures)
+    clients, rounds, weights = trust_matrices(one(tmp_path / "cmp").all)
+    assert (clients, rounds) == (["anna", "ben"], [2, 4])
+    assert weights[0].tolist() == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
+    assert np.isnan(weights[1, 0]).all()  # anna set no weights then
+    assert weights[1, 1].tolist() == [0.5, 0.5]
+    heat, lines = trust(one(tmp_path / "cmp"))
+    assert table_of([heat]).rows == [["anna", "", ""], ["ben", "0.500", "0.500"]]
+    drawn([lines])
+
+
+def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> None:
+    for every, steps, score in ((5, 1, 10), (5, 2, 20), (9, 1, 30)):
+        method = COMIGS | {"router_every": every, "router_steps": steps}
+        written(f"cmp/{every}-{steps}", method, perplexities=(score, score + 2))
+    table = table_of(sweep(one(tmp_path / "cmp")))
+    assert table.columns[1:] == ["5", "9"]
+    assert table.rows == [["1", "11.00", "31.00"], ["2", "21.00", ""]]
+
+
+def test_division_shows_labels_or_else_tokens(written) -> None:
+    tokens = {
+        c: {"tokens": {"train": 900, "validation": 50, "test": 1200}} for c in ("anna", "ben")
+    }
+    table = table_of(division(one(written("a", LOCAL, clients=tokens))))
+    assert (table.columns, table.rows[0]) == (
+        ["client", "train", "validation", "test"],
+        ["anna", "900", "50", "1,200"],
+    )
+    labels = {"anna": {"labels": {"b": 3}}, "ben": {"labels": {"a": 4, "b": 1}}}
+    table = table_of(division(one(written("b", LOCAL, clients=labels))))
+    assert table.rows == [["anna", "0", "3"], ["ben", "4", "1"]]
+
+
+def test_traffic_counts_the_first_download_of_a_round(written) -> None:
+    # The second one of a round serves the evaluation after the aggregation.
+    figures = [
+        (round, client, name, size)
+        for round in range(2)
+        for client, size in (("anna", 1000), ("ben", 3000))
+        for name in ("bytes/down", "bytes/up", "bytes/down")
+    ]
+    table = table_of(traffic(one(written("run", LOCAL, figures=figures))))
+    assert table.rows == [["local", "2,000", "3,000", "2,000", "3,000"]]
+
+
+def test_what_runs_do_not_hold_is_left_out(written) -> None:
+    empty = one(written("run", LOCAL, perplexities=None))
+    for figures in (curves, routing, trust, sweep, division, traffic):
+        assert all(isinstance(item, LeftOut) for item in figures(empty))
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast ratio of two colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=lambda theme: theme.name)
+def test_every_colour_stands_out_from_the_page(theme) -> None:
+    assert all(contrast(colour, theme.paper) >= 3 for colour in theme.colours)
+    assert contrast(theme.ink, theme.paper) >= 7
+    assert contrast(theme.quiet, theme.paper) >= 4.5
+
+
+def test_a_method_has_one_colour_and_no_two_labels_look_the_same() -> None:
+    labels = [*available(), *(f"other-{n}" for n in range(12))]
+    found = looks(labels)
+    assert len({(look.colour, str(look.dash), look.marker) for look in found.values()}) == len(
+        labels
+    )
+    assert all(found[name].colour == place for name, place in FIXED.items() if name in found)
+    few = looks(["local", "my-own"])
+    assert few["local"].colour == found["local"].colour
+    assert few["my-own"].colour not in FIXED.values()
+    assert all(a != b for a, b in pairwise(look.colour for look in few.values()))

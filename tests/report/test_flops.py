@@ -1,0 +1,72 @@
+"""Operations: the counter against a count by hand, and how steps become rounds."""
+
+import pytest
+import torch
+
+from coterie.config import parse
+from coterie.data import ClientData, Tokens
+from coterie.federation import Participant, client_context
+from coterie.report.flops import counting_base, round_cost, step_flops
+
+CLIENTS = ["diarist", "poet", "whaler"]
+APART = {client: [client] for client in CLIENTS}
+
+
+def side_of(config, base):
+    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
+    participant = Participant("poet", ClientData(nothing, nothing, nothing), {"poet": nothing})
+    return config.method.client(client_context(config, base, participant, lambda *_: None))
+
+
+def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
+    """Two per multiplication and addition, of n averaged experts and attention's pairs, rank r."""
+    w = 4 * d
+    # Attention: frozen c_attn and c_proj, their pairs, and the two products of a head.
+    attention, pairs, heads = T * d * 4 * d, T * r * (d + 3 * d) + T * r * (d + d), 2 * T * T * d
+    mlp = 2 * T * d * w
+    low_up, up, low_down, down = T * d * n * r, n * T * r * w, n * T * w * r, T * n * r * d
+    head = T * d * V
+    forward = layers * (attention + pairs + heads + mlp + low_up + up + low_down + down) + head
+    # Backward: frozen products give the gradient of their input, all others of both factors; the
+    # experts' middle part makes its pre-activations again; nothing goes below the first c_attn.
+    wide = 5 * n * T * r * w
+    backward = layers * (attention + 2 * pairs + 2 * heads + mlp + 2 * low_up + wide + 2 * down)
+    backward += head - T * d * 3 * d - T * d * r
+    return 2 * (forward + backward)
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
+    run = config(method={"name": "fedavg", "rank": rank, "attention_rank": rank})
+    base = counting_base(run)
+    side = side_of(run, base)
+    side.adapter.attach(base.model)
+    (level,) = side.training.levels
+    found = step_flops(base, side.adapter, level, window=16)
+    assert found == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
+
+
+def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config) -> None:
+    run = config(
+        method={"name": "comigs-1g1s", "router_every": 8, "router_steps": 3},
+        training={"steps": 2, "batch": 5, "precision": "fp32"},
+    )
+    base = counting_base(run)
+    side = side_of(run, base)
+    side.adapter.attach(base.model)
+    experts, routers = (step_flops(base, side.adapter, x, 16) for x in side.training.levels)
+    cost = round_cost(run, base, APART)
+    assert cost is not None
+    assert cost.levels == {"experts": 3 * 5 * 2 * experts, "routers": 3 * 5 * 2 * 3 / 8 * routers}
+    assert 0 < routers < experts  # the same products, but for the pairs' gradients
+
+
+def test_a_pooled_client_works_as_much_as_all_clients_apart(values) -> None:
+    local, pooled = (parse(values(method=name)) for name in ("local", "centralized"))
+    base = counting_base(local)
+    assert round_cost(local, base, APART) == round_cost(pooled, base, {"everyone": CLIENTS})
+
+
+def test_a_method_that_does_not_train_has_no_cost(config) -> None:
+    run = config(method="pretrained")
+    assert round_cost(run, counting_base(run), APART) is None

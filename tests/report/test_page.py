@@ -1,0 +1,130 @@
+"""The report of real runs: one page that needs nothing but itself, and its files."""
+
+import re
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import coterie
+import coterie.cli
+from coterie.config import parse
+from coterie.federation import federation
+from coterie.report import page
+from coterie.report.cost import traffic
+from coterie.report.page import write_report
+from coterie.report.texts import _layers, _pieces
+from coterie.report.trust import trust
+from coterie.runs import RunFolder
+
+
+@pytest.fixture(scope="module")
+def runs(values, tmp_path_factory) -> Path:
+    """Two methods, evaluated every round."""
+    folder = tmp_path_factory.mktemp("runs")
+    for method in ("comigs-1g1s", "fedavg"):
+        run = values(method=method, rounds=2, evaluation={"every": 1})
+        coterie.run(run, out=folder / method)
+    return folder
+
+
+def opening(runs: Path) -> str:
+    """How the diarist's test text begins."""
+    config = parse(RunFolder(runs / "fedavg").description["config"])
+    words = coterie.tokenizer(runs / "fedavg")
+    first = federation(config, words)[0]
+    return str(words.decode(first.data.test.ids[:12]))
+
+
+def test_a_page_needs_nothing_but_itself(runs, tmp_path) -> None:
+    report = write_report([runs], tmp_path)
+    html = report.page.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<link|@import|https?:|url\(", html)
+    sources = re.findall(r'(?:src|srcset|href)="([^"]{0,30})', html)
+    assert sources
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    pictures = [picture for section in report.sections for picture in section.pictures]
+    assert html.count("<picture>") == len(pictures)
+    assert html.count("<img") == len(re.findall(r'<img alt="[^"]+"', html))
+    names = {picture.name for picture in pictures}
+    assert {"perplexity", "loss", "routing-comigs-1g1s", "traffic", "flops"} <= names
+    kinds = [f"{name}-{theme}.{kind}" for name in names for theme in ("light", "dark")
+             for kind in ("png", "svg")]  # fmt: skip
+    assert sorted(path.name for path in report.figures.iterdir()) == sorted(kinds)
+
+
+def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(page, "FIGURES", (traffic,))
+    one, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
+    assert one.page.read_bytes() == other.page.read_bytes()
+
+
+def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(page, "FIGURES", ())
+
+    def shown(path: Path) -> str:
+        return unescape(re.sub("<[^>]+>", "", path.read_text(encoding="utf-8")))
+
+    words = opening(runs)
+    with_texts = write_report([runs], tmp_path, with_texts=True, layer="2")
+    assert words in shown(with_texts.page)
+    assert "This page shows clients' texts" in shown(with_texts.page)
+    assert "diarist's model on poet's test text, layer 2 of 2" in shown(with_texts.page)
+    assert "layer 1 of 2" not in shown(with_texts.page)
+    assert list(with_texts.figures.glob("texts-*"))
+    without = write_report([runs], tmp_path)
+    assert words not in shown(without.page)
+    assert not list(without.figures.glob("texts-*"))  # those of before are gone
+
+
+def test_layers_are_named_or_numbered() -> None:
+    assert [_layers(layer, 6) for layer in (None, "first", "last", "3")] == [[0, 5], [0], [5], [2]]
+    for layer in ("0", "7", "middle"):
+        with pytest.raises(coterie.CoterieError, match="from 1 to 6"):
+            _layers(layer, 6)
+
+
+def test_pieces_are_the_text_and_whole_characters(runs) -> None:
+    words = coterie.tokenizer(runs / "fedavg")
+    text = "I sing 𝄞, naïve\n and electric."
+    ids = words(text)["input_ids"]
+    pieces = list(_pieces(words, ids, list(range(len(ids)))))
+    assert "".join(piece for piece, _ in pieces) == text
+    assert len(pieces) < len(ids)  # the clef is several tokens
+    assert "\ufffd" not in "".join(piece for piece, _ in pieces)
+
+
+def command(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["coterie", "report", *map(str, arguments)])
+    for name in ("console", "errors"):
+        console = Console(width=80, stderr=name == "errors")
+        monkeypatch.setattr(coterie.cli, name, console)
+    with pytest.raises(SystemExit) as end:
+        coterie.cli.main()
+    return int(end.value.code or 0)
+
+
+def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(page, "FIGURES", (traffic, trust))
+    assert command(monkeypatch, runs / "fedavg", "--out", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "  left out: Trust weights: no run has a method with trust weights" in out
+    assert f"The page is {tmp_path / 'report.html'}" in out
+    assert "shows clients' texts" not in out
+    monkeypatch.setattr(page, "FIGURES", ())
+    assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
+    out = capsys.readouterr().out
+    assert "--layer takes first, last, or a number from 1 to 2" in out
+    assert "This page shows clients' texts" in out
+
+
+def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys) -> None:
+    assert command(monkeypatch, tmp_path) == 2
+    assert "neither a run's folder nor one that holds runs" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.startswith("coterie.report.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command(monkeypatch, tmp_path) == 2
+    assert "pip install 'coterie[report]'" in capsys.readouterr().err
