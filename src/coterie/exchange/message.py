@@ -12,7 +12,8 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 Json = Any
-LARGEST_MESSAGE = 256 * 2**20  # bytes
+LARGEST_MESSAGE = 2**30
+"""Bytes that are accepted: three full-rank updates of GPT-2's layers (see methods/exact.py)."""
 
 
 class MessageError(CoterieError):
