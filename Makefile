@@ -8,7 +8,7 @@ demo: setup  ## four writers learn together, in under three minutes on two cores
 	$(BIN)/coterie run --out runs/demo --force
 
 test: setup  ## the tests, slow ones apart
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
