@@ -81,6 +81,7 @@ def run_file(values, tmp_path) -> Path:
         (b"name: [a\nb: }", "is not YAML, line 2, column 2: expected ',' or ']'"),
         ("name: café".encode("latin-1"), "is not text in UTF-8."),
         (b"name: \x00", "is not YAML"),
+        (b"rounds: 1\nrounds: 2", "the key 'rounds' stands twice"),
         (b"name: !!python/object:os.system x", "is not YAML, line 1"),
     ],
 )

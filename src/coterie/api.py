@@ -36,7 +36,7 @@ class Run:
 
     def table(self) -> Table:
         """Perplexity and bits per byte per client and method."""
-        return run_table(self.results)
+        return run_table(self.results, self.config.evaluation.split)
 
     def model(self, client: str) -> PreTrainedModel:
         """A client's model; see `load`."""

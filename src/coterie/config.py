@@ -194,7 +194,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping; raises CoterieError, in one sentence, if it does not."""
     problem = "is not a mapping of keys to values"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Once)
         if isinstance(values, dict):
             return values
     except FileNotFoundError:
@@ -206,6 +206,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         problem = f"is not YAML{_mark(error)}"
     raise CoterieError(f"The run file {path} {problem}.")
+
+
+class _Once(yaml.SafeLoader):
+    """Plain YAML, in which a key that stands twice is an error: the second would count silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.value != "<<"]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def _mark(error: yaml.YAMLError) -> str:

@@ -24,7 +24,8 @@ def shown(table: Table, width: int = 80) -> list[str]:
 
 
 def test_a_runs_table_has_a_row_per_client_and_the_means() -> None:
-    table = run_table({"local": result(a=10, b=20), "fedavg": result(a=30, b=50)})
+    table = run_table({"local": result(a=10, b=20), "fedavg": result(a=30, b=50)}, "validation")
+    assert "its own validation text" in table.title
     assert table.columns == ["client", "local", "fedavg"]
     assert table.rows == [
         ["a", "10.00 / 1.000", "30.00 / 3.000"],

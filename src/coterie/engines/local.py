@@ -142,7 +142,8 @@ class LocalRun:
             return ""
         reports = self.config.method.reports
         found = [s for points in self.scores.values() for s in points[reports].values()]
-        return f"test perplexity {sum(s.perplexity for s in found) / len(found):.2f}  "
+        split = self.config.evaluation.split
+        return f"{split} perplexity {sum(s.perplexity for s in found) / len(found):.2f}  "
 
     def _result(self) -> dict[str, object]:
         """The last scores per text, and what it took: from the metrics, to count all parts."""

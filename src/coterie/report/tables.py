@@ -88,7 +88,7 @@ def mean(result: Result, figure: str) -> float:
     return fmean(score[figure] for score in scores(result).values())
 
 
-def run_table(results: Mapping[str, Result]) -> Table:
+def run_table(results: Mapping[str, Result], split: str = "test") -> Table:
     """Perplexity and bits per byte, a row per client and a column per method; then the means."""
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
@@ -96,7 +96,7 @@ def run_table(results: Mapping[str, Result]) -> Table:
     figures = ("perplexity", "bits_per_byte")
     rows.append(["mean", *(_pair({figure: mean(r, figure) for figure in figures}) for r in found)])
     return Table(
-        "Each client's model on its own test text: perplexity per token / bits per byte",
+        f"Each client's model on its own {split} text: perplexity per token / bits per byte",
         ["client", *results],
         rows,
         "Less is better.",
