@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 
@@ -74,12 +75,13 @@ def finished(values, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["run", "compare", "methods", "audit", "generate"]),
+        ([], ["run", "compare", "report", "methods", "audit", "generate"]),
         (["run"], ["method: comigs-1g1s", "docs/run-file.md", "coterie methods", "--resume"]),
         (["compare"], ["--methods", "--seeds", "only what is new"]),
         (["methods"], ["this method's settings"]),
         (["audit"], ["leaves a client"]),
         (["generate"], ["--client", "--prompt", "I sing of"]),
+        (["report"], ["--texts", "--out", "--layer"]),
     ],
 )
 def test_help_teaches_within_80_columns(arguments, words, coterie_command) -> None:
@@ -314,3 +316,13 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
 def test_help_does_not_wait_for_torch() -> None:
     script = "import sys, coterie.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT).returncode == 0
+
+
+def test_too_little_gpu_memory_is_a_sentence(run_file, coterie_command, monkeypatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("coterie.api.run", fail)
+    said = coterie_command("run", run_file)
+    assert said.code == 2
+    assert "too little memory" in said.err

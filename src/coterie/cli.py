@@ -331,3 +331,8 @@ def main() -> None:
             text = f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
         _complain(f"Error: {text}")
         sys.exit(2)
+    except RuntimeError as error:
+        if _debug or type(error).__name__ != "OutOfMemoryError":  # torch's; it is slow to import
+            raise
+        _complain("Error: the GPU has too little memory; a smaller training.batch needs less.")
+        sys.exit(2)
