@@ -58,6 +58,15 @@ def sides(run) -> LocalRun:
     return LocalRun(run, session.base, participants, RunFolder(Path()), Watch())
 
 
+def assert_same_bits(one: RunFolder, other: RunFolder) -> None:
+    """Both runs ended in the same states of the server and of every client."""
+    for name in ["server", *(f"client-{client}" for client in one.description["clients"])]:
+        mine, theirs = one.load(name), other.load(name)
+        assert mine.values == theirs.values
+        assert mine.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors)
+
+
 @pytest.fixture(params=METHODS.values(), ids=list(METHODS))
 def run(request, values):
     """A run of every method."""
@@ -79,11 +88,18 @@ def test_a_run_stopped_between_rounds_continues_to_the_same_bits(run, tmp_path) 
     with pytest.raises(KeyboardInterrupt):
         LocalRun(run, session.base, participants, folder, Stop()).run()
     coterie.resume(folder.path)
-    for name in ["server", *(f"client-{p.name}" for p in participants)]:
-        one, other = folder.load(name), RunFolder(whole.path).load(name)
-        assert one.values == other.values
-        assert one.tensors.keys() == other.tensors.keys()
-        assert all(torch.equal(one.tensors[n], other.tensors[n]) for n in one.tensors)
+    assert_same_bits(folder, RunFolder(whole.path))
+
+
+def test_the_order_of_clients_does_not_matter(run, tmp_path) -> None:
+    session = Session(run)
+    participants = session.participants(run)
+    folders = []
+    for name, order in (("one", participants), ("other", participants[::-1])):
+        folder = RunFolder.create(tmp_path / name, session.description(run, participants))
+        LocalRun(run, session.base, order, folder, Watch()).run()
+        folders.append(folder)
+    assert_same_bits(*folders)
 
 
 def test_personal_parameters_are_in_no_message(run) -> None:
