@@ -1,12 +1,17 @@
 """Operations: the counter against a count by hand, and how steps become rounds."""
 
+import json
+
 import pytest
 import torch
 
 from coterie.config import parse
 from coterie.data import ClientData, Tokens
 from coterie.federation import Participant, client_context
+from coterie.report.cost import operations
+from coterie.report.experiments import experiments
 from coterie.report.flops import counting_base, round_cost, step_flops
+from coterie.report.style import Picture
 
 CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}
@@ -70,3 +75,17 @@ def test_a_pooled_client_works_as_much_as_all_clients_apart(values) -> None:
 def test_a_method_that_does_not_train_has_no_cost(config) -> None:
     run = config(method="pretrained")
     assert round_cost(run, counting_base(run), APART) is None
+
+
+def test_costs_are_set_against_the_fedavg_that_was_run(written, values, tmp_path) -> None:
+    for name in ("fedavg", "local"):
+        method = {"name": name, "generalists" if name == "fedavg" else "specialists": 1}
+        folder = written(f"runs/{name}", method, figures=[(0, "anna", "loss/joint", 4.0)])
+        about = json.loads((folder / "run.json").read_text())
+        about["config"] = parse(values(method=method)).as_dict()
+        (folder / "run.json").write_text(json.dumps(about))
+    (experiment,) = experiments([tmp_path / "runs"])
+    (picture,) = operations(experiment)
+    assert isinstance(picture, Picture)
+    assert picture.table is not None
+    assert [row[-1] for row in picture.table.rows] == ["+0.0 %", "+0.0 %"]

@@ -80,39 +80,47 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Floating-point operations of a round of each label, against FedAvg's with the same layout."""
+    """Floating-point operations of a round of each label, against FedAvg's.
+
+    FedAvg is the experiment's own, or, if it has none, that with the settings of the first label.
+    """
     title = "Floating-point operations"
     base: Base | None = None
-    costs: dict[str, tuple[Cost, Cost]] = {}
+    costs: dict[str, Cost] = {}
+    fedavg: Cost | None = None
+    first: RunConfig | None = None
     for label, run in experiment.first:
         if not run.names("loss/"):
             continue  # it trains nothing, or has not begun
         try:
             config = parse(run.config)
             base = base or counting_base(config)  # an experiment has one base
-            pair = _against_fedavg(config, base, experiment.clients)
+            cost = _cost(config, base, experiment.clients)
         except CoterieError as error:
             yield LeftOut(f"{title} of {label}", str(error))
             continue
-        if pair is None:
+        if cost is None:
             yield LeftOut(f"{title} of {label}", "its training is not made of levels")
-        else:
-            costs[label] = pair
-    if costs:
-        yield _operations(experiment, costs)
+            continue
+        costs[label] = cost
+        first = first or config
+        if config.label == "fedavg":
+            fedavg = fedavg or cost
+    if first and base:
+        fedavg = fedavg or _cost(first.with_method("fedavg"), base, experiment.clients)
+        assert fedavg is not None, "FedAvg's training is made of levels"
+        yield _operations(experiment, costs, fedavg)
 
 
-def _against_fedavg(config: RunConfig, base: Base, clients: list[str]) -> tuple[Cost, Cost] | None:
-    """A run's cost of a round and that of FedAvg with its settings; None if it has no levels."""
+def _cost(config: RunConfig, base: Base, clients: list[str]) -> Cost | None:
+    """A run's cost of a round; None if it has no levels."""
     apart = {client: [client] for client in clients}
-    mine = round_cost(config, base, {EVERYONE: clients} if config.pooled else apart)
-    fedavg = round_cost(config.with_method("fedavg"), base, apart)
-    return (mine, fedavg) if mine and fedavg else None
+    return round_cost(config, base, {EVERYONE: clients} if config.pooled else apart)
 
 
-def _operations(experiment: Experiment, costs: dict[str, tuple[Cost, Cost]]) -> Picture:
+def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) -> Picture:
     look = looks(list(experiment.runs))
-    every = [list(mine.levels) for mine, _ in costs.values()]
+    every = [list(mine.levels) for mine in costs.values()]
     levels = list(dict.fromkeys(level for names in every for level in names))
     most = max(map(len, every))
     # A method's first level is drawn in full colour, the next ones paler.
@@ -122,7 +130,7 @@ def _operations(experiment: Experiment, costs: dict[str, tuple[Cost, Cost]]) -> 
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
-        for place, (label, (mine, fedavg)) in enumerate(costs.items()):
+        for place, (label, mine) in enumerate(costs.items()):
             left = 0.0
             for turn, cost in enumerate(mine.levels.values()):
                 colour = canvas.colour(look[label])
@@ -146,14 +154,14 @@ def _operations(experiment: Experiment, costs: dict[str, tuple[Cost, Cost]]) -> 
             f"{mine.total / GIGA:,.1f}",
             _extra(mine, fedavg),
         ]
-        for label, (mine, fedavg) in costs.items()
+        for label, mine in costs.items()
     ]
     return Picture(
         "flops",
         "Floating-point operations per round",
         "Matrix products of the forward and backward passes, counted on a real step of each level "
         "and scaled to a round of all clients; a router phase counts by how often it comes. "
-        "Beside the bars: how much more than FedAvg with the same ranks and schedule.",
+        "Beside the bars: how much more than FedAvg.",
         f"Bars of operations per round by level for {listed(costs)}; the table has the figures.",
         draw,
         Table(
