@@ -162,3 +162,13 @@ def test_what_is_missing_is_said(config) -> None:
         config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})
     with pytest.raises(CoterieError, match="exclude each other"):
         config(method={"name": "pcl-1", "top": 2, "threshold": 0.5})
+
+
+def test_an_exchange_is_scored_once_though_an_evaluation_takes_it_in_too(
+    config, tmp_path, monkeypatch
+) -> None:
+    scored = []
+    monkeypatch.setattr("coterie.methods.pcl.mean_loss", lambda *_: scored.append(1) or 1.0)
+    method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
+    coterie.run(config(method=method, rounds=2, evaluation={"every": 1}), out=tmp_path / "run")
+    assert len(scored) == 2 * 3 * 3  # two exchanges, in which three clients score three models

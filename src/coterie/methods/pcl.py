@@ -246,7 +246,7 @@ class PCLClient(LoraClient):
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
         self.start = {name: p.detach().clone() for name, p in self.shared.items()}
-        self._told = 0
+        self._row: tuple[tuple[int, list[ClientId]], Row] | None = None
 
     def step(self, download: Message) -> Message:
         """Mix, train, and upload if the round ends with an exchange."""
@@ -276,12 +276,13 @@ class PCLClient(LoraClient):
         expected = _shapes(uploads[self.context.name])
         for tensors in uploads.values():
             check_shapes(Message(tensors=tensors), expected)
-        row = self.method.row(self, download.round, uploads)
-        if self._told != download.round:  # an evaluation takes a download in, and then the round
-            self.context.log("trust", row)
-            self._told = download.round
+        # An evaluation takes a download in, and then the round does: it is scored once.
+        exchange = download.round, list(uploads)
+        if self._row is None or self._row[0] != exchange:
+            self._row = exchange, self.method.row(self, download.round, uploads)
+            self.context.log("trust", self._row[1])
         if self.method.mix:
-            self._mix(row, uploads)
+            self._mix(self._row[1], uploads)
 
     @torch.no_grad()
     def _mix(self, row: Row, uploads: Mapping[ClientId, Tensors]) -> None:
@@ -321,9 +322,10 @@ class PCLClient(LoraClient):
 class PCLServer(LoraServer):
     """Passes every client's upload on to the others; it mixes nothing itself."""
 
+    method: PCL
+
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.method = method
         self.uploads: dict[ClientId, Tensors] = {}
         self._coming: dict[ClientId, Tensors] = {}
 
