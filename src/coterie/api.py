@@ -105,11 +105,7 @@ def compare(
     split = config.evaluation.split
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
-            seeded = cell.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
-            folder = session.cell(seeded, path, report)
-            with folder.lock():
-                session.finish(folder, seeded, watch)
-            results[name].append(folder.result or {})
+            results[name].append(session.cell(cell, name, seed, path, watch, report))
             write_comparison(Comparison(config.name, _filled(results), split), path)
     return Comparison(config.name, results, split)
 
@@ -189,7 +185,23 @@ class Session:
             "config": config.as_dict(),
         }
 
-    def cell(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
+    def cell(
+        self,
+        config: RunConfig,
+        name: str,
+        seed: int,
+        path: Path,
+        watch: Callable[[], Watch],
+        report: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """The result of one run of a comparison: found again, continued, or run."""
+        config = config.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
+        folder = self._folder(config, path, report)
+        with folder.lock():
+            self.finish(folder, config, watch)
+        return folder.result or {}
+
+    def _folder(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
         """The folder of one run of a comparison: found again if it is the same run, or made."""
         description = self.description(config, self.participants(config))
         folder = RunFolder(path / f"{config.name}-{config.digest()}")

@@ -4,7 +4,6 @@ A table file is YAML with the rows (methods) and columns (data sets) of a table 
 figures. Every cell is a run folder as `compare` makes them, so a stopped table is continued.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from coterie.api import Session
 from coterie.complaints import sentence
 from coterie.config import RunConfig, apply_setting, parse, read_mapping
 from coterie.errors import CoterieError
-from coterie.files import write_json, write_text
+from coterie.files import path_part, write_json, write_text
 from coterie.report.messages import MessagesTable, traffic
 from coterie.report.overlap import OverlapTable, jaccard
 from coterie.report.paper import PaperTable
@@ -125,7 +124,7 @@ def is_table(path: Path) -> bool:
 
 def slug(name: str) -> str:
     """A name as part of a path: "AG News, low" -> ag-news-low."""
-    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip(".-_")
+    return path_part(name.lower())
 
 
 def load_table(
@@ -298,11 +297,7 @@ def _perplexity(
         path = folder / slug(column.spec.name)
         for seed in range(column.run.seed, column.run.seed + seeds):
             for name, cell in column.cells.items():
-                run = cell.model_copy(update={"seed": seed, "name": f"{cell.name}-seed{seed}"})
-                inner = session.cell(run, path, report)
-                with inner.lock():
-                    session.finish(inner, run, watch)
-                result = inner.result or {}
+                result = session.cell(cell, cell.name, seed, path, watch, report)
                 results[column.spec.name][name].append(
                     result if spec.point is None else {**result, "reports": spec.point}
                 )

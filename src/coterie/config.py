@@ -1,7 +1,6 @@
 """One validated description of a run, from a YAML file and `--set key=value`."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import (
 from coterie.complaints import sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.errors import CoterieError
+from coterie.files import path_part
 from coterie.methods import POOLED, Method, available, method_from
 from coterie.training.spec import TrainingSpec
 
@@ -175,7 +175,7 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
     """
     path = path or DEMO
     values = read_mapping(path)
-    values.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-_") or "run")
+    values.setdefault("name", path_part(path.stem) or "run")
     values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
     for setting in settings:
         apply_setting(values, setting)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError
+
+
+def path_part(name: str) -> str:
+    """A name as part of a path: "AG News, low" -> AG-News-low; empty if nothing of it is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")
 
 
 @contextmanager

@@ -170,6 +170,7 @@ class LoraServer(ServerSide):
     """Holds the shared parameters; a round's uploads replace them by their mean."""
 
     def __init__(self, method: LoraMethod, context: ServerContext) -> None:
+        self.method = method
         # The first values are drawn from the run's seed alone, so the server can draw them too;
         # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}

@@ -39,7 +39,6 @@ class RankServer(LoraServer):
 
     def __init__(self, method: RankMethod, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.method = method
         self.ranks: dict[ClientId, dict[str, int]] = {}
         """The present rank of each of a client's pairs."""
 
@@ -235,9 +234,10 @@ class HetLoraClient(LoraClient):
     """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
     gradient, so they stay zero, and the present rank can be read off A."""
 
+    method: HetLora
+
     def __init__(self, method: HetLora, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.method = method
         self.pairs = _pairs(self.adapter)
         self.tails: dict[str, float] = {}
         """Of every pair, at the start of the round."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from coterie.files import write_bytes, write_text, writing
+from coterie.files import path_part, write_bytes, write_text, writing
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
 from coterie.report.division import division
@@ -23,7 +23,6 @@ from coterie.report.style import (
     Picture,
     Theme,
     listed,
-    slug,
 )
 from coterie.report.sweep import sweep
 from coterie.report.tables import Comparison, Table
@@ -89,7 +88,7 @@ def write_report(
 
 
 def _prefix(section: Section, sections: Sequence[Section]) -> str:
-    return f"{slug(section.experiment.name)}-" if len(sections) > 1 else ""
+    return f"{path_part(section.experiment.name)}-" if len(sections) > 1 else ""
 
 
 def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:

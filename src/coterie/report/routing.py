@@ -8,10 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.errors import CoterieError
+from coterie.files import path_part
 from coterie.methods import method_from
 from coterie.methods.lora import LoraMethod
 from coterie.report.experiments import Experiment, ReportedRun, over_seeds
-from coterie.report.style import Canvas, LeftOut, Picture, listed, slug
+from coterie.report.style import Canvas, LeftOut, Picture, listed
 from coterie.report.tables import Table
 
 PREFIX = "routing/"
@@ -83,7 +84,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         for client, n in panels
     ]
     return Picture(
-        f"routing-{slug(label)}",
+        f"routing-{path_part(label)}",
         f"Expert scores of {label}",
         "The routers' mean weight of each expert over the tokens of a round's last batch, a line "
         "per layer, coloured by its depth. Mean over seeds.",

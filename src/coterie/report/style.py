@@ -5,7 +5,6 @@ darker or lighter where they would be faint on the page; every method has a mark
 """
 
 import io
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -234,11 +233,6 @@ class LeftOut:
 def number(value: float) -> str:
     """A figure for a table or a label: four digits or so, never in powers of ten."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def slug(label: str) -> str:
-    """A label as a part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
+from coterie.files import path_part
 from coterie.report.experiments import Experiment
-from coterie.report.style import Canvas, LeftOut, Picture, number, slug
+from coterie.report.style import Canvas, LeftOut, Picture, number
 from coterie.report.tables import Table, mean
 from coterie.report.trust import annotate
 
@@ -57,7 +58,7 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
         for n, s in enumerate(steps)
     ]
     return Picture(
-        f"router-schedule-{slug(method)}",
+        f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
         f"Mean {experiment.split} perplexity over clients, seeds and whatever else differs between "
         "the runs. Less is better.",

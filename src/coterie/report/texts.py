@@ -19,9 +19,10 @@ from coterie.base import Tokenizer, context_token
 from coterie.config import parse
 from coterie.errors import CoterieError
 from coterie.federation import federation
+from coterie.files import path_part
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.routing import PREFIX, expert_names
-from coterie.report.style import Canvas, LeftOut, Picture, slug
+from coterie.report.style import Canvas, LeftOut, Picture
 
 LENGTH = 120
 """Tokens of each text, at most."""
@@ -68,7 +69,6 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
     layer: "first", "last", or a number from 1; None is first and last.
     """
     found = False
-    found = False
     for label, run in experiment.first:
         if not run.names(PREFIX):
             continue
@@ -87,7 +87,7 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
 
 def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPicture:
     return TextPicture(
-        f"texts-{slug(label)}-{slug(client)}",
+        f"texts-{path_part(label)}-{path_part(client)}",
         f"Experts of each token, {label}, {client}",
         f"The beginning of test texts, {LENGTH} tokens or so. A token's background is the expert "
         "that the router scores highest for it.",

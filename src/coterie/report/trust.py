@@ -7,8 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from coterie.files import path_part
 from coterie.report.experiments import Experiment, ReportedRun
-from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed, slug
+from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed
 from coterie.report.tables import Table
 
 METRIC = "trust"
@@ -93,7 +94,7 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
         for place, client in enumerate(clients)
     ]
     return Picture(
-        f"trust-{slug(label)}",
+        f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
         "Row: the client that mixes; column: whose update it takes with this weight. Rows sum to "
         "one. Mean over seeds.",
@@ -123,7 +124,7 @@ def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.nd
         return figure
 
     return Picture(
-        f"trust-over-rounds-{slug(label)}",
+        f"trust-over-rounds-{path_part(label)}",
         f"Trust over rounds of {label}",
         "A panel per client: its weights of all clients, itself included. Mean over seeds.",
         f"For each of {listed(clients)}, lines of its weights of all clients by round.",
