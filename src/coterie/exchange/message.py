@@ -1,6 +1,7 @@
 """Messages and states: named tensors and a little JSON, as safetensors, never as pickle."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,11 @@ from coterie.errors import CoterieError
 Json = Any
 LARGEST_MESSAGE = 2**30
 """Bytes that are accepted: three full-rank updates of GPT-2's layers (see methods/exact.py)."""
+LARGEST_HEADER = 2**23
+"""Bytes of a message's names, shapes and values, which take up to 65 times as much when parsed."""
+LAST_ROUND = 2**31
+MOST_DIMENSIONS = 64
+"""Of a tensor that torch can compute with."""
 
 
 class MessageError(CoterieError):
@@ -55,9 +61,11 @@ class Message:
         """Read what `encode` wrote; raises MessageError for anything else or too large."""
         if len(data) > LARGEST_MESSAGE:
             raise MessageError(f"A message of {len(data):,} bytes is larger than is accepted.")
+        if _header_size(data) > LARGEST_HEADER:
+            raise MessageError("A message's header is larger than is accepted.")
         tensors, header = _unpack(data)
         number = header.get("round")
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        if type(number) is not int or not 0 <= number <= LAST_ROUND:
             raise MessageError("A message has no valid round number.")
         return cls(number, tensors, header["values"])
 
@@ -68,13 +76,27 @@ def _pack(tensors: Mapping[str, Tensor], header: Json) -> bytes:
     return safetensors.torch.save(whole, metadata)
 
 
+def _header_size(data: bytes) -> int:
+    return int.from_bytes(data[:8], "little")
+
+
 def _unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Json]]:
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["coterie"])
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
+        header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
+    # RuntimeError: torch's for a shape whose strides overflow, and Python's for deep nesting.
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("Bytes arrived that are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
         raise MessageError("A message's header does not hold its values.")
+    if any(tensor.ndim > MOST_DIMENSIONS for tensor in tensors.values()):
+        raise MessageError("A message holds a tensor of too many dimensions.")
     return tensors, header
+
+
+def _finite(text: str) -> float:
+    number = float(text)  # also of "NaN", "-Infinity" and "1e999", which Python's JSON lets through
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number

@@ -11,11 +11,14 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from coterie.exchange.message import Json, Message, MessageError
 
 Way = Literal["hello", "up", "down"]
 Shapes = Mapping[str, tuple[int, ...]]
+DEEPEST = 32
+"""Levels of lists and mappings in a value: more than any needs, and no strain on recursion."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,16 @@ class Schema:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if not any(f.dtype == dtype and fnmatchcase(name, f.pattern) for f in fields):
                 raise MessageError(f"The tensor {name!r} ({dtype}) may not travel ({way}).")
-            if not torch.isfinite(tensor).all():
+            if not _finite_tensor(tensor):
                 raise MessageError(f"The tensor {name!r} holds values that are not finite.")
         for name, value in message.values.items():
             if not any(f.dtype == "json" and fnmatchcase(name, f.pattern) for f in fields):
                 raise MessageError(f"The value {name!r} may not travel ({way}).")
-            if not _finite(value):
-                raise MessageError(f"The value {name!r} holds numbers that are not finite.")
+            if not plain(value):
+                raise MessageError(
+                    f"The value {name!r} holds numbers that are not finite or fit no 64 bits, "
+                    f"or is nested more than {DEEPEST} levels deep."
+                )
 
     def send(self, way: Way, message: Message) -> bytes:
         """The bytes of a message, once it is sure that all of it may travel."""
@@ -78,13 +84,22 @@ def check_shapes(message: Message, expected: Shapes) -> None:
             )
 
 
-def _finite(value: Json) -> bool:
+def _finite_tensor(tensor: Tensor) -> bool:
+    # torch tells finite from other only for some floats of 8 bits; float32 holds them all exactly.
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return bool(torch.isfinite(wide).all())
+
+
+def plain(value: Json, levels: int = DEEPEST) -> bool:
+    """Whether a value is text, finite numbers of 64 bits, and not too deep lists and mappings."""
     match value:
         case dict():
-            return all(_finite(v) for v in value.values())
+            return levels > 0 and all(plain(v, levels - 1) for v in value.values())
         case list() | tuple():
-            return all(_finite(v) for v in value)
+            return levels > 0 and all(plain(v, levels - 1) for v in value)
         case float():
             return math.isfinite(value)
+        case int():
+            return -(2**63) <= value < 2**63
         case _:
-            return isinstance(value, str | int | bool | None)
+            return isinstance(value, str | None)

@@ -186,7 +186,10 @@ class LoraServer(ServerSide):
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note which shared tensors a client holds; their shapes must be the run's."""
-        shapes = {name: tuple(shape) for name, shape in hello.values.get("shapes", {}).items()}
+        told = hello.values.get("shapes", {})
+        if not isinstance(told, dict) or not all(isinstance(s, list) for s in told.values()):
+            raise MessageError(f"The client {client!r} gives no shapes of what it would share.")
+        shapes = {name: tuple(shape) for name, shape in told.items()}
         for name, shape in shapes.items():
             if name not in self.shared or shape != self.shape(client, name):
                 raise MessageError(f"The client {client!r} would share {name!r} {shape}: unknown.")
