@@ -102,7 +102,7 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
         with torch.no_grad():
             for key, parameter in poet.adapter.parameters().items():
                 parameter.copy_(trained[name][key])
-            loss = language_model_loss(local.base.model, ids).item()
+            loss = language_model_loss(poet.context.base.model, ids).item()
             for key, parameter in poet.adapter.parameters().items():
                 parameter.copy_(trained["poet"][key])
         scores.append(-loss if form == "paper" else -math.exp(loss))

@@ -6,6 +6,7 @@ order of names: memory does not grow with the number of clients and the order of
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,16 +14,19 @@ from tempfile import TemporaryDirectory
 
 from coterie.base import Base
 from coterie.config import RunConfig
-from coterie.exchange import Message, State
-from coterie.federation import Participant, client_context
+from coterie.engines.client import ClientPart, due, result
+from coterie.exchange import Json, State
+from coterie.federation import Participant
 from coterie.files import writing
-from coterie.methods import ServerContext
+from coterie.methods import ClientId, ServerContext
 from coterie.runs import Recorder, RunFolder, Watch
-from coterie.training.evaluation import Score, evaluate
 
 
-class LocalRun:
-    """One method on one federation, from its newest checkpoint (or the start) to its result."""
+class Rounds(ABC):
+    """One method on one federation, from its newest checkpoint (or the start) to its result.
+
+    The server is in this process; where the clients work is up to the engine.
+    """
 
     def __init__(
         self,
@@ -32,136 +36,128 @@ class LocalRun:
         folder: RunFolder,
         watch: Watch,
     ) -> None:
-        self.config, self.base, self.folder, self.watch = config, base, folder, watch
-        self.participants = {p.name: p for p in participants}
+        self.config, self.folder, self.watch = config, folder, watch
+        self.names = [p.name for p in participants]
+        self.texts = sum(len(p.tests) for p in participants)
         self.recorder = Recorder(folder, watch.seen)
         self.schema = config.method.schema()
-        log = self.recorder.log
-        names = tuple(sorted(self.participants))
-        self.server = config.method.server(
-            ServerContext(config.seed, base.model, names, partial(log, None))
-        )
-        self.clients = {
-            name: config.method.client(client_context(config, base, p, partial(log, name)))
-            for name, p in self.participants.items()
-        }
-        for name in names:
-            hello = self.schema.send("hello", self.clients[name].hello())
+        log = partial(self.recorder.log, None)
+        names = tuple(sorted(self.names))
+        self.server = config.method.server(ServerContext(config.seed, base.model, names, log))
+
+    @abstractmethod
+    def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        """What every client says first, in the order of `names`."""
+
+    @abstractmethod
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
+        """Every client's upload, in the order of `names`; its figures are recorded by then."""
+
+    @abstractmethod
+    def _close(self, round: int) -> None:
+        """Let every client score what the round made of it, in the order of `names`."""
+
+    @abstractmethod
+    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
+        """Every client's state after a round."""
+
+    @abstractmethod
+    def _restore_clients(self) -> None:
+        """Take every client back to the newest checkpoint."""
+
+    def _join(self) -> None:
+        for name, hello in sorted(self._hellos()):
             self.server.join(name, self.schema.receive("hello", hello))
-        self.scores: dict[str, dict[str, dict[str, Score]]] = {}
 
     def run(self) -> None:
         """All rounds that are left; the folder then holds the result."""
         done = self._restore()
         config = self.config
-        tokens = config.training.batch * config.data.window
-        if config.pooled:
-            tokens *= sum(len(p.tests) for p in self.participants.values())
+        tokens = config.training.batch * config.data.window * (self.texts if config.pooled else 1)
         with self.watch as watch, TemporaryDirectory() as spool:
-            watch.start(config.label, config.rounds, done, len(self.clients), tokens)
+            watch.start(config.label, config.rounds, done, len(self.names), tokens)
             for round in range(done, config.rounds):
                 began = time.monotonic()
                 self.recorder.round = round
                 self._round(round, Path(spool))
                 self.recorder.log(None, "seconds", time.monotonic() - began)
-                self.recorder.flush()
+                figures = self.recorder.take()
+                self.folder.append(figures)
                 self.folder.save(round + 1, self._states())
-                watch.round_over(round, self._note(round))
-        self.folder.finish(self._result())
+                watch.round_over(round, self._note(figures))
+        self.folder.finish(result(config, self.folder))
 
     def _round(self, round: int, spool: Path) -> None:
         """Algorithm 1 of most papers: download, local work, upload; then the server aggregates."""
-        self.server.open(round, sorted(self.clients))
-        for name, client in self.clients.items():
-            upload = self.schema.send("up", client.step(self._download(name)))
+        self.server.open(round, sorted(self.names))
+        for name, upload in self._steps(round):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
-            self.recorder.log(name, "bytes/up", len(upload))
-            if self._due(round):
-                self._score(name, "trained")
             self.watch.worked(round, name)
-        for name in sorted(self.clients):
+        for name in sorted(self.names):
             self.server.receive(name, self.schema.receive("up", (spool / name).read_bytes()))
         self.server.close()
-        if self._due(round):
-            for name in self.clients:
-                self._after_aggregation(name, last=round + 1 == self.config.rounds)
+        if due(self.config, round):
+            self._close(round)
 
-    def _after_aggregation(self, name: str, last: bool) -> None:
-        """Score a client as if the run ended here, and let it end if it does."""
-        client = self.clients[name]
-        if not self.schema.down:
-            self._log_scores(name, "aggregated", self.scores[name]["trained"])
-            return
-        before = client.state()
-        client.finish(self._download(name))
-        self._score(name, "aggregated")
-        if not (last and self.config.method.reports == "aggregated"):
-            client.restore(before)
-
-    def _download(self, name: str) -> Message:
-        data = self.schema.send("down", self.server.download(name))
-        self.recorder.log(name, "bytes/down", len(data))
-        return self.schema.receive("down", data)
-
-    def _due(self, round: int) -> bool:
-        every = self.config.evaluation.every
-        return round + 1 == self.config.rounds or (every is not None and (round + 1) % every == 0)
-
-    def _score(self, name: str, point: str) -> None:
-        model = self.clients[name].model()
-        window, batch = self.config.data.window, self.config.evaluation.batch
-        tests = self.participants[name].tests
-        scores = {
-            text: evaluate(self.base, model, tokens, window, batch)
-            for text, tokens in tests.items()
-        }
-        self._log_scores(name, point, scores)
-
-    def _log_scores(self, name: str, point: str, scores: dict[str, Score]) -> None:
-        self.scores.setdefault(name, {})[point] = scores
-        for text, score in scores.items():
-            self.recorder.log(text, f"test/{point}", score.as_dict())
+    def _download(self, name: ClientId) -> bytes:
+        return self.schema.send("down", self.server.download(name))
 
     def _states(self) -> Iterator[tuple[str, State]]:
         yield "server", self.server.state()
-        for name, client in self.clients.items():
-            yield f"client-{name}", client.state()
+        for name, state in self._client_states():
+            yield f"client-{name}", state
 
     def _restore(self) -> int:
         done = self.folder.rounds()
         self.folder.forget_from(done)
         if done:
             self.server.restore(self.folder.load("server"))
-            for name, client in self.clients.items():
-                client.restore(self.folder.load(f"client-{name}"))
+            self._restore_clients()
         return done
 
-    def _note(self, round: int) -> str:
-        if not self._due(round):
+    def _note(self, figures: list[dict[str, Json]]) -> str:
+        """The mean over texts of what the round's models were scored, if they were."""
+        scored = f"test/{self.config.method.reports}"
+        found = [line["value"]["perplexity"] for line in figures if line["name"] == scored]
+        if not found:
             return ""
-        reports = self.config.method.reports
-        found = [s for points in self.scores.values() for s in points[reports].values()]
-        split = self.config.evaluation.split
-        return f"{split} perplexity {sum(s.perplexity for s in found) / len(found):.2f}  "
+        return f"{self.config.evaluation.split} perplexity {sum(found) / len(found):.2f}  "
 
-    def _result(self) -> dict[str, object]:
-        """The last scores per text, and what it took: from the metrics, to count all parts."""
-        points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
-        traffic = {"bytes/up": 0, "bytes/down": 0}
-        seconds = 0.0
-        for line in self.folder.metrics():
-            kind, _, point = line["name"].partition("/")
-            if kind == "test":
-                points[point][line["client"]] = line["value"]
-            elif line["name"] in traffic:
-                traffic[line["name"]] += line["value"]
-            elif line["name"] == "seconds":
-                seconds += line["value"]
-        return {
-            "method": self.config.label,
-            "reports": self.config.method.reports,
-            **points,
-            "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},
-            "seconds": round(seconds, 1),
-        }
+
+class LocalRun(Rounds):
+    """The rounds, with all clients in this process; they share one base in memory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base: Base,
+        participants: Sequence[Participant],
+        folder: RunFolder,
+        watch: Watch,
+    ) -> None:
+        super().__init__(config, base, participants, folder, watch)
+        log = self.recorder.log
+        self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
+        self.clients = {name: part.side for name, part in self.parts.items()}
+        self._join()
+
+    def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        for name, part in self.parts.items():
+            yield name, part.hello()
+
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
+        for name, part in self.parts.items():
+            yield name, part.step(round, self._download(name))
+
+    def _close(self, round: int) -> None:
+        for name, part in self.parts.items():
+            part.close(round, self._download(name))
+
+    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
+        for name, client in self.clients.items():
+            yield name, client.state()
+
+    def _restore_clients(self) -> None:
+        for name, client in self.clients.items():
+            client.restore(self.folder.load(f"client-{name}"))

@@ -107,28 +107,51 @@ class RunFolder:
                 raise CoterieError(f"Another process is working in {self.path}.") from None
             yield
 
-    def save(self, rounds: int, states: Iterable[tuple[str, State]]) -> None:
-        """Write the checkpoint after so many rounds, one state at a time; then drop older ones."""
+    def save(
+        self,
+        rounds: int,
+        states: Iterable[tuple[str, State]],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        keep: int = 1,
+    ) -> None:
+        """Write the checkpoint after so many rounds, one state at a time, and files beside them.
+
+        Then drop all but the newest `keep`.
+        """
 
         def fill(folder: Path) -> None:
             for name, state in states:
                 write_bytes(folder / f"{name}.safetensors", state.encode())
+            for name, data in (files or {}).items():
+                write_bytes(folder / name, data)
 
-        newest = self.path / "checkpoints" / f"{rounds:05d}"
+        newest = self.checkpoint(rounds)
         shutil.rmtree(newest, ignore_errors=True)
         write_folder(newest, fill)
-        for folder in newest.parent.iterdir():
-            if folder != newest:
-                shutil.rmtree(folder, ignore_errors=True)
+        self.drop(sorted(newest.parent.iterdir())[:-keep])
+
+    def checkpoint(self, rounds: int) -> Path:
+        """Where the checkpoint after so many rounds is."""
+        return self.path / "checkpoints" / f"{rounds:05d}"
+
+    def checkpoints(self) -> list[Path]:
+        """The folders of all checkpoints there are, oldest first."""
+        return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
+
+    def drop(self, checkpoints: Iterable[Path]) -> None:
+        """Remove checkpoints."""
+        for folder in checkpoints:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def rounds(self) -> int:
         """Rounds that the newest checkpoint holds; 0 without one."""
-        done = [p.name for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir()]
-        return int(max(done, default=0))
+        found = self.checkpoints()
+        return int(found[-1].name) if found else 0
 
     def load(self, name: str) -> State:
         """One side's state from the newest checkpoint."""
-        path = self.path / "checkpoints" / f"{self.rounds():05d}" / f"{name}.safetensors"
+        path = self.checkpoint(self.rounds()) / f"{name}.safetensors"
         try:
             return State.decode(path.read_bytes())
         except FileNotFoundError:
@@ -154,8 +177,11 @@ class RunFolder:
 
     def forget_from(self, round: int) -> None:
         """Drop figures of rounds that will be run again."""
-        kept = [json.dumps(line) + "\n" for line in self.metrics() if line["round"] < round]
-        write_text(self.path / "metrics.jsonl", "".join(kept))
+        self.rewrite(line for line in self.metrics() if line["round"] < round)
+
+    def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
+        """Replace all figures."""
+        write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
@@ -183,5 +209,9 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the round's figures."""
-        self._folder.append(self._lines)
-        self._lines = []
+        self._folder.append(self.take())
+
+    def take(self) -> list[dict[str, Json]]:
+        """Hand out what was noted since the last time."""
+        lines, self._lines = self._lines, []
+        return lines
