@@ -27,6 +27,8 @@ from coterie.training.spec import TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
+DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
+NOT_IN_DIGEST = ("name", "baselines", "deployment")
 METHOD = "comigs-1g1s"
 """The method of a run file that names none."""
 
@@ -42,6 +44,29 @@ class EvaluationSpec(BaseModel):
     batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
     split: Literal["test", "validation"] = Field(
         default="test", description="the held-out text that models are scored on"
+    )
+
+
+class DeploymentSpec(BaseModel):
+    """Section `deployment` of a run file: what a server does when clients are late or gone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    anyone: bool = Field(
+        default=False,
+        description="clients that are not named may join, too, if they have a key; so if none is",
+    )
+    quorum: int | None = Field(
+        default=None, ge=1, description="clients that a round needs; default: all that are named"
+    )
+    deadline: float = Field(
+        default=3600, gt=0, description="seconds after which a round that has its quorum ends"
+    )
+    share_metrics: bool = Field(
+        default=False, description="clients send losses and scores to the server; else none leave"
+    )
+    largest_message: int = Field(
+        default=256, ge=1, description="MiB; a larger message is refused unread"
     )
 
 
@@ -83,6 +108,7 @@ class RunConfig(BaseModel):
     )
     training: TrainingSpec = TrainingSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    deployment: DeploymentSpec = DeploymentSpec()
 
     @model_validator(mode="before")
     @classmethod
@@ -163,7 +189,7 @@ class RunConfig(BaseModel):
 
     def digest(self) -> str:
         """A hash of everything that can change the result, data files' contents apart."""
-        what = {k: v for k, v in self.as_dict().items() if k not in ("name", "baselines")}
+        what = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
         canonical = json.dumps(what, sort_keys=True)
         return blake2b(canonical.encode(), digest_size=8).hexdigest()
 
@@ -173,13 +199,63 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
 
     Raises CoterieError, in one sentence, for anything that is not a valid run.
     """
+    return parse(_values(path, settings))
+
+
+def load_deployment(
+    path: Path | None, settings: Sequence[str], registered: Sequence[str]
+) -> RunConfig:
+    """A run file as its server reads it: clients have names, and their texts are elsewhere.
+
+    A run file without `clients` is for all that are registered. Raises CoterieError as
+    `load_config` does, and for clients that are not registered.
+    """
+    values = _values(path, settings)
+    if values.get("divide") is not None:
+        raise CoterieError("In a deployment the texts are with the clients; leave `divide` out.")
+    if not values.get("clients"):
+        if not registered:
+            raise CoterieError("No client has a key yet; make one with `coterie keys add NAME`.")
+        values["clients"] = [{"name": name} for name in registered]
+        apply_setting(values, "deployment.anyone=true")
+    config = parse({**_with_text(values, "-"), "baselines": []})
+    for client in config.clients:
+        if client.name not in registered:
+            raise CoterieError(
+                f"The client {client.name!r} has no key; make one with `coterie keys add "
+                f"{client.name}`."
+            )
+    if config.pooled:
+        raise CoterieError("A pooled run has everybody's text in one place; it cannot be deployed.")
+    quorum, count = config.deployment.quorum, len(config.clients)
+    if quorum is not None and quorum > count and not config.deployment.anyone:
+        raise CoterieError(f"deployment.quorum is {quorum}, but the run has {count} clients.")
+    return config
+
+
+def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
+    """A run file, with a text of the demo for clients that give none: those of a deployment."""
+    return parse(_with_text(_values(path, settings), str(DEMO_TEXT)))
+
+
+def _with_text(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """The run with a path for clients that have none; what is not a list, the parser refuses."""
+    listed = values.get("clients")
+    if not isinstance(listed, list):
+        return values
+    lack = [isinstance(c, dict) and not {"path", "train"} & c.keys() for c in listed]
+    clients = [{**c, "path": path} if no else c for c, no in zip(listed, lack, strict=True)]
+    return {**values, "clients": clients}
+
+
+def _values(path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     path = path or DEMO
     values = read_mapping(path)
     values.setdefault("name", path_part(path.stem) or "run")
     values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
     for setting in settings:
         apply_setting(values, setting)
-    return parse(values)
+    return values
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:

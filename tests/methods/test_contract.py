@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import loop
 import pytest
 import torch
 
@@ -72,6 +73,12 @@ def run(request, values):
     """A run of every method."""
     whole = values(method=request.param, rounds=2)
     return parse({**whole, "data": {**whole["data"], "public": "poet.txt"}})
+
+
+def test_a_deployment_gives_the_same_bits(run, tmp_path) -> None:
+    local = coterie.run(run, out=tmp_path / "local")
+    loop.deploy(run, tmp_path)
+    loop.assert_as_local(run, tmp_path, RunFolder(local.path))
 
 
 def test_a_run_stopped_between_rounds_continues_to_the_same_bits(run, tmp_path) -> None:

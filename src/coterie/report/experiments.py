@@ -35,10 +35,12 @@ class ReportedRun:
 
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
-        """Everything but the checkpoints."""
-        about = folder.description
+        """Everything but the checkpoints. A server that was told no scores has no result."""
+        about, result = folder.description, folder.result
+        if result is not None and not result[result["reports"]]:
+            result = None
         metrics = list(folder.metrics())
-        return cls(folder.path, about["config"], about["clients"], metrics, folder.result)
+        return cls(folder.path, about["config"], about["clients"], metrics, result)
 
     @property
     def method(self) -> str:

@@ -1,0 +1,90 @@
+"""What stands around a message between machines: which run and round it is for, and what to do.
+
+An envelope is a small JSON header and the message's bytes. Headers hold nothing of a client's text.
+"""
+
+import json
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coterie.exchange.message import LAST_ROUND, Json, MessageError
+from coterie.exchange.schema import plain
+
+LARGEST_HEADER = 2**24
+"""Bytes; a header holds a run's description, or a round's figures where they are shared."""
+Kind = Literal["join", "step", "finish"]
+Fault = Literal["unknown run", "refused", "failed", "version", "base"]
+"""Why a client has no upload: it must join first; it refused what it got; it could not do its work
+(its own log says why); its Coterie is another one, or its base."""
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run: str = Field(pattern=r"^[0-9a-f]{16}$", description="Coterie's own run id")
+    client: str = Field(max_length=64)
+    kind: Kind
+    round: int = Field(ge=0, le=LAST_ROUND)
+
+
+class Order(_Header):
+    """From the server: join the run, do the step of a round, or finish; the body is a download."""
+
+    counted: int | None = None
+    """The last round in which the server counted this client's upload."""
+    version: str = ""
+    base: str = ""
+    """Hash of the weights that the others have, if anybody has joined."""
+    config: dict[str, Json] | None = None
+    """The run, without anybody's paths; to join only."""
+
+
+class Figure(BaseModel):
+    """What a client logged: a line of metrics.jsonl."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    round: int = Field(ge=0, le=LAST_ROUND)
+    client: str | None = Field(default=None, max_length=64)
+    name: str = Field(max_length=200)
+    value: Json = None
+
+    @model_validator(mode="after")
+    def _draws(self) -> Self:
+        scores = self.name.startswith("test/")
+        numbers = isinstance(self.value, dict) and {"perplexity", "bits_per_byte"} <= {*self.value}
+        if not plain(self.value) or (scores and not numbers):
+            raise ValueError("it is not a figure")
+        return self
+
+
+class Reply(_Header):
+    """From a client: the answer to an order; the body is a hello or an upload."""
+
+    fault: Fault | None = None
+    base: str = ""
+    """Hash of the base's weights, in the answer to join."""
+    figures: list[Figure] | None = None
+    """What was logged, where the run shares metrics."""
+
+
+H = TypeVar("H", bound=_Header)
+
+
+def seal(header: _Header, body: bytes = b"") -> bytes:
+    """Header and message as bytes."""
+    text = json.dumps(header.model_dump(exclude_none=True), allow_nan=False).encode()
+    return len(text).to_bytes(4, "big") + text + body
+
+
+def unseal(kind: type[H], data: bytes) -> tuple[H, bytes]:
+    """What `seal` wrote; raises MessageError for anything else."""
+    end = 4 + int.from_bytes(data[:4], "big")
+    if not 4 < end <= min(len(data), LARGEST_HEADER):
+        raise MessageError("Bytes arrived that are not a Coterie envelope.")
+    try:
+        values: Any = json.loads(data[4:end])
+        return kind.model_validate(values), data[end:]
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise MessageError("Bytes arrived that are not a Coterie envelope.") from error

@@ -1,0 +1,333 @@
+"""Server and workers over a network that loses, repeats and delays: the bits of one process, and
+no round twice."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loop import Loop, assert_as_local, deploy, folder, own, server, workers
+
+import coterie
+from coterie.engines import server as engine
+from coterie.engines.server import ServerWatch
+from coterie.engines.worker import Worker
+from coterie.errors import CoterieError
+from coterie.exchange import Message
+from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.runs import RunFolder
+
+NAMES = ("diarist", "poet", "whaler")
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    return config(evaluation={"every": 1}, deployment={"quorum": 3, "deadline": 60})
+
+
+@pytest.fixture(scope="module")
+def local(run, tmp_path_factory) -> RunFolder:
+    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("local") / "run").path)
+
+
+def deployed(run: coterie.RunConfig, **settings: Any) -> coterie.RunConfig:
+    """The run with other settings of its deployment."""
+    return run.model_copy(update={"deployment": run.deployment.model_copy(update=settings)})
+
+
+def steps(loop: Loop) -> Counter[tuple[str, int]]:
+    """How often each client was sent the step of each round."""
+    return Counter((name, order.round) for name, order in loop.orders if order.kind == "step")
+
+
+def test_a_deployment_ends_in_the_bits_of_one_process(run, local, tmp_path) -> None:
+    loop = deploy(run, tmp_path)
+    assert_as_local(run, tmp_path, local)
+    assert set(steps(loop).values()) == {1}
+    losses = [m for m in local.metrics() if m["name"].startswith(("loss", "test", "routing"))]
+    for name in NAMES:
+        mine = [m for m in folder(run, tmp_path, name).metrics() if m["client"] == name]
+        assert [m for m in mine if not m["name"].startswith("bytes")] == [
+            m for m in losses if m["client"] == name
+        ]
+
+
+def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -> None:
+    deploy(run, tmp_path / "kept")
+    names = {m["name"].split("/")[0] for m in RunFolder(tmp_path / "kept/server").metrics()}
+    assert names == {"bytes", "seconds"}
+    deploy(deployed(run, share_metrics=True), tmp_path / "shared")
+    server_folder = RunFolder(tmp_path / "shared/server")
+    assert server_folder.result is not None
+    assert set(server_folder.result["trained"]) == set(NAMES)
+    assert {m["client"] for m in server_folder.metrics() if "loss" in m["name"]} == set(NAMES)
+
+
+def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
+    lost = set()
+
+    def lose(name: str, order: Order) -> bool:
+        first = (name, order.kind, order.round) not in lost
+        lost.add((name, order.kind, order.round))
+        return first and order.kind != "join"
+
+    def reconnect(loop: Loop) -> None:
+        for name in NAMES:
+            loop.again(name)
+
+    events = dict.fromkeys(range(3, 100, 3), reconnect)
+    loop = deploy(run, tmp_path, lose=lose, events=events)
+    assert max(steps(loop).values()) > 1  # orders were repeated
+    assert_as_local(run, tmp_path, local)  # and not obeyed twice
+
+
+@pytest.mark.parametrize("turn", [2, 3, 4, 5, 6])
+def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> None:
+    def killed(loop: Loop) -> None:
+        loop.again("poet", Worker(own(run, "poet", tmp_path)))
+
+    deploy(run, tmp_path, events={turn: killed})
+    assert_as_local(run, tmp_path, local)
+
+
+SPOILED = ("nan", "shape", "bytes", "other run", "other client", "none", "figures")
+
+
+class Hasty(Loop):
+    """Clients do at once what they are told, and leave with the last reply."""
+
+    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+        ticket = super().send(client, data, round, seconds)
+        self.under_way[ticket] = client, self.workers[client].answer(data)
+        if unseal(Order, data)[0].kind == "finish":
+            self.away.add(client)
+        return ticket
+
+    def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+        for ticket in list(tickets):
+            if ticket in self.under_way:
+                yield ticket, self.under_way.pop(ticket)[1]
+
+
+def test_a_client_that_leaves_with_its_reply_has_replied(run, local, tmp_path) -> None:
+    loop = Hasty(workers(run, tmp_path))
+    server(run, tmp_path / "server", loop).rounds()
+    assert not loop.under_way
+    assert len([o for _, o in loop.orders if o.kind == "finish"]) == len(NAMES)
+    assert_as_local(run, tmp_path, local)
+
+
+class Killed(Exception):
+    """The server's process ends."""
+
+
+def kill(loop: Loop) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3, 4, 5])
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(turn, run, local, tmp_path) -> None:
+    clients = workers(run, tmp_path)
+    with pytest.raises(Killed):
+        server(run, tmp_path / "server", Loop(clients, {turn: kill})).rounds()
+    server(run, tmp_path / "server", Loop(clients)).rounds()
+    assert_as_local(run, tmp_path, local)
+
+
+def test_an_upload_that_did_not_count_is_undone(run, tmp_path) -> None:
+    """With a quorum of two, the poet is too late in the second round, and its work is for nothing:
+    it goes on from what it was before."""
+    quorum = deployed(run, quorum=2, deadline=0.001)
+    loop = deploy(quorum, tmp_path, lose=lambda name, order: (name, order.round) == ("poet", 1))
+    counted = {o.round: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
+    assert counted == {0: None, 1: 0, 2: 0}
+    mine = [m for m in folder(run, tmp_path, "poet").metrics() if m["name"] == "loss/experts"]
+    assert {m["round"] for m in mine} == {0, 2}
+
+
+def test_a_client_that_joins_late_takes_part_from_the_next_round(run, tmp_path) -> None:
+    quorum = deployed(run, quorum=2)
+    loop = deploy(
+        quorum, tmp_path, away={"whaler"}, events={1: lambda network: network.again("whaler")}
+    )
+    rounds = sorted(r for name, r in steps(loop) if name == "whaler")
+    assert rounds
+    assert rounds[0] > 0
+    assert folder(run, tmp_path, "whaler").result is not None
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, tmp_path) -> None:
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, body = unseal(Reply, data)
+        if name != "poet" or reply.kind != "step" or reply.round != 1:
+            return data
+        message = Message.decode(body)
+        first = min(message.tensors)
+        tensors = dict(message.tensors)
+        match what:
+            case "nan":
+                tensors[first] = torch.full_like(tensors[first], float("nan"))
+            case "shape":
+                tensors[first] = tensors[first][:1]
+            case "bytes":
+                return np.random.default_rng(0).bytes(len(data))
+            case "other run":
+                return seal(reply.model_copy(update={"run": "f" * 16}), body)
+            case "other client":
+                return seal(reply.model_copy(update={"client": "diarist"}), body)
+            case "none":
+                return seal(reply)
+            case "figures":  # as JSON: no client of ours could make them
+                header = reply.model_dump(exclude_none=True)
+                header["figures"] = [{"round": 1, "name": "test/trained", "value": "x"}]
+                text = json.dumps(header).encode()
+                return len(text).to_bytes(4, "big") + text + body
+        return seal(reply, Message(message.round, tensors).encode())
+
+    notes: list[str] = []
+
+    class Notes(ServerWatch):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    quorum = deployed(run, quorum=2, deadline=0.001)
+    loop = Loop(workers(quorum, tmp_path), change=spoil)
+    server(quorum, tmp_path / "server", loop, Notes()).rounds()
+    [refusal] = [note for note in notes if "refused" in note]
+    assert "poet" in refusal
+    assert all(folder(run, tmp_path, name).result is not None for name in NAMES)
+
+
+def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "RETRY", 0.0)
+    spoiled = []
+
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, body = unseal(Reply, data)
+        if (name, reply.kind, reply.round) != ("poet", "step", 1) or spoiled:
+            return data
+        spoiled.append(name)
+        message = Message.decode(body)
+        first = min(message.tensors)
+        tensors = {**message.tensors, first: message.tensors[first][:1]}
+        return seal(reply, Message(message.round, tensors).encode())
+
+    loop = deploy(run, tmp_path, change=spoil)
+    assert steps(loop)["poet", 1] == 2
+    assert steps(loop)["whaler", 1] == 1
+    assert_as_local(run, tmp_path, local)
+
+
+def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None:
+    class Failing(Worker):
+        def _obey(self, order: Order, body: bytes) -> bytes:
+            if order.kind == "step" and order.round == 1:
+                raise CoterieError("no")
+            return super()._obey(order, body)
+
+    clients = workers(run, tmp_path)
+    clients["poet"] = Failing(own(run, "poet", tmp_path))
+    loop = Loop(clients)
+    server(deployed(run, quorum=2, deadline=1e6), tmp_path / "server", loop).rounds()
+    assert steps(loop)["poet", 1] == 1
+
+
+def test_orders_that_no_client_obeys(run, tmp_path) -> None:
+    worker = Worker(own(run, "poet", tmp_path))
+    order = Order(run="0" * 16, client="poet", kind="step", round=0)
+    assert unseal(Reply, worker.answer(seal(order)))[0].fault == "unknown run"
+    other = order.model_copy(update={"client": "whaler"})
+    assert unseal(Reply, worker.answer(seal(other)))[0].fault == "refused"
+    old = order.model_copy(update={"kind": "join", "version": "0.0.1"})
+    assert unseal(Reply, worker.answer(seal(old)))[0].fault == "version"
+    for data in (b"", b"\0\0\0\2{}", b"\xff" * 100, seal(order)[:-1]):
+        with pytest.raises(CoterieError):
+            worker.answer(data)
+
+
+def test_a_client_whose_disk_is_full_is_left_out_and_keeps_its_state(
+    run, tmp_path, monkeypatch
+) -> None:
+    save = RunFolder.save
+
+    def saves(self, rounds, states, **files):
+        if "poet" in self.path.name and rounds == 2:
+            raise CoterieError("Could not write: no space left on device.")
+        save(self, rounds, states, **files)
+
+    monkeypatch.setattr(RunFolder, "save", saves)
+    quorum = deployed(run, quorum=2, deadline=0.001)
+    loop = deploy(quorum, tmp_path)
+    counted = {o.round: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
+    assert counted[1] == 0
+    assert "finish" in {o.kind for n, o in loop.orders if n == "poet"}
+
+
+def test_a_client_that_lost_its_folder_begins_anew(run, tmp_path) -> None:
+    def lost(loop: Loop) -> None:
+        shutil.rmtree(folder(run, tmp_path, "poet").path)
+        loop.again("poet", Worker(own(run, "poet", tmp_path)))
+
+    deploy(run, tmp_path, events={4: lost})
+    assert folder(run, tmp_path, "poet").result is not None
+
+
+def test_a_client_with_another_base_is_not_let_in(run, bases, tmp_path) -> None:
+    loop = Loop(workers(run, tmp_path), events={5: kill})
+    strange = dataclasses.replace(own(run, "poet", tmp_path), base=str(bases / "llama"))
+    loop.workers["poet"] = Worker(strange)
+    with pytest.raises(Killed):
+        server(run, tmp_path / "server", loop).rounds()
+    assert not steps(loop)
+
+
+@pytest.mark.slow
+def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path) -> None:
+    worker = Worker(own(run, "poet", tmp_path))
+    chance = np.random.default_rng(0)
+    order = Order(run="0" * 16, client="poet", kind="step", round=3, counted=2, version="0")
+    whole = np.frombuffer(seal(order, b"body" * 20), dtype=np.uint8)
+    for _ in range(100_000):
+        data = whole.copy()
+        for place in chance.integers(0, len(data), chance.integers(1, 5)):
+            data[place] = chance.integers(0, 256)
+        cut = data[: chance.integers(0, len(data) + 1)] if chance.random() < 0.3 else data
+        with contextlib.suppress(CoterieError):
+            assert unseal(Reply, worker.answer(cut.tobytes()))[0].fault in (
+                "unknown run",
+                "refused",
+            )
+
+
+def test_the_base_is_loaded_once(run, tmp_path, monkeypatch) -> None:
+    import coterie.engines.worker as module
+
+    loads = Counter[str]()
+    load = module.load_base
+    monkeypatch.setattr(module, "load_base", lambda *a: (loads.update(["base"]), load(*a))[1])
+    deploy(run, tmp_path)
+    assert loads["base"] == len(NAMES)
+
+
+def test_nothing_personal_is_in_any_message(run, tmp_path) -> None:
+    loop = deploy(run, tmp_path)
+    travelled = b"".join(loop.seen)
+    for name in NAMES:
+        for key, tensor in folder(run, tmp_path, name).load(f"client-{name}").tensors.items():
+            data = tensor.contiguous().numpy().tobytes()
+            if len(data) < 64:
+                continue
+            shared = key.startswith(("adapter/generalist", "adapter/dense"))
+            assert (data in travelled) == shared, key
+    text = (Path(run.data_root) / "poet.txt").read_bytes()
+    assert not any(text[i : i + 40] in travelled for i in range(0, len(text) - 40, 40))
+    assert str(tmp_path).encode() not in travelled
+    assert run.data_root.encode() not in travelled

@@ -1,0 +1,127 @@
+"""A deployment in one process: a server and workers, with a network that does as it is told."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.base import load_skeleton
+from coterie.config import RunConfig
+from coterie.engines.server import ServerRun, ServerWatch
+from coterie.engines.worker import Own, Worker
+from coterie.exchange.envelope import Order, unseal
+from coterie.runs import RunFolder
+
+RUN = "0123456789abcdef"
+
+
+@dataclass
+class Loop:
+    """A `Link`: an order is carried out when its reply is asked for."""
+
+    workers: dict[str, Worker]
+    events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
+    """What happens at the so-manieth turn."""
+    away: set[str] = field(default_factory=set)
+    lose: Callable[[str, Order], bool] = lambda *_: False
+    """Whether the reply to an order is lost."""
+    change: Callable[[str, bytes], bytes] = lambda _, data: data
+    """What becomes of a reply on its way."""
+    orders: list[tuple[str, Order]] = field(default_factory=list)
+    seen: list[bytes] = field(default_factory=list)
+    """Every message, both ways."""
+    turns: int = 0
+    lives: dict[str, int] = field(default_factory=dict)
+    under_way: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+
+    def present(self) -> dict[str, str]:
+        here = self.workers.keys() - self.away
+        return {name: str(self.lives.get(name, 0)) for name in here}
+
+    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+        ticket = f"{client}-{self.turns}"
+        self.under_way[ticket] = client, data
+        self.orders.append((client, unseal(Order, data)[0]))
+        self.seen.append(data)
+        return ticket
+
+    def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+        for ticket in list(tickets):
+            name, data = self.under_way.pop(ticket, ("", b""))
+            if not name or name in self.away:
+                continue
+            reply = self.workers[name].answer(data)
+            self.seen.append(reply)
+            if not self.lose(name, unseal(Order, data)[0]):
+                yield ticket, self.change(name, reply)
+
+    def wait(self) -> None:
+        self.turns += 1
+        assert self.turns < 1000, "the run does not end"
+        if self.turns in self.events:
+            self.events[self.turns](self)
+
+    def again(self, name: str, worker: Worker | None = None) -> None:
+        """A client comes back, perhaps as a new process."""
+        self.away.discard(name)
+        self.lives[name] = self.lives.get(name, 0) + 1
+        if worker is not None:
+            self.workers[name].close()
+            self.workers[name] = worker
+
+
+def own(run: RunConfig, name: str, out: Path) -> Own:
+    """What a client of a run file brings."""
+    [spec] = [client for client in run.clients if client.name == name]
+    root = run.root
+    texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
+    public = None if run.data.public is None else str(root / run.data.public)
+    return Own(name, texts, out, public=public)
+
+
+def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
+    """A process of every client."""
+    return {c.name: Worker(own(run, c.name, out)) for c in run.clients}
+
+
+def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = None) -> ServerRun:
+    """The server of a run, from the newest checkpoint in its folder."""
+    folder = RunFolder(out)
+    if not folder.is_run:
+        names: dict[str, Any] = {client.name: {} for client in run.clients}
+        description = {"run": RUN, "clients": names, "config": run.as_dict(), "threads": 1}
+        folder = RunFolder.create(out, description)
+    skeleton = load_skeleton(run.base, run.root)
+    return ServerRun(run, skeleton, folder, loop, watch or ServerWatch())
+
+
+def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:
+    """A whole run, to its end."""
+    loop = Loop(workers(run, out), **network)
+    server(run, out / "server", loop).rounds()
+    return loop
+
+
+def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
+    """A client's folder."""
+    return RunFolder(out / f"{run.name}-{name}-{RUN[:8]}")
+
+
+def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
+    """The server and every client ended in the bits, and with the figures, of the local engine."""
+    pairs = {"server": RunFolder(out / "server")}
+    pairs |= {f"client-{c.name}": folder(run, out, c.name) for c in run.clients}
+    for side, mine in pairs.items():
+        one, other = mine.load(side), local.load(side)
+        assert one.values == other.values, side
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            assert torch.equal(tensor, other.tensors[name]), (side, name)
+    for client in run.clients:
+        result, expected = folder(run, out, client.name).result, local.result
+        assert result is not None
+        assert expected is not None
+        for point in ("trained", "aggregated"):
+            assert result[point] == {client.name: expected[point][client.name]}
