@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -13,16 +13,18 @@ from transformers import PreTrainedModel
 from coterie.base import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig, load_config, parse
 from coterie.data import ClientData, Tokens
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.files import write_json, write_text
-from coterie.methods import Method, Setting
+from coterie.methods import Method, Setting, available
 from coterie.report import Comparison, Table, run_table
 from coterie.runs import RunFolder, Watch
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 """A run: validated, as plain data, or the path of a run file."""
+Engine = Literal["local", "flower-simulation"]
+"""Where clients work: in this process, one at a time; or in several processes of this machine."""
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,46 @@ def run(
     method: Method | None = None,
     force: bool = False,
     watch: Callable[[], Watch] = Watch,
+    engine: Engine = "local",
 ) -> Run:
     """Run a method, after its baselines, into a new folder (default `runs/NAME`).
 
-    `method` replaces the configuration's, and need not be registered. Raises CoterieError for
-    anything that the caller can mend; nothing is overwritten unless `force`.
+    `method` replaces the configuration's, and need not be registered where `engine` is "local".
+    Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
+    `force`.
     """
     config = _config(config)
     if method is not None:
         config = config.model_copy(update={"method": method})
     path = Path(out) if out is not None else Path("runs") / config.name
     RunFolder(path).refuse(force)  # before a base is loaded
-    session = Session(config)
+    session = Session(config, engine=engine)
     session.check(config, *map(config.with_method, config.baselines))
     description = session.description(config, session.participants(config))
     return _continue(session, RunFolder.create(path, description, force), watch)
 
 
 def resume(
-    path: str | Path, *, method: Method | None = None, watch: Callable[[], Watch] = Watch
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    watch: Callable[[], Watch] = Watch,
+    engine: Engine | None = None,
 ) -> Run:
     """Go on with a run that was stopped, to the same result that it would have had.
 
-    Raises CoterieError if the folder holds no run or if the clients' texts have changed.
+    The engine makes no difference to it; the default is the one that the run began with. Raises
+    CoterieError if the folder holds no run or if the clients' texts have changed.
     """
     folder = RunFolder(Path(path))
-    config = _recorded(folder, method)
-    return _continue(Session(config, folder.description["threads"]), folder, watch)
+    config, began = _recorded(folder, method), folder.description
+    if "run" in began:
+        raise CoterieError(
+            f"{path} is of a deployment; `coterie server --resume`, or the same `coterie client` "
+            "command, goes on with it."
+        )
+    session = Session(config, began["threads"], engine or began.get("engine", "local"))
+    return _continue(session, folder, watch)
 
 
 def compare(
@@ -151,9 +166,13 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
 class Session:
     """What several runs on the same base and data have in common, loaded once."""
 
-    def __init__(self, config: RunConfig, threads: int | None = None) -> None:
-        self.config = config
-        torch.set_num_threads(threads or config.threads or torch.get_num_threads())
+    def __init__(
+        self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
+    ) -> None:
+        self.config, self.engine = config, engine
+        self.rounds = _rounds(engine, config.method)
+        every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
+        torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool], list[Participant]] = {}
 
     @cached_property
@@ -181,6 +200,7 @@ class Session:
             "coterie": version("coterie"),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "engine": self.engine,
             "clients": {p.name: p.described() for p in participants},
             "config": config.as_dict(),
         }
@@ -223,7 +243,33 @@ class Session:
                 f"The text of client {name!r} is not what it was when the run in "
                 f"{folder.path} began; start a new run."
             )
-        LocalRun(config, self.base, participants, folder, watch()).run()
+        self.rounds(config, self.base, participants, folder, watch()).run()
+
+
+def _rounds(engine: Engine, method: Method) -> type[Rounds]:
+    """What runs the rounds; raises CoterieError for an engine that is not there or cannot."""
+    if engine == "local":
+        return LocalRun
+    if engine not in get_args(Engine):
+        raise CoterieError(
+            f"There is no engine {engine!r}; there are {', '.join(get_args(Engine))}."
+        )
+    try:
+        from coterie.engines.flower.simulation import SimulatedRun
+    except ModuleNotFoundError as error:
+        if error.name not in ("flwr", "ray"):
+            raise
+        raise CoterieError(
+            f"The engine {engine} needs {error.name}: install the extra, "
+            "pip install 'coterie[simulation]'."
+        ) from None
+    if available().get(method.name) is not type(method):
+        raise CoterieError(
+            f"The engine {engine} finds methods by their names, and {method.name!r} is not "
+            "registered: give it an entry point in the group coterie.methods, or run it with the "
+            "engine local."
+        )
+    return SimulatedRun
 
 
 def _changed(folder: RunFolder, participants: list[Participant]) -> list[str]:

@@ -1,16 +1,18 @@
-"""The command line: `coterie run`, `compare`, `methods`, `audit`, `report`, `generate`."""
+"""The command line; the commands of a deployment are in deploy_cli.py and keys_cli.py."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from coterie.deploy_cli import client, server
 from coterie.errors import CoterieError
+from coterie.keys_cli import keys_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,6 +60,14 @@ def run(
         typer.Option(help="Continue the stopped run in this folder.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a run in the folder.")] = False,
+    engine: Annotated[
+        Literal["local", "flower-simulation"] | None,
+        typer.Option(
+            help="local: clients work in turn, in this process; flower-simulation: in several "
+            "processes of this machine. Default local, or as the run began.",
+            show_default=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Learn together: run a method and its baselines, and show each client's result.
@@ -88,12 +98,14 @@ def run(
                 "A run continues as it began: --resume takes no run file, --set, --out or --force."
             )
         with _stoppable(resume):
-            finished = api.resume(resume, watch=watch)
+            finished = api.resume(resume, watch=watch, engine=engine)
     else:
         config = load_config(file, settings or ())
         folder = out or Path("runs") / config.name
         with _stoppable(folder):
-            finished = api.run(config, out=folder, force=force, watch=watch)
+            finished = api.run(
+                config, out=folder, force=force, watch=watch, engine=engine or "local"
+            )
     client = min(next(iter(finished.results.values()))["trained"])
     console.print(finished.table())
     _say(f"\nThe run is in {finished.path}. Write with a client's model:")
@@ -212,12 +224,13 @@ def methods(
 def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False) -> None:
     """Show everything that leaves a client in a round, and everything that never does.
 
-    Read off the method's declaration and measured on the real messages of one short round.
+    Read off the method's declaration and measured on the real messages of one short round. Where
+    clients have no path, as in a deployment, a text of the demo stands in for theirs.
     """
-    from coterie.config import load_config
+    from coterie.config import load_with_any_text
     from coterie.report.audit import audit_run
 
-    for table in audit_run(load_config(file, settings or ())):
+    for table in audit_run(load_with_any_text(file, settings or ())):
         console.print(table)
 
 
@@ -292,6 +305,11 @@ def generate(
 
     text = write(run, client, prompt, tokens, temperature, top_p, seed)
     _say(text)
+
+
+app.command()(server)
+app.command()(client)
+app.add_typer(keys_app, name="keys")
 
 
 def _say(text: str) -> None:

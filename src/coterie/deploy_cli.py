@@ -1,0 +1,193 @@
+"""The commands of a deployment: `coterie server` and `coterie client`."""
+
+import re
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from coterie.errors import CoterieError
+
+console = Console()
+errors = Console(stderr=True)
+EXTRA = "install the extra, pip install 'coterie[flower]'"
+
+
+def server(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run file (YAML). Its clients need no path.", show_default=False),
+    ] = None,
+    keys: Annotated[Path, typer.Option(help="The server's folder; see `coterie keys`.")] = Path(
+        "keys"
+    ),
+    address: Annotated[
+        str, typer.Option(help="Where clients reach this server: an address and a port.")
+    ] = "127.0.0.1:9092",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a key of the run file: rounds=4. Repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; default runs/NAME.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+    ] = False,
+) -> None:
+    """Serve a run to clients on other machines, until its last round.
+
+    Clients are let in by their keys (`coterie keys init`, `coterie keys add alice`). With
+    --address 0.0.0.0:9092 they reach it from other machines, through nginx, which must be
+    installed. The run file may have a section
+
+        deployment: {quorum: 3, deadline: 600}
+
+    after which a round needs three clients, and ends after ten minutes without the rest.
+    docs/deploy.md takes you from nothing to three machines.
+    """
+    deploy = _deployment()
+    from coterie.config import load_deployment
+    from coterie.engines.board import Board
+
+    registered = list((folder_of_keys := deploy.Keys(keys)).clients())
+    config = load_deployment(file, settings or (), registered)
+    folder = out or Path("runs") / config.name
+    board = Board(console)
+    _end_by_ctrl_c()
+    try:
+        if resume and (folder / "run.json").exists():
+            done = deploy.serve_again(folder, folder_of_keys, address, board)
+        else:
+            done = deploy.serve(config, folder, folder_of_keys, address, board)
+    except KeyboardInterrupt:
+        _stopped("Finished rounds are kept; go on with the same command and --resume.")
+    _say(f"The run is finished; it is in {done.path}.")
+
+
+def client(
+    server: Annotated[str, typer.Option(help="The server: HOST:PORT.")],
+    key: Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")],
+    name: Annotated[
+        str | None, typer.Option(help="Default: the kit's name.", show_default=False)
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="File or folder of .txt, .jsonl or .parquet, divided into splits here.",
+            show_default=False,
+        ),
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Or: the text to train on ...", show_default=False)
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="... and that for validation ...", show_default=False)
+    ] = None,
+    test: Annotated[
+        str | None, typer.Option(help="... and that for testing.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The run's base, where it lies on this machine.", show_default=False),
+    ] = None,
+    public: Annotated[
+        str | None,
+        typer.Option(help="The run's public text, where it lies here.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where this client's runs are kept.")] = Path("runs"),
+) -> None:
+    """Take part in a run as one client. The text never leaves this machine.
+
+    It waits for its server for ever, and goes on where it was after any stop. What travels is
+    printed when it has joined; the run's folder then holds the model.
+
+        coterie client --server example.org:9092 --key alice.key --data ./my-texts
+    """
+    deploy = _deployment()
+    if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
+        raise CoterieError(f"The server is HOST:PORT, as example.org:9092, not {server!r}.")
+    kit = deploy.Kit.load(key)
+    if name not in (None, kit.name):
+        raise CoterieError(f"The kit {key} is that of {kit.name!r}, not of {name!r}.")
+    given = {"path": data, "train": train, "validation": validation, "test": test}
+    texts = {k: str(Path(v).resolve()) for k, v in given.items() if v is not None}
+    _check_texts(kit.name, texts)
+    base_folder = (
+        None if base is None else str(Path(base).resolve()) if Path(base).exists() else base
+    )
+    own = deploy.Own(
+        kit.name, texts, out, base_folder, None if public is None else str(Path(public).resolve())
+    )
+    _end_by_ctrl_c()
+    seen = _Lines()
+    _say(f"{kit.name}: looking for {server}")
+    try:
+        worker = deploy.take_part(server, kit, own, seen, threading.Event())
+    except KeyboardInterrupt:
+        _stopped("What is done is kept; the same command goes on.")
+    if worker.run is not None:
+        folder = worker.run.folder.path
+        _say(f"The run is finished; this client's model is in {folder}. Write with it:")
+        _say(f'  coterie generate {folder} --client {kit.name} --prompt "..."')
+
+
+class _Lines:
+    """What a client shows: a line for every event."""
+
+    def __call__(self, what: str, value: Any) -> None:
+        match what:
+            case "connected":
+                _say(f"connected to {value}")
+            case "away":
+                _say(f"{value}; trying again")
+            case "joined":
+                _say(f"joined the run {value.config.name}: {value.config.label}")
+                for field in value.part.schema.up:
+                    _say(f"  leaves this machine: {field.what}")
+            case "step":
+                _say(f"round {value + 1}: done")
+            case "fault":
+                _say(f"could not do what the server asked: {value}")
+
+
+def _check_texts(name: str, texts: dict[str, str]) -> None:
+    """Raise CoterieError now for what would be an error at the first order."""
+    from coterie.config import parse
+
+    parse({"clients": [{"name": name, **texts}]})
+    for path in texts.values():
+        if not Path(path).exists():
+            raise CoterieError(f"There is no {path}.")
+
+
+def _deployment() -> Any:
+    try:
+        from coterie.engines.flower import deploy
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "coterie":
+            raise
+        raise CoterieError(f"A deployment needs {error.name}: {EXTRA}.") from None
+    return deploy
+
+
+def _end_by_ctrl_c() -> None:
+    """Let a service manager's SIGTERM end the command as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _stopped(how: str) -> NoReturn:
+    errors.print(f"Stopped. {how}", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(130) from None
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

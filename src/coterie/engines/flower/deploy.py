@@ -1,0 +1,111 @@
+"""A server and a client of a real deployment, each from its start to the run's end."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import torch
+
+from coterie.base import load_skeleton
+from coterie.config import RunConfig, parse
+from coterie.engines.flower.fleet import keep_serving
+from coterie.engines.flower.keys import Keys, Kit
+from coterie.engines.flower.link import FlowerLink, SuperLink
+from coterie.engines.server import ServerRun, ServerWatch, new_run
+from coterie.engines.worker import Own, Seen, Worker
+from coterie.errors import CoterieError
+from coterie.methods import Setting
+from coterie.runs import RunFolder
+
+MiB = 2**20
+
+
+def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
+    """Begin a run as its server and bring it to its end; returns its folder.
+
+    Raises CoterieError for anything that can be mended: a folder in use, an address in use, ...
+    """
+    earlier = RunFolder(out)
+    if earlier.checkpoints():
+        raise CoterieError(
+            f"{out} already holds a run. Go on with it by --resume, or take another by --out."
+        )
+    names = tuple(sorted(client.name for client in config.clients))
+    config.method.check(Setting(names, public=config.data.public is not None))
+    description = {
+        "coterie": version("coterie"),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "run": new_run(),
+        "clients": {name: {} for name in names},
+        "config": config.as_dict(),
+    }
+    # A start that came to nothing has left a run without a round; it is begun anew.
+    folder = RunFolder.create(out, description, force=earlier.is_run)
+    return _bring_to_its_end(folder, config, keys, address, watch)
+
+
+def serve_again(out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
+    """Go on with a run of which the server has stopped; clients that wait for it go on too."""
+    folder = RunFolder(out)
+    config = parse(folder.description["config"])
+    return _bring_to_its_end(folder, config, keys, address, watch)
+
+
+def _bring_to_its_end(
+    folder: RunFolder, config: RunConfig, keys: Keys, address: str, watch: ServerWatch
+) -> RunFolder:
+    if keys.expires() < datetime.now(UTC):
+        raise CoterieError(
+            "The server's certificate has ended; `coterie keys certify` makes a new one."
+        )
+    skeleton = load_skeleton(config.base, config.root)
+    with (
+        folder.lock(),
+        logged(folder.path / "server.log"),
+        SuperLink(folder.path / "flower", keys, address) as superlink,
+        watch,
+    ):
+        link = FlowerLink(superlink, config.deployment.largest_message * MiB)
+        try:
+            ServerRun(config, skeleton, folder, link, watch).rounds()
+        except httpx.HTTPError as error:
+            raise CoterieError(
+                f"Flower's SuperLink does not answer ({error}); continue with --resume. "
+                f"{superlink.folder / 'superlink.log'} may say why."
+            ) from error
+    return folder
+
+
+def take_part(server: str, kit: Kit, own: Own, seen: Seen, stop: threading.Event) -> Worker:
+    """Be a client of a server until the run ends, or until `stop`."""
+    own.out.mkdir(parents=True, exist_ok=True)
+    with logged(own.out / f"client-{own.name}.log"):
+        worker = Worker(own, seen)
+        try:
+            keep_serving(server, kit, worker, stop, seen)
+        finally:
+            worker.close()
+    return worker
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Within the block, what Coterie logs is appended to a file, a line each."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.handleError = lambda record: None  # on a full disk, what is printed is all there is
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("coterie")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

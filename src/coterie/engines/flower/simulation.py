@@ -1,0 +1,271 @@
+"""The engine flower-simulation: the local engine's rounds, with clients in several processes.
+
+Flower's simulation engine does the clients' work: its Ray backend keeps a pool of processes, the
+actors, and each carries out one client's order at a time, as a ClientApp. The rounds and the server
+are in this process. An actor keeps the base and everybody's text between orders and nothing else: a
+client is made anew for each. Its step begins at the newest checkpoint and leaves the state in the
+folder `states`, which becomes the next checkpoint, so a round that is repeated after a kill is the
+same round, whichever actors work.
+
+Orders and answers are bytes and small values, messages are safetensors as everywhere. Ray itself
+pickles Flower's objects around them to move them between its own processes: that stays on this
+machine, on the loopback interface, where Ray answers to nobody without this run's token.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# Ray reads these when it is imported. The second is its own name for: on loopback, not on every
+# interface, as on systems other than Linux.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors see the GPU that this process sees
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # an actor finds it set
+
+import ray
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import PARTITION_ID_KEY, SUPERLINK_NODE_ID
+from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+from flwr.supercore.task_identity import TaskIdentity
+
+from coterie.base import load_base
+from coterie.config import parse
+from coterie.engines.client import ClientPart
+from coterie.engines.local import Rounds
+from coterie.errors import CoterieError
+from coterie.exchange import Json, State
+from coterie.federation import federation
+from coterie.files import write_bytes, writing
+from coterie.methods import ClientId
+from coterie.runs import RunFolder
+
+log = logging.getLogger(__name__)
+LOG = "simulation.log"
+"""In the run's folder: what Flower and Ray say."""
+STATES = "states"
+"""In the run's folder, while a round is in progress: clients' states after it."""
+STORE = 2**27
+"""Bytes of shared memory for messages under way; Ray moves what is more to disk."""
+PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
+"""For Ray's sockets, whose paths may not be long, and its own logs."""
+RECORD = "coterie"
+Order = dict[str, Any]
+"""The run's folder, the client, what to do (hello, step or close), the round, and a download."""
+Answer = dict[str, Any]
+"""The upload or hello, and figures in JSON; or a complaint."""
+Figures = list[tuple[str | None, str, Json]]
+"""What `log` was given: the client, the name, the value."""
+
+
+class SimulatedRun(Rounds):
+    """The rounds, with clients in as many processes as this machine has processors for."""
+
+    def run(self) -> None:
+        """All rounds that are left; the folder then holds the result."""
+        threads = torch.get_num_threads()
+        self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.names)))
+        with (
+            _logged(self.folder.path / LOG),
+            _emptied(self.folder.path / STATES),
+            _actors(self.actors, threads) as self.ask,
+        ):
+            self._join()
+            super().run()
+
+    def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        return self._all("hello", 0, lambda name: b"")
+
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
+        return self._all("step", round, self._download)
+
+    def _close(self, round: int) -> None:
+        deque(self._all("close", round, self._download), maxlen=0)
+
+    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
+        for name in self.names:
+            yield name, State.decode(_state(self.folder, name).read_bytes())
+
+    def _restore_clients(self) -> None:
+        """A step begins at the newest checkpoint as it is."""
+
+    def _all(
+        self, do: str, round: int, download: Callable[[ClientId], bytes]
+    ) -> Iterator[tuple[ClientId, bytes]]:
+        """Give every client the same order; what each answers, in the order of `names`.
+
+        Downloads are made when an actor is about to be free, so that they do not fill the memory.
+        """
+        waiting: deque[tuple[ClientId, Future[Answer]]] = deque()
+        for name in self.names:
+            if len(waiting) == 2 * self.actors:
+                yield self._answered(*waiting.popleft())
+            run, body = str(self.folder.path.resolve()), download(name)
+            order = {"run": run, "client": name, "do": do, "round": round, "body": body}
+            waiting.append((name, self.ask(order)))
+        while waiting:
+            yield self._answered(*waiting.popleft())
+
+    def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, bytes]:
+        try:
+            answer = future.result()
+        except Exception as error:  # whatever happened in the actor, or to it
+            log.exception("the work of %s failed", name)
+            raise CoterieError(
+                f"The work of client {name!r} failed; {self.folder.path / LOG} says why."
+            ) from error
+        if answer["complaint"]:
+            raise CoterieError(answer["complaint"])
+        for figure in json.loads(answer["figures"]):
+            self.recorder.log(*figure)
+        return name, answer["body"]
+
+
+@contextmanager
+def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answer]"]]:
+    """Processes of `threads` threads that carry out orders until the block ends, however it does.
+
+    Enter it from a thread that lives as long as it should: on Linux, Ray ends with that thread.
+    """
+    TaskIdentity.task_id = TaskIdentity.run_id = 1  # Flower's messages must bear some
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
+    actors: list[Any] = []
+    with (
+        TemporaryDirectory(prefix="coterie-", dir=PLACE, ignore_cleanup_errors=True) as place,
+        ThreadPoolExecutor(count) as waiters,  # one for each actor
+    ):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=count * threads,
+                object_store_memory=STORE,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=place,
+            )
+            backend = RayBackend({"client_resources": {"num_cpus": threads}})
+            backend.build(client_app)
+            assert backend.pool is not None
+            actors += backend.pool.pool
+            yield lambda order: waiters.submit(_ask, backend, order)
+        finally:
+            waiters.shutdown(wait=False, cancel_futures=True)
+            for actor in actors:
+                ray.kill(actor)
+            waiters.shutdown()  # they see that their actors are gone, and Ray is still there
+            ray.shutdown()
+
+
+def _ask(backend: RayBackend, order: Order) -> Answer:
+    """Have the next free actor carry out an order."""
+    content = RecordDict({RECORD: ConfigRecord(order)})
+    context = Context(1, 1, {PARTITION_ID_KEY: 0}, RecordDict(), {})
+    reply, _ = backend.process_message(Message(content, 1, MessageType.QUERY), context)
+    return dict(reply.content.config_records[RECORD])
+
+
+app = ClientApp()
+
+
+def client_app() -> ClientApp:
+    """What actors run; Ray passes this function on by its name."""
+    return app
+
+
+@app.query()
+def obey(message: Message, context: Context) -> Message:
+    """Carry out an order, in an actor's process."""
+    order: Order = dict(message.content.config_records[RECORD])
+    answer: Answer = {"body": b"", "figures": "[]", "complaint": ""}
+    try:
+        body, figures = _office(order["run"]).work(**order)
+        answer |= {"body": body, "figures": json.dumps(figures)}
+    except CoterieError as error:
+        answer["complaint"] = str(error)
+    return Message(RecordDict({RECORD: ConfigRecord(answer)}), reply_to=message)
+
+
+@cache
+def _office(run: str) -> "Office":
+    return Office(RunFolder(Path(run)))
+
+
+class Office:
+    """What an actor's process keeps between orders: the run, its base and who takes part."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, described = folder, folder.description
+        torch.set_num_threads(described["threads"])
+        self.config = config = parse(described["config"])
+        precision, window = config.training.precision, config.data.window
+        self.base = load_base(config.base, precision, window, config.root)
+        self.participants = {p.name: p for p in federation(config, self.base.tokenizer)}
+
+    def work(
+        self, *, do: str, client: ClientId, round: int, body: bytes, run: str
+    ) -> tuple[bytes, Figures]:
+        """One order's answer and the figures that were logged meanwhile."""
+        figures: Figures = []
+        participant = self.participants[client]
+        part = ClientPart(self.config, self.base, participant, lambda *f: figures.append(f))
+        upload = part.hello()
+        if do == "hello":
+            return upload, figures
+        if do == "step":
+            if round:
+                part.side.restore(self.folder.load(f"client-{client}"))
+            upload = part.step(round, body)
+        else:
+            part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
+            part.close(round, body)
+        write_bytes(_state(self.folder, client), part.side.state().encode())
+        return upload, figures
+
+
+def _state(folder: RunFolder, client: ClientId) -> Path:
+    return folder.path / STATES / f"{client}.safetensors"
+
+
+@contextmanager
+def _emptied(folder: Path) -> Iterator[None]:
+    """A folder that is empty when the block begins and gone when it ends."""
+    with writing(folder):
+        if folder.exists():  # a kill left it
+            shutil.rmtree(folder)
+        folder.mkdir()
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Within the block, what Flower and Ray say goes to a file and nowhere else."""
+    with writing(path):
+        handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("flwr", "ray", log.name)]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+        handler.close()

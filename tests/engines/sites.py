@@ -1,0 +1,327 @@
+"""A deployment of real processes on loopback: started, watched, stopped, killed.
+
+Run as a program, this is Coterie's command line with every message on tape, and with a rope that
+holds a client in mid-round; see `taped`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import psutil
+import pytest
+import torch
+import yaml
+from door import free_port
+
+from coterie.engines.flower.keys import Keys
+from coterie.engines.flower.proxy import PLACES, die_with_parent
+from coterie.runs import RunFolder
+
+T = TypeVar("T")
+NEEDS_NGINX = pytest.mark.skipif(
+    not (shutil.which("nginx") or shutil.which("nginx", path=PLACES)),
+    reason="nginx is not installed",
+)
+COTERIE = [sys.executable, "-m", "coterie"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+class Program:
+    """A process in a session of its own, with what it prints in a file."""
+
+    def __init__(self, command: list[str], folder: Path, out: Path) -> None:
+        self.out = out
+        with out.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+
+    @property
+    def text(self) -> str:
+        """All that was printed, by all lives of this process."""
+        return self.out.read_text(encoding="utf-8")
+
+    def family(self) -> list[psutil.Process]:
+        """This process and all that it started, directly or not."""
+        try:
+            me = psutil.Process(self.process.pid)
+            return [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def send(self, number: int) -> None:
+        """A signal, as a terminal's Ctrl-C sends it: to the whole group."""
+        os.killpg(self.process.pid, number)
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for the exit code."""
+        return self.process.wait(seconds)
+
+
+class Deployment:
+    """A server, its keys and clients, in a folder, from `with` to the end of its block.
+
+    run: a run file's content; its clients have paths, which the server is not told.
+    """
+
+    def __init__(self, folder: Path, run: Mapping[str, Any], taped: tuple[str, ...] = ()) -> None:
+        self.folder, self.run, self.taped = folder, run, taped
+        folder.mkdir(exist_ok=True)
+        self.port = free_port()
+        self.texts = {c["name"]: Path(run.get("data_root", "")) / c["path"] for c in run["clients"]}
+        unnamed = {**run, "clients": [{"name": name} for name in self.texts]}
+        unnamed.pop("data_root", None)
+        (folder / "run.yaml").write_text(yaml.safe_dump(unnamed), encoding="utf-8")
+        self.programs: dict[str, Program] = {}
+        self._ever: list[psutil.Process] = []
+
+    def __enter__(self) -> Self:
+        """Nothing runs yet."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Kill whatever still runs."""
+        for name in self.programs:
+            self.kill(name)
+        for process in self._ever:
+            if process.is_running():
+                process.kill()
+
+    def make_keys(self) -> None:
+        """The server's folder of keys, and a kit for every client."""
+        keys = Keys.create(self.folder / "keys")
+        for name in self.texts:
+            keys.add(name, self.folder / f"{name}.key")
+
+    def serve(self, *options: str) -> Program:
+        """Start the server."""
+        address = f"127.0.0.1:{self.port}"
+        return self._start("server", ["server", "run.yaml", "--address", address, *options])
+
+    def join(self, *names: str, port: int | None = None, kit: Path | None = None) -> None:
+        """Start clients; the same again goes on where they were."""
+        for name in names or self.texts:
+            where = ["--server", f"localhost:{port or self.port}", "--out", f"site-{name}"]
+            key = kit or self.folder / f"{name}.key"
+            text = self.texts.get(name, next(iter(self.texts.values())))
+            self._start(name, ["client", *where, "--key", str(key), "--data", str(text)])
+
+    def _start(self, name: str, arguments: list[str]) -> Program:
+        command = COTERIE
+        if name in self.taped:
+            (self.folder / f"tape-{name}").mkdir(exist_ok=True)
+            command = [sys.executable, __file__, str(self.folder / f"tape-{name}")]
+        program = Program([*command, *arguments], self.folder, self.folder / f"{name}.out")
+        self.programs[name] = program
+        return program
+
+    def kill(self, name: str) -> list[psutil.Process]:
+        """kill -9; returns what the process had started, which should end by itself."""
+        program = self.programs[name]
+        children = program.family()[1:]
+        self._ever += children
+        program.process.kill()
+        program.process.wait()
+        return children
+
+    @property
+    def server(self) -> RunFolder:
+        """The server's folder."""
+        return RunFolder(self.folder / "runs" / self.run["name"])
+
+    def client(self, name: str) -> RunFolder:
+        """A client's folder, once it has joined."""
+        [path] = (self.folder / f"site-{name}").glob(f"{self.run['name']}-{name}-*")
+        return RunFolder(path)
+
+    def client_log(self, name: str) -> str:
+        """What a client logged, in all its lives."""
+        return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
+
+    def logs(self) -> dict[Path, str]:
+        """What the server logged, and Flower and nginx for it."""
+        at = self.server.path
+        found = [at / "server.log", at / "flower/superlink.log", *at.glob("flower/nginx/*.log")]
+        return {path: path.read_text(encoding="utf-8") for path in found if path.exists()}
+
+    def log(self, before: Mapping[Path, str] | None = None) -> str:
+        """All of these as one text; or what came to it since they were as `before`."""
+        old = before or {}
+        return "\n".join(text[len(old.get(path, "")) :] for path, text in self.logs().items())
+
+    def counted(self, name: str) -> list[int]:
+        """Rounds that are complete, in which a client's upload was there."""
+        lines = self.server.metrics()
+        return [m["round"] for m in lines if (m["client"], m["name"]) == (name, "bytes/up")]
+
+    def done(self) -> int:
+        """Rounds that are complete."""
+        return self.server.rounds() if self.server.path.exists() else 0
+
+    def wait(self, what: Callable[[], T | None], seconds: float = 90) -> T:
+        """Wait until something is true, for at most so long; returns it."""
+        end = time.monotonic() + seconds
+        while not (found := what()):
+            if time.monotonic() > end:
+                tails = [f"{n}:\n{p.text[-1500:]}" for n, p in self.programs.items()]
+                raise AssertionError("\n".join(["it never came", *tails]))
+            time.sleep(0.02)
+        return found
+
+    def rounds_more(self, count: int) -> None:
+        """Let some rounds pass."""
+        goal = self.done() + count
+        self.wait(lambda: self.done() >= goal)
+
+    def until_counted(self, name: str, after: int | None = None, seconds: float = 120) -> float:
+        """Seconds until a round is complete in which a client counted, of rounds from `after`."""
+        began, first = time.monotonic(), self.done() if after is None else after
+        self.wait(lambda: max(self.counted(name), default=-1) >= first, seconds)
+        return time.monotonic() - began
+
+    def ends(self, seconds: float = 150) -> dict[str, int]:
+        """Everybody's exit code, once all have ended."""
+        end = time.monotonic() + seconds
+        codes = {n: p.end(max(1, end - time.monotonic())) for n, p in self.programs.items()}
+        assert "did not take in the end" not in self.programs["server"].text
+        return codes
+
+    def rope(self, name: str, round: int = 0) -> Path:
+        """A file that, while it is there, holds a client from a round on: when it has trained, and
+        before it saves or sends anything."""
+        folder = self.folder / f"tape-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "held").unlink(missing_ok=True)
+        (folder / "rope").write_text(str(round))
+        return folder / "rope"
+
+    def held(self, name: str) -> None:
+        """Wait until a rope holds a client."""
+        self.wait((self.folder / f"tape-{name}" / "held").exists)
+
+    def hold(self, name: str) -> Path:
+        """Hold a client in this or the next round; returns when it is held, with the rope."""
+        rope = self.rope(name)
+        self.held(name)
+        return rope
+
+    def tape(self, name: str) -> list[bytes]:
+        """Every message that a program took in or sent, in turn, by all its lives."""
+        return list(read_tape(self.folder / f"tape-{name}" / "tape"))
+
+
+def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
+    """The server and every client ended in the state, and with the scores, of the local engine."""
+    pairs = {"server": deployment.server}
+    pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}
+    for side, mine in pairs.items():
+        one, other = mine.load(side), local.load(side)
+        assert one.values == other.values, side
+        assert one.tensors.keys() == other.tensors.keys(), side
+        for name, tensor in one.tensors.items():
+            assert torch.equal(tensor, other.tensors[name]), (side, name)
+    assert local.result is not None
+    for name in deployment.texts:
+        result = deployment.client(name).result
+        assert result is not None, name
+        for point in ("trained", "aggregated"):
+            assert result[point] == {name: local.result[point][name]}
+
+
+def read_tape(path: Path) -> Iterator[bytes]:
+    """The messages on a tape."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "big")
+        yield data[at + 8 : at + 8 + size]
+        at += 8 + size
+
+
+def taped(folder: Path) -> None:
+    """Run Coterie's command line; what arrives and what is sent is appended to FOLDER/tape.
+
+    While FOLDER/rope names this or an earlier round, a client that has trained waits and saves
+    nothing yet, and says so by a file FOLDER/held.
+    """
+    from coterie.cli import main
+    from coterie.engines.client import ClientPart
+    from coterie.engines.flower.link import FlowerLink
+    from coterie.engines.worker import Worker
+
+    def note(data: bytes) -> None:
+        # A client whose disk is said to be full has no tape either.
+        with suppress(OSError), (folder / "tape").open("ab") as tape:
+            tape.write(len(data).to_bytes(8, "big") + data)
+
+    answer, step = Worker.answer, ClientPart.step
+    send, fetched = FlowerLink.send, FlowerLink._fetched
+
+    def answer_on_tape(self: Worker, data: bytes) -> bytes:
+        note(data)
+        reply = answer(self, data)
+        note(reply)
+        return reply
+
+    def step_on_a_rope(self: ClientPart, round: int, download: bytes) -> bytes:
+        upload = step(self, round, download)
+        rope = folder / "rope"
+        with suppress(FileNotFoundError):
+            while round >= int(rope.read_text() or round):
+                (folder / "held").touch()
+                time.sleep(0.02)
+        return upload
+
+    def send_on_tape(self: FlowerLink, client: str, data: bytes, round: int, seconds: float) -> str:
+        note(data)
+        return send(self, client, data, round, seconds)
+
+    def fetch_on_tape(self: FlowerLink, tree: Any, missing: str | None) -> bytes | None:
+        data = fetched(self, tree, missing)
+        note(data or b"")
+        return data
+
+    Worker.answer, ClientPart.step = answer_on_tape, step_on_a_rope
+    FlowerLink.send, FlowerLink._fetched = send_on_tape, fetch_on_tape
+    main()
+
+
+def say(what: str, happened: str, seconds: float | None = None) -> None:
+    """A line of the table of faults, which `pytest -s` shows."""
+    took = "" if seconds is None else f"{seconds:.0f} s"
+    print(f"\n| {what} | {happened} | {took} |", flush=True)
+
+
+def about(folder: RunFolder) -> dict[str, Any]:
+    """What the newest step in a client's folder was."""
+    path = folder.checkpoint(folder.rounds()) / "about.json"
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def stopped(pids: list[psutil.Process], seconds: float = 20) -> bool:
+    """Whether processes end by themselves."""
+    return not psutil.wait_procs(pids, timeout=seconds)[1]
+
+
+if __name__ == "__main__":
+    taped(Path(sys.argv.pop(1)))

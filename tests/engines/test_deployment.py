@@ -1,0 +1,388 @@
+"""A deployment of real processes, over TLS: it ends in the bits of one process, whoever is killed,
+cut off, late or hostile."""
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import coterie
+from coterie.base import EMBEDDED
+from coterie.config import load_config, parse
+from coterie.engines.worker import Own, Worker
+from coterie.exchange import MessageError
+from coterie.exchange.envelope import Order, unseal
+from coterie.runs import RunFolder
+
+pytest.importorskip("flwr", reason="Flower is not installed")
+from sites import (
+    COTERIE,
+    NEEDS_NGINX,
+    Deployment,
+    Program,
+    about,
+    assert_same_bits,
+    say,
+    stopped,
+)
+
+pytestmark = [pytest.mark.slow, NEEDS_NGINX]
+NAMES = ("diarist", "lexicographer", "poet", "whaler")
+WRITERS = EMBEDDED / "demo-writers"
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def four(values: Run) -> Run:
+    """A run of seconds with four clients, all of whom a round needs."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
+        return values(data_root=str(WRITERS), clients=clients) | changes
+
+    return make
+
+
+@pytest.fixture
+def deploy(tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
+    """Makes deployments, and kills them when the test is over."""
+    made: list[Deployment] = []
+
+    def make(run: dict[str, Any], **options: Any) -> Deployment:
+        made.append(Deployment(tmp_path / f"deployment-{len(made)}", run, **options))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.__exit__(None, None, None)
+
+
+def in_one_process(run: dict[str, Any], out: Path) -> RunFolder:
+    """What the local engine makes of the same run."""
+    return RunFolder(coterie.run(parse(run), out=out).path)
+
+
+def test_the_demo_between_five_processes_is_that_of_one(deploy, tmp_path) -> None:
+    """Set up with the commands that a person would use."""
+    settings = ("training.steps=2", "rounds=3", "threads=1", "data.limits.test=2000")
+    demo = load_config(None, settings).as_dict()
+    run = {key: demo[key] for key in ("rounds", "threads", "data", "training", "data_root")}
+    run |= {"name": "demo", "base": "tiny-gpt2", "method": "comigs-1g1s"}
+    run["clients"] = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
+    here = deploy(run)
+    for words in (["init"], *(["add", name] for name in NAMES)):
+        subprocess.run(
+            [*COTERIE, "keys", *words], cwd=here.folder, check=True, timeout=60, capture_output=True
+        )
+    server = here.serve()
+    here.join()
+    here.wait(lambda: here.done() >= 1)
+    children = server.family()[1:]
+    assert len(children) >= 4  # the SuperLink, and nginx with two workers
+    local = in_one_process(run, tmp_path / "local")
+    assert here.ends() == {"server": 0, **dict.fromkeys(NAMES, 0)}
+    assert stopped(children)
+    assert_same_bits(here, local)
+    for name in NAMES:
+        assert here.client_log(name).count("loaded the base") == 1
+        assert here.programs[name].text.count("round 3: done") == 1
+
+
+class Cable:
+    """A TCP proxy to a port of this machine; while it is cut, nothing comes through."""
+
+    def __init__(self, port: int) -> None:
+        self.to, self.whole = port, threading.Event()
+        self.whole.set()
+        self.end = socket.create_server(("127.0.0.1", 0))
+        self.port = self.end.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                inner, _ = self.end.accept()
+                self.whole.wait()
+                try:
+                    outer = socket.create_connection(("127.0.0.1", self.to))
+                except OSError:
+                    inner.close()
+                    continue
+                for ends in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                self.whole.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_network_that_is_cut_for_30_seconds_changes_no_bit(deploy, four, tmp_path) -> None:
+    method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
+    run = four(method=method)
+    here = deploy(run, taped=("poet",))
+    here.make_keys()
+    here.serve()
+    cable, rope = Cable(here.port), here.rope("poet")
+    here.join("poet", port=cable.port)
+    here.join("diarist", "lexicographer", "whaler")
+    here.held("poet")
+    local = in_one_process(run, tmp_path / "local")
+    cable.whole.clear()
+    rope.unlink()
+    time.sleep(30)
+    assert here.done() == 0
+    cable.whole.set()
+    took = here.until_counted("poet")
+    assert set(here.ends().values()) == {0}
+    assert_same_bits(here, local)
+    assert all(here.client_log(name).count("loaded the base") == 1 for name in NAMES)
+    say("network of a client cut for 30 s in mid-round", "round went on; same bits", took)
+
+
+def test_a_server_that_is_killed_goes_on_and_nothing_personal_ever_travels(
+    deploy, four, tmp_path
+) -> None:
+    run = four()
+    here = deploy(run, taped=("server", *NAMES))
+    here.make_keys()
+    here.serve()
+    ropes = [here.rope(name, round=1) for name in ("poet", "whaler")]
+    here.join()
+    here.held("poet")
+    here.held("whaler")
+    before = here.done()
+    children = here.kill("server")
+    assert len(children) >= 4
+    assert stopped(children)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", here.port))
+    ropes[0].unlink()  # the poet's upload finds no server; the whaler's comes later
+    assert here.done() == before
+    said, began = len(here.programs["server"].text), time.monotonic()
+    server = here.serve("--resume")
+    here.wait(lambda: "poet has joined" in server.text[said:])
+    ropes[1].unlink()
+    here.wait(lambda: here.done() > before)
+    took = time.monotonic() - began
+    assert set(here.ends().values()) == {0}
+    assert_same_bits(here, in_one_process(run, tmp_path / "local"))
+    say(
+        "server killed in mid-round, started again with --resume",
+        "round done again; same bits",
+        took,
+    )
+    _nothing_personal_travelled(here)
+
+
+def _nothing_personal_travelled(here: Deployment) -> None:
+    ends = {name: here.tape(name) for name in ("server", *NAMES)}
+    clients = {data for name in NAMES for data in ends[name]}
+    received = [data for data in ends["server"] if data in clients]
+    assert len(received) > 3 * 2 * len(NAMES)  # both ends saw the same
+    travelled = b"".join(data for tape in ends.values() for data in tape)
+    for name in NAMES:
+        kinds = {True: 0, False: 0}
+        for key, tensor in here.client(name).load(f"client-{name}").tensors.items():
+            data = tensor.contiguous().numpy().tobytes()
+            if len(data) < 64:
+                continue
+            shared = key.startswith(("adapter/generalist", "adapter/dense"))
+            assert (data in travelled) == shared, key
+            kinds[shared] += 1
+        assert min(kinds.values()) > 0
+        text = here.texts[name].read_bytes()
+        assert not any(text[i : i + 40] in travelled for i in range(0, len(text) - 40, 40))
+    assert str(here.folder).encode() not in travelled
+    assert str(WRITERS).encode() not in travelled
+
+
+@pytest.fixture(scope="module")
+def long_run(four, tmp_path_factory) -> Iterator[Deployment]:
+    """A run without end of which three of four clients are enough; the fourth came late."""
+    run = four(rounds=100_000, deployment={"quorum": 3, "deadline": 8})
+    folder = tmp_path_factory.mktemp("long") / "run"
+    with Deployment(folder, run, taped=NAMES) as here, small_disk(folder / "site-lexicographer"):
+        here.make_keys()
+        here.serve()
+        here.join("diarist", "lexicographer", "poet")
+        here.wait(lambda: here.done() >= 2)
+        here.join("whaler")
+        here.until_counted("whaler")
+        yield here
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A folder on a disk of 16 MB, where this user may mount one."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)]
+    mounted = shutil.which("mount") and not subprocess.run(mount, capture_output=True).returncode
+    yield
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def all_here(here: Deployment) -> None:
+    """Start whoever does not run, and wait for a round with everybody."""
+    for name in ("server", *NAMES):
+        if here.programs[name].process.poll() is not None:
+            here.serve("--resume") if name == "server" else here.join(name)
+    here.wait(lambda: len({here.counted(name)[-1] for name in NAMES}) == 1)
+
+
+def test_a_client_that_joins_late_takes_part_from_then_on(long_run) -> None:
+    first = long_run.counted("whaler")[0]
+    assert first >= 2
+    assert f"round {first + 1}: done" in long_run.programs["whaler"].text
+    long_run.rounds_more(3)
+    assert long_run.counted("whaler")[:3] == [first, first + 1, first + 2]
+
+
+def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(long_run, tmp_path) -> None:
+    here = long_run
+    all_here(here)
+    rope = here.hold("poet")
+    last, before = here.counted("poet")[-1], len(here.tape("poet"))
+    here.kill("poet")
+    assert about(here.client("poet"))["round"] == last
+    shutil.copytree(here.folder / "site-poet", tmp_path / "copy")
+    here.rounds_more(1)
+    assert max(here.counted("diarist")) > max(here.counted("poet")) == last
+    rope.unlink()
+    began = time.monotonic()
+    here.join("poet")
+    here.until_counted("poet", after=last + 1)
+    took = time.monotonic() - began
+    lives = here.tape("poet")[before:]
+    join = next(data for data, order in orders(lives) if order.kind == "join")
+    after = lives[lives.index(join) :]
+    step, counted = next((d, o.counted) for d, o in orders(after) if o.kind == "step")
+    assert counted == last
+    replies = []
+    for out in (tmp_path / "copy", tmp_path / "anew"):
+        worker = Worker(Own("poet", {"path": str(here.texts["poet"])}, out))
+        worker.answer(join)
+        replies.append(worker.answer(step))
+        worker.close()
+    assert replies[0] in lives  # it went on from what was on its disk when it was killed
+    assert replies[1] not in lives
+    say("client killed in mid-round, started again", "left out; goes on from its disk", took)
+
+
+def orders(tape: list[bytes]) -> Iterator[tuple[bytes, Order]]:
+    """The orders among messages, as bytes and read."""
+    for data in tape:
+        with suppress(MessageError):
+            yield data, unseal(Order, data)[0]
+
+
+def test_a_straggler_past_the_deadline_is_left_out_and_caught_up(long_run) -> None:
+    here = long_run
+    all_here(here)
+    rope = here.hold("whaler")
+    whaler, last = here.programs["whaler"], here.counted("whaler")[-1]
+    whaler.send(signal.SIGSTOP)
+    rope.unlink()
+    here.rounds_more(1)
+    assert here.counted("whaler")[-1] == last
+    assert f"round {last + 2}: whaler was left out" in here.log()
+    whaler.send(signal.SIGCONT)
+    took = here.until_counted("whaler")
+    assert f"round {last + 2} did not count and is undone" in here.client_log("whaler")
+    assert last + 1 not in here.counted("whaler")
+    say("client slower than the deadline (stopped in training)", "left out, then caught up", took)
+
+
+def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -> None:
+    here, name = long_run, "lexicographer"
+    all_here(here)
+    rope, last = here.hold(name), here.counted(name)[-1]
+    before, said = here.logs(), len(here.programs[name].text)
+    room = filled(here.folder / f"site-{name}", here.programs[name])
+    try:
+        rope.unlink()
+        fault = f"{name} could not step: failed; its own log says more"
+        here.wait(lambda: fault in here.log(before))
+        here.rounds_more(1)
+        assert here.counted(name)[-1] == last
+    finally:
+        room()
+    took = here.until_counted(name)
+    assert about(here.client(name))["round"] > last
+    printed = here.programs[name].text[said:]
+    assert re.search(r"could not do what the server asked: Could not write .*", printed)
+    assert "Traceback" not in printed
+    say("disk of a client full, then emptied", "left out with a line on each side", took)
+
+
+def filled(folder: Path, program: Program) -> Callable[[], object]:
+    """Fill a client's disk; where it has none of its own, let it write no file over a few bytes.
+
+    Returns what makes room again.
+    """
+    if folder.is_mount():
+        ballast = folder / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        return ballast.unlink
+    process = psutil.Process(program.process.pid)
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (4096, before[1]))
+    return lambda: process.rlimit(psutil.RLIMIT_FSIZE, before)
+
+
+def test_a_server_whose_superlink_dies_ends_with_a_sentence(long_run) -> None:
+    here = long_run
+    all_here(here)
+    server = here.programs["server"]
+    [superlink] = [p for p in server.family() if "flower_superlink" in " ".join(p.cmdline())]
+    superlink.kill()
+    assert server.end() == 2
+    assert re.search(r"Error: Flower's SuperLink .* --resume\.", server.text)
+    assert "Traceback" not in server.text
+
+
+def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
+    here = long_run
+    all_here(here)
+    rope = here.hold("poet")  # one of them in mid-round
+    families = [p for program in here.programs.values() for p in program.family()]
+    for name, number in zip(
+        (*NAMES, "server"), (signal.SIGINT, signal.SIGTERM) * 2 + (signal.SIGINT,), strict=False
+    ):
+        here.programs[name].send(number)
+    assert here.ends(60) == dict.fromkeys(("server", *NAMES), 130)
+    assert stopped(families)
+    rope.unlink()
+    said = len(here.programs["server"].text)
+    again = here.serve("--resume")
+    here.wait(lambda: "are done" in again.text[said:])
+    here.wait(lambda: len(again.family()) >= 5)
+    families = again.family()
+    again.process.send_signal(signal.SIGTERM)
+    assert again.end() == 130
+    assert stopped(families)
+    for name in NAMES:
+        assert here.programs[name].text.endswith(
+            "Stopped. What is done is kept; the same command goes on.\n"
+        )
+    how = "Stopped. Finished rounds are kept; go on with the same command and --resume.\n"
+    assert again.text.count(how) == 2
+    assert again.text.endswith(how)
+    assert not any("Traceback" in program.text for program in here.programs.values())

@@ -1,0 +1,399 @@
+"""A deployment's keys: the certificate, the clients' kits, and the commands that make them."""
+
+import re
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("cryptography")
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coterie.engines.flower import keys as keys_module
+from coterie.engines.flower.keys import Keys, Kit, fingerprint
+from coterie.errors import CoterieError
+from coterie.keys_cli import keys_app
+
+SPKI = serialization.PublicFormat.SubjectPublicKeyInfo
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys.create(tmp_path / "keys", ["coterie.example.org", "192.0.2.7"])
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def public_pem(kit: Kit) -> bytes:
+    return kit.key.public_key().public_bytes(serialization.Encoding.PEM, SPKI)
+
+
+def shake_hands(server: Keys, trusted: Path, host: str) -> None:
+    """A TLS handshake on loopback; raises what the client's side raises."""
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ours.load_cert_chain(server.certificate, server.key)
+    theirs = ssl.create_default_context(cafile=trusted)
+    theirs.verify_flags |= ssl.VerifyFlags.VERIFY_X509_STRICT
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(30)
+        try:
+            with ours.wrap_socket(connection, server_side=True) as secured:
+                secured.sendall(b"welcome")
+        except (ssl.SSLError, OSError):
+            connection.close()  # the client has hung up
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = Thread(target=serve)
+        thread.start()
+        try:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=30) as plain,
+                theirs.wrap_socket(plain, server_hostname=host) as secured,
+            ):
+                assert secured.recv(7) == b"welcome"
+        finally:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "::1", "coterie.example.org", "192.0.2.7"]
+)
+def test_a_client_that_trusts_the_authority_connects(host, keys) -> None:
+    shake_hands(keys, keys.ca, host)
+
+
+@pytest.mark.parametrize("host", ["elsewhere.example.org", "192.0.2.8"])
+def test_the_certificate_is_for_its_hosts_only(host, keys) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+        shake_hands(keys, keys.ca, host)
+
+
+def test_a_client_that_trusts_another_authority_does_not_connect(keys, tmp_path) -> None:
+    other = Keys.create(tmp_path / "other")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(keys, other.ca, "localhost")
+
+
+def test_no_certificate_is_valid_for_longer_than_it_should_be(keys) -> None:
+    now, day = datetime.now(UTC), timedelta(days=1)
+    authority = x509.load_pem_x509_certificate(keys.ca.read_bytes())
+    assert abs(authority.not_valid_after_utc - now - 3652 * day) < day
+    assert abs(keys.expires() - now - 730 * day) < day
+
+
+def test_a_server_can_not_sign_certificates(keys) -> None:
+    certificate = x509.load_pem_x509_certificate(keys.certificate.read_bytes()).extensions
+    assert not certificate.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not certificate.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+
+
+def test_private_keys_are_for_their_owner_and_certificates_for_all(keys, tmp_path) -> None:
+    kit = keys.add("anna", tmp_path / "anna.key")
+    folder = tmp_path / "keys"
+    for private in (folder / "ca.key", keys.key, kit):
+        assert mode(private) == 0o600
+    for public in (keys.ca, keys.certificate, folder / "clients" / "anna.pub"):
+        assert mode(public) & 0o400
+        assert b"PRIVATE" not in public.read_bytes()
+
+
+def test_a_kit_holds_what_its_client_needs(keys, tmp_path) -> None:
+    assert keys.add("anna", tmp_path / "anna.key") == tmp_path / "anna.key"
+    kit = Kit.load(tmp_path / "anna.key")
+    assert (kit.name, kit.ca) == ("anna", keys.ca.read_bytes())
+    assert isinstance(kit.key.curve, ec.SECP384R1)
+    signature = kit.key.sign(b"it is me", ec.ECDSA(hashes.SHA256()))
+    registered = serialization.load_pem_public_key(keys.clients()["anna"])
+    assert isinstance(registered, ec.EllipticCurvePublicKey)
+    registered.verify(signature, b"it is me", ec.ECDSA(hashes.SHA256()))
+
+
+def test_a_kit_survives_a_way_that_changes_line_ends(keys, tmp_path) -> None:
+    path = keys.add("anna", tmp_path / "anna.key")
+    sent = tmp_path / "sent.key"
+    sent.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    assert Kit.load(sent).encode() == path.read_bytes()
+
+
+def test_a_clients_private_key_is_nowhere_at_the_server(keys, tmp_path) -> None:
+    before = {path.name for path in (tmp_path / "keys").rglob("*")}
+    keys.add("anna", tmp_path / "anna.key")
+    assert {path.name for path in (tmp_path / "keys").rglob("*")} - before == {"anna.pub"}
+    assert {path.name for path in tmp_path.iterdir()} == {"keys", "anna.key"}
+
+
+def test_public_keys_are_flowers_bytes(keys, tmp_path) -> None:
+    flower = pytest.importorskip("flwr.supercore.primitives.asymmetric")
+    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    assert keys.clients() == {"anna": flower.public_key_to_bytes(kit.key.public_key())}
+    assert flower.uses_nist_ec_curve(kit.key.public_key())
+
+
+def test_clients_are_in_the_order_of_their_names(keys, tmp_path) -> None:
+    names = ["b", "a-b", "a", "a.b", "_", "Z"]
+    kits = {name: Kit.load(keys.add(name, tmp_path / f"{name}.key")) for name in names}
+    found = Keys(tmp_path / "keys").clients()
+    assert list(found) == sorted(names)
+    assert found == {name: public_pem(kit) for name, kit in kits.items()}
+    assert len(set(map(fingerprint, found.values()))) == len(names)
+
+
+def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, tmp_path) -> None:
+    old = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    keys.add("ben", tmp_path / "ben.key")
+    keys.remove("anna")
+    assert list(keys.clients()) == ["ben"]
+    new = Kit.load(keys.add("anna", tmp_path / "new.key"))
+    assert keys.clients()["anna"] == public_pem(new) != public_pem(old)
+
+
+@pytest.mark.parametrize("name", ["", "../anna", "a/b", ".anna", "-a", "two words", "a" * 65])
+def test_a_name_that_a_run_file_could_not_have_is_refused(name, keys, tmp_path) -> None:
+    for act in (lambda: keys.add(name, tmp_path / "kit"), lambda: keys.remove(name)):
+        with pytest.raises(CoterieError, match="must be 1 to 64 letters"):
+            act()
+    assert not (tmp_path / "kit").exists()
+
+
+def test_what_is_there_is_never_overwritten(keys, tmp_path) -> None:
+    path = keys.add("anna", tmp_path / "anna.key")
+    before, client = path.read_bytes(), keys.clients()
+    with pytest.raises(CoterieError, match="There is a client 'anna' already"):
+        keys.add("anna", tmp_path / "again.key")
+    with pytest.raises(CoterieError, match="exists already; delete it, or"):
+        keys.add("ben", path)
+    with pytest.raises(CoterieError, match="exists already; choose another folder"):
+        Keys.create(tmp_path / "keys")
+    assert (path.read_bytes(), keys.clients()) == (before, client)
+    assert not (tmp_path / "again.key").exists()
+
+
+def test_a_stop_between_kit_and_registration_can_be_mended(keys, tmp_path, monkeypatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kit = tmp_path / "anna.key"
+    with monkeypatch.context() as patch:
+        patch.setattr(keys_module, "write_bytes", stop)
+        with pytest.raises(KeyboardInterrupt):
+            keys.add("anna", kit)
+    assert (kit.exists(), keys.clients()) == (True, {})
+    kit.unlink()
+    keys.add("anna", kit)
+    assert keys.clients() == {"anna": public_pem(Kit.load(kit))}
+
+
+def test_a_client_that_cannot_be_registered_gets_no_kit(keys, tmp_path, monkeypatch) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise CoterieError(f"Could not write {path}: No space left on device.")
+
+    monkeypatch.setattr(keys_module, "write_bytes", fail)
+    with pytest.raises(CoterieError, match="No space"):
+        keys.add("anna", tmp_path / "anna.key")
+    assert [path.name for path in tmp_path.iterdir()] == ["keys"]
+
+
+def test_a_kit_that_cannot_be_written_registers_nobody(keys, tmp_path) -> None:
+    with pytest.raises(CoterieError, match=r"^Could not write .*anna\.key: No such file"):
+        keys.add("anna", tmp_path / "nowhere" / "anna.key")
+    assert keys.clients() == {}
+
+
+def test_a_folder_of_keys_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    with pytest.raises(CoterieError, match="neither a DNS name nor"):
+        Keys.create(tmp_path / "keys", ["https://example.org"])
+    with monkeypatch.context() as patch:
+        patch.delattr(keys_module, "_pem")
+        with pytest.raises(NameError):
+            Keys.create(tmp_path / "keys")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["ca.pem", "server.pem", "server.key", "clients", None])
+def test_another_folder_is_refused_with_what_to_do(missing, keys, tmp_path) -> None:
+    if missing is None:
+        folder = tmp_path / "nowhere"
+    else:
+        folder = tmp_path / "keys"
+        (folder / missing).rename(tmp_path / "moved")
+    with pytest.raises(CoterieError, match=f"make one with `coterie keys init {folder}`"):
+        Keys(folder)
+
+
+def test_a_public_key_that_is_none_is_named(keys, tmp_path) -> None:
+    wrong = ec.generate_private_key(ec.SECP256R1()).public_key()
+    for content in (b"hello", wrong.public_bytes(serialization.Encoding.PEM, SPKI)):
+        (tmp_path / "keys" / "clients" / "ben.pub").write_bytes(content)
+        with pytest.raises(CoterieError, match=r"ben\.pub is damaged"):
+            keys.clients()
+
+
+@pytest.mark.parametrize("host", ["a.example:9092", "", "a..b", "-a.org", "192.0.2.300", "*.org"])
+def test_what_is_no_host_is_refused(host, keys) -> None:
+    before = keys.certificate.read_bytes()
+    with pytest.raises(CoterieError, match="neither a DNS name nor an IP address"):
+        keys.certify([host])
+    assert keys.certificate.read_bytes() == before
+
+
+def test_certify_renews_and_adds_hosts_without_touching_clients(keys, tmp_path) -> None:
+    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    before, hosts = keys.certificate.read_bytes(), keys.hosts()
+    keys.certify(["New.example.org", "2001:db8::7", "localhost"])
+    assert keys.hosts() == [*hosts, "new.example.org", "2001:db8::7"]
+    assert keys.certificate.read_bytes() != before
+    assert keys.clients() == {"anna": public_pem(kit)}
+    (tmp_path / "theirs.pem").write_bytes(kit.ca)
+    for host in ("localhost", "coterie.example.org", "new.example.org", "2001:db8::7"):
+        shake_hands(keys, tmp_path / "theirs.pem", host)
+
+
+def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(keys_module, "AUTHORITY_LASTS", timedelta(days=30))
+    keys = Keys.create(tmp_path / "keys")
+    authority = x509.load_pem_x509_certificate(keys.ca.read_bytes())
+    assert keys.expires() == authority.not_valid_after_utc
+    shake_hands(keys, keys.ca, "localhost")
+
+
+def with_key_on_another_curve(kit: bytes) -> bytes:
+    ca = kit[kit.index(b"-----BEGIN CERT") : kit.index(b"-----BEGIN PRIVATE")]
+    return Kit("anna", ca, ec.generate_private_key(ec.SECP256R1())).encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kit: b"",
+        lambda kit: bytes(range(256)) * 20,
+        lambda kit: kit[: len(kit) // 2],
+        lambda kit: kit[:-60] + b"A" * 10 + kit[-50:],
+        lambda kit: kit.replace(b"Client: anna", b"Client: ../anna"),
+        lambda kit: kit.replace(b"Client: anna", b"Client:"),
+        lambda kit: kit.replace(b"\nMII", b"\nXXX"),
+        lambda kit: kit[kit.index(b"-----BEGIN PRIVATE") :],
+        with_key_on_another_curve,
+    ],
+    ids=["empty", "bytes", "half", "key", "name", "nameless", "ca", "bare", "curve"],
+)
+def test_what_is_no_kit_is_refused_and_not_shown(
+    change: Callable[[bytes], bytes], keys, tmp_path
+) -> None:
+    path = keys.add("anna", tmp_path / "anna.key")
+    content = change(path.read_bytes())
+    path.write_bytes(content)
+    with pytest.raises(CoterieError) as refusal:
+        Kit.load(path)
+    expected = f"{path} is not a client's kit; use the file that `coterie keys add` wrote."
+    assert str(refusal.value) == expected
+    assert refusal.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("nowhere", "No such file or directory"), ("keys", "Is a directory")]
+)
+def test_a_kit_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
+    with pytest.raises(CoterieError, match=f"^Could not read the kit .*{name}: {why}.$"):
+        Kit.load(tmp_path / name)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command printed, and the sentence with which it refused."""
+
+    out: str
+    refusal: str = ""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch) -> Callable[..., Said]:
+    """Runs `coterie keys ...` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Said:
+        result = CliRunner().invoke(keys_app, arguments)
+        if isinstance(result.exception, CoterieError):
+            return Said(result.output, str(result.exception))
+        assert result.exit_code == 0, result.output
+        return Said(result.output)
+
+    return run
+
+
+def test_init_without_a_host_says_that_it_is_for_one_machine(command) -> None:
+    said = command("init").out
+    assert "this machine only" in said
+    assert "coterie keys certify keys --host NAME" in said
+    assert Keys(Path("keys")).hosts() == ["localhost", "127.0.0.1", "::1"]
+    assert "exists already" in command("init").refusal
+
+
+def test_init_with_hosts_names_them(command) -> None:
+    said = command("init", "mine", "--host", "coterie.example.org", "--host", "192.0.2.7").out
+    assert "this machine only" not in said
+    assert "coterie.example.org, 192.0.2.7." in said
+    assert Keys(Path("mine")).hosts()[3:] == ["coterie.example.org", "192.0.2.7"]
+
+
+def test_clients_are_added_listed_and_removed(command) -> None:
+    command("init")
+    assert "coterie keys add NAME" in command("list").out
+    assert "The kit of anna is anna.key" in command("add", "anna").out
+    command("add", "ben", "--keys", "keys", "--out", "kit.txt")
+    keys = Keys(Path("keys"))
+    assert Kit.load(Path("anna.key")).name == "anna"
+    assert Kit.load(Path("kit.txt")).name == "ben"
+    listed = command("list").out
+    for name, key in keys.clients().items():
+        assert re.search(rf"^{name} +{fingerprint(key)}", listed, re.MULTILINE)
+    assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
+    assert command("remove", "anna").out == "From now on the server refuses the kit of anna.\n"
+    assert list(keys.clients()) == ["ben"]
+    assert "There is no client 'anna' in keys" in command("remove", "anna").refusal
+
+
+def test_a_host_is_added_later(command) -> None:
+    command("init")
+    assert (
+        "::1, coterie.example.org, until" in command("certify", "--host", "coterie.example.org").out
+    )
+
+
+@pytest.mark.parametrize("arguments", [["add", "anna"], ["list"], ["remove", "anna"], ["certify"]])
+def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
+    assert command(*arguments).refusal == (
+        "keys is not a server's folder of keys; make one with `coterie keys init keys`."
+    )
+    assert not Path("anna.key").exists()
+
+
+@pytest.mark.parametrize("arguments", [["init"], ["list"], ["add", "anna"]])
+def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "coterie.engines.flower.keys")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert command(*arguments).refusal == (
+        "Deployment needs cryptography: install the extra, pip install 'coterie[flower]'."
+    )
+    assert "anna" in CliRunner().invoke(keys_app, ["add", "--help"]).output
+
+
+def test_help_needs_neither_cryptography_nor_torch() -> None:
+    script = (
+        "import sys, coterie.keys_cli; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -1,0 +1,207 @@
+"""The engine flower-simulation: the local engine's bits and figures, whatever happens meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+import coterie
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.methods.base import Method, ServerSide
+from coterie.methods.pretrained import PretrainedClient
+from coterie.runs import RunFolder, Watch
+
+SIMULATION = "flower-simulation"
+METHODS: dict[str, dict[str, Any]] = {
+    "comigs": {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1},
+    "pcl": {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1},
+}
+
+
+def assert_same(one: RunFolder, other: RunFolder) -> None:
+    """The same states, bit for bit, and the same figures."""
+    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
+        mine, theirs = one.load(side), other.load(side)
+        assert mine.values == theirs.values, side
+        assert mine.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors), side
+    assert figures(one) == figures(other)
+    assert trust(one) == trust(other)
+    mine, theirs = one.result, other.result
+    assert mine is not None
+    assert theirs is not None
+    assert mine | {"seconds": 0} == theirs | {"seconds": 0}
+
+
+def figures(folder: RunFolder) -> list[dict[str, Any]]:
+    """All lines in order, without how long it took, and without `trust`."""
+    return [line for line in folder.metrics() if line["name"] not in ("seconds", "trust")]
+
+
+def trust(folder: RunFolder) -> dict[tuple[int, str], dict[str, float]]:
+    """What reports draw: the last of each round. PCL's clients may record an exchange twice.
+
+    One that is made anew does not know that it has scored it, as after any resume.
+    """
+    lines = [line for line in folder.metrics() if line["name"] == "trust"]
+    return {(line["round"], line["client"]): line["value"] for line in lines}
+
+
+def family() -> list[psutil.Process]:
+    """This process and Ray's."""
+    return [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def local(config, tmp_path_factory) -> RunFolder:
+    """A run by the local engine that nothing happened to."""
+    run = config(method=METHODS["comigs"], evaluation={"every": 1})
+    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("local") / "run").path)
+
+
+@pytest.mark.slow
+def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, monkeypatch):
+    run = config(method=METHODS["pcl"], evaluation={"every": 1}, rounds=2)
+    reachable: set[str] = set()
+
+    class Listening(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            for process in family():
+                for socket in process.net_connections("inet"):
+                    if socket.status == psutil.CONN_LISTEN:
+                        reachable.add(socket.laddr.ip)
+
+    expected = coterie.run(run, out=tmp_path / "local")
+    monkeypatch.setattr(LocalRun, "run", None)  # no other engine does the work
+    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, watch=Listening)
+    assert_same(RunFolder(done.path), RunFolder(expected.path))
+    assert not (done.path / "states").exists()
+    # A table for people, and a model to write with, as after any run.
+    assert done.table().markdown() == expected.table().markdown()
+    assert coterie.load(done.path, "poet")
+    # Ray lets nobody in from outside, says nothing, and is gone.
+    assert reachable == {"127.0.0.1"} or reachable == {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert capfd.readouterr() == ("", "")
+    assert [process for process in family() if "ray" in process.name()] == []
+
+
+STOPPED = """
+import os, signal, sys
+import coterie
+from coterie.runs import Watch
+
+class Stop(Watch):
+    def worked(self, round, client):
+        if (round, client) == (1, "diarist"):  # the others are at work
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            number = int(sys.argv[3])
+            os.kill(os.getpid() if number == signal.SIGKILL else 0, number)
+
+try:
+    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", watch=Stop)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "engine"),
+    [
+        (signal.SIGINT, 130, "local"),  # Ctrl-C reaches Ray's processes too; any engine goes on
+        (signal.SIGKILL, -9, None),  # the one that it began with
+    ],
+)
+def test_a_run_stopped_in_mid_round_continues_to_the_same_bits(
+    number, code, engine, values, local, tmp_path, monkeypatch
+) -> None:
+    run, out = tmp_path / "run.yaml", tmp_path / "out"
+    run.write_text(yaml.safe_dump(values(method=METHODS["comigs"], evaluation={"every": 1})))
+    with TemporaryDirectory(ignore_cleanup_errors=True) as short:
+        stopped = subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(run), str(out), str(int(number))],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": short},
+            start_new_session=True,
+        )
+        assert stopped.communicate(timeout=240)[1] == ""
+        assert stopped.returncode == code
+        left = [p for p in psutil.process_iter() if session(p) == stopped.pid]
+        # After a kill, two of Ray's helpers take up to a minute to see that they are alone.
+        working = [p for p in left if number != signal.SIGKILL or "Agent" not in p.name()]
+        assert psutil.wait_procs(working, timeout=60)[1] == []
+    folder = RunFolder(out)
+    assert (folder.rounds(), folder.result) == (1, None)
+    if engine is None:
+        monkeypatch.setattr(LocalRun, "run", None)
+    coterie.resume(out, engine=engine)
+    assert_same(folder, local)
+
+
+def session(process: psutil.Process) -> int:
+    """The session that a process is in; 0 if it has just ended."""
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return 0
+
+
+@pytest.mark.slow
+def test_an_actor_that_dies_ends_the_run_with_a_sentence(config, local, tmp_path) -> None:
+    run = config(method=METHODS["comigs"], evaluation={"every": 1})
+
+    class Kill(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            for process in family():
+                if "ray::ClientAppActor" in " ".join(process.cmdline()):
+                    process.kill()
+
+    with pytest.raises(CoterieError, match=r"The work of client '\w+' failed; .*simulation\.log"):
+        coterie.run(run, out=tmp_path, engine=SIMULATION, watch=Kill)
+    assert "died" in (tmp_path / "simulation.log").read_text()
+    coterie.resume(tmp_path, engine="local")
+    assert_same(RunFolder(tmp_path), local)
+
+
+def test_without_the_extra_it_says_what_to_install(config, tmp_path, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "coterie.engines.flower.simulation", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CoterieError) as error:
+        coterie.run(config(), out=tmp_path / "run", engine=SIMULATION)
+    assert str(error.value) == (
+        "The engine flower-simulation needs ray: install the extra, "
+        "pip install 'coterie[simulation]'."
+    )
+    assert not (tmp_path / "run").exists()
+
+
+class Silent(Method):
+    name = "silent"
+    summary = "the base alone"
+
+    def client(self, context):
+        return PretrainedClient(context)
+
+    def server(self, context):
+        return ServerSide()
+
+
+def test_a_method_that_is_not_registered_is_refused(config, tmp_path) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(CoterieError, match="'silent' is not registered"):
+        coterie.run(config(), method=Silent(), out=tmp_path / "run", engine=SIMULATION)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_is_not_there(config, tmp_path) -> None:
+    with pytest.raises(CoterieError, match="there are local, flower-simulation"):
+        coterie.run(config(), out=tmp_path / "run", engine="cluster")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,201 @@
+"""What takes a reader to three machines is true: units, the image, the commands of the page."""
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from coterie.cli import app
+from coterie.config import DeploymentSpec, load_deployment
+from coterie.errors import CoterieError
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
+UNITS = sorted((ROOT / "deploy").glob("*.service"))
+PROGRAM = "/opt/coterie/bin/coterie"
+USAGE: Any = typer.BadParameter.__mro__[1]
+"""What the CLI raises for an option that is not there, or an argument that is missing."""
+
+
+def blocks(language: str) -> list[str]:
+    """The page's code in a language; it may be indented."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
+
+
+def page_commands() -> list[list[str]]:
+    """Arguments of every `coterie ...` that the page tells to run, also within the image."""
+    found = []
+    for line in "\n".join(blocks("sh")).splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["coterie"]:
+            found.append(words[1:])
+        elif words[:2] == ["docker", "run"]:
+            image = len(words) - words[::-1].index("coterie") - 1
+            found.append(words[image + 1 :])
+    return found
+
+
+def unit(path: Path) -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(interpolation=None, strict=True)
+    parsed.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
+    parsed.read_string(path.read_text(encoding="utf-8"))
+    return parsed
+
+
+def start(path: Path) -> list[str]:
+    return shlex.split(unit(path)["Service"]["ExecStart"])
+
+
+def find(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words begin with, and its arguments; raises KeyError."""
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while rest and hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    return command, rest
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command line as the CLI does, and run nothing; raises KeyError or USAGE."""
+    command, arguments = find(words)
+    command.make_context("", arguments)
+
+
+def options(words: list[str]) -> set[str]:
+    """Those that a command has."""
+    return {name for option in find(words)[0].params for name in option.opts}
+
+
+def inline_commands() -> list[str]:
+    """What the page's prose calls `coterie ...`."""
+    return sorted(set(re.findall(r"(?<!`)`(coterie [^`]+)`(?!`)", PAGE)))
+
+
+def test_a_wrong_command_would_be_noticed() -> None:
+    for wrong in ("nothing", "server --nothing", "keys nothing", "client --server a:1", "keys add"):
+        with pytest.raises((USAGE, KeyError)):
+            parse(list(wrong.split()))
+
+
+@pytest.mark.parametrize("arguments", page_commands(), ids=" ".join)
+def test_the_cli_takes_the_commands_of_the_page(arguments: list[str]) -> None:
+    parse(arguments)
+
+
+def test_the_page_shows_both_roles_keys_and_the_image() -> None:
+    shown = page_commands()
+    assert {command[0] for command in shown} >= {"keys", "server", "client", "audit", "generate"}
+    assert sum(command[0] == "server" for command in shown) >= 2  # as it is, and in the image
+
+
+@pytest.mark.parametrize("text", inline_commands())
+def test_the_prose_names_commands_and_options_that_exist(text: str) -> None:
+    words = shlex.split(text)[1:]
+    assert {word for word in words if word.startswith("--")} <= options(words)
+
+
+def test_options_in_tables_and_sentences_exist() -> None:
+    named = set(re.findall(r"`(--[a-z-]+)(?: [A-Z=]+)?`", PAGE))
+    assert named >= {"--address", "--resume", "--data", "--base", "--public"}
+    assert named - options(["server"]) - options(["client"]) <= {"--host"}  # of `coterie keys`
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_run_files_of_the_page_are_deployments(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "us.yaml"
+    path.write_text(text, encoding="utf-8")
+    config = load_deployment(path, (), ["alice", "bob"])
+    assert config.name == "us"
+    assert [client.name for client in config.clients] == ["alice", "bob"]
+    with pytest.raises(CoterieError, match="'bob' has no key"):
+        load_deployment(path, (), ["alice"])
+
+
+def test_the_page_explains_every_key_of_the_deployment() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \| ", PAGE, flags=re.MULTILINE))
+    defaults = DeploymentSpec().model_dump(mode="json")
+    assert blocks("yaml")
+    for key, value in defaults.items():
+        shown = (
+            "" if value is None else f"`{int(value) if key == 'deadline' else json.dumps(value)}`"
+        )
+        assert rows[key].strip() == shown, key
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_starts_what_the_cli_takes(path: Path) -> None:
+    program, role, *rest = start(path)
+    assert program == PROGRAM
+    assert role == path.stem.removeprefix("coterie-")
+    parse([role, *rest])
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_a_unit_writes_only_where_it_may(path: Path) -> None:
+    service = unit(path)["Service"]
+    place = f"/var/lib/{service['StateDirectory']}"
+    words = start(path)
+    assert service["ProtectSystem"] == "strict"
+    assert service["ReadWritePaths"] == service["WorkingDirectory"] == place
+    assert words[words.index("--out") + 1].startswith(place + "/")
+    assert service["User"] == "coterie"
+
+
+def test_the_server_goes_on_after_a_failure_and_not_after_its_end() -> None:
+    path = ROOT / "deploy" / "coterie-server.service"
+    assert "--resume" in start(path)
+    service = unit(path)["Service"]
+    assert service["Restart"] == "on-failure"
+    assert service["SuccessExitStatus"] == "130"  # of a stop; see deploy_cli._stopped
+    assert service["KillMode"] == "mixed"  # nginx and the SuperLink are ended by the server
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / path.name
+    copy.write_text(path.read_text(encoding="utf-8").replace(PROGRAM, sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if path.stem in line]
+    assert (done.returncode, said) == (0, [])
+
+
+def test_files_that_the_page_installs_exist() -> None:
+    named = set(re.findall(r"(?<![\w/])deploy/[\w.-]+", PAGE))
+    assert len(named) >= 4
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
+    for sources in re.findall(r"^COPY (.+) \S+$", CONTAINERFILE, flags=re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), source
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [extra] = re.findall(r"'\.\[(\w+)\]'", CONTAINERFILE)
+    assert f"\n{extra} = [" in project
+    entry = json.loads(re.findall(r"^ENTRYPOINT (.+)$", CONTAINERFILE, flags=re.MULTILINE)[0])
+    assert f"\n{entry[0]} = " in project
+    users = re.findall(r"^USER (\w+)$", CONTAINERFILE, flags=re.MULTILINE)
+    assert users == ["coterie"]
+
+
+@pytest.mark.parametrize("text", re.findall(r"^RUN (.+?[^\\])$", CONTAINERFILE, re.DOTALL | re.M))
+def test_the_image_is_built_by_commands_that_a_shell_can_read(text: str) -> None:
+    done = subprocess.run(["sh", "-n", "-c", text], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
