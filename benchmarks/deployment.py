@@ -1,0 +1,259 @@
+"""What a deployment costs beyond training: seconds per round and where they go, and memory.
+
+The server runs in this process, clients are real ones (`coterie client`), with TLS, nginx and
+Flower between them, all on this machine. The embedded base has low-rank pairs of rank 24, so that
+an upload weighs 2.4 MB, as with GPT-2 at rank 8 in bf16, and trains for one step of one short
+sample, so that little but overhead is left. The first round is left out.
+
+*step* is the slowest client's own work, checkpoint and upload from store included (its figure
+`seconds`); *orders* is the time in which the server encodes and pushes downloads; *replies* that in
+which it fetches uploads and checks them; *count* aggregation; *save* its checkpoint; *waiting* the
+rest: polling, and whatever else the machine does.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from coterie.base import EMBEDDED
+from coterie.config import RunConfig, parse
+from coterie.engines.flower.deploy import serve
+from coterie.engines.flower.keys import Keys
+from coterie.engines.flower.link import FlowerLink
+from coterie.engines.server import ServerRun, ServerWatch
+from coterie.runs import RunFolder
+
+MIB = 2**20
+PHASES = ("orders", "replies", "count", "save")
+TEXT = EMBEDDED / "demo-writers" / "poet.txt"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One deployment: seconds are medians over rounds, memory is in bytes."""
+
+    clients: int
+    upload: int
+    round: float
+    step: float
+    phases: dict[str, float]
+    idle: int
+    """Resident memory of the server's process before anybody has joined ..."""
+    server: int
+    """... and at most, later."""
+    worker: int
+    """The largest client's process, at most."""
+    flower: int
+    """Flower's own process and nginx, on the server's machine, at the end."""
+
+    @property
+    def overhead(self) -> float:
+        """Seconds per round beyond the slowest client's own work."""
+        return self.round - self.step
+
+
+class Phases:
+    """Seconds by phase and round, taken by wrapping what the server does."""
+
+    def __init__(self) -> None:
+        self.rounds: list[dict[str, float]] = [defaultdict(float)]
+
+    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time counted."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                found = function(*args, **kwargs)
+                return list(found) if phase == "replies" else found
+            finally:
+                self.rounds[-1][phase] += time.perf_counter() - began
+
+        return wrapped
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block, servers' phases are timed."""
+        wrap: list[tuple[Any, str, str]] = [
+            (ServerRun, "_send", "orders"),
+            (FlowerLink, "replies", "replies"),
+            (ServerRun, "_count", "count"),
+            (RunFolder, "save", "save"),
+        ]
+        before = [getattr(owner, name) for owner, name, _ in wrap]
+        for owner, name, phase in wrap:
+            setattr(owner, name, self.timed(phase, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for (owner, name, _), function in zip(wrap, before, strict=True):
+                setattr(owner, name, function)
+
+
+class Rounds(ServerWatch):
+    """Notes where rounds end, and the memory before anybody has joined."""
+
+    def __init__(self, phases: Phases) -> None:
+        self.phases, self.idle, self.flower = phases, 0, 0
+
+    def start(self, title: str, rounds: int, done: int) -> None:
+        """See the class."""
+        Path("/proc/self/clear_refs").write_text("5")
+        self.idle = resident(psutil.Process().pid, "VmRSS")
+
+    def round_over(self, round: int, counted: int) -> None:
+        """See the class."""
+        self.phases.rounds.append(defaultdict(float))
+        children = psutil.Process().children(recursive=True)
+        here = [c for c in children if "coterie" not in c.cmdline()]
+        self.flower = max(self.flower, sum(c.memory_info().rss for c in here))
+
+
+def resident(pid: int, which: str) -> int:
+    """A process's resident memory in bytes: VmRSS, now, or VmHWM, at most."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
+
+
+def run_file(names: list[str], rounds: int) -> RunConfig:
+    """Clients of little work and large uploads."""
+    return parse(
+        {
+            "name": "cost",
+            "threads": 1,
+            "method": {"name": "comigs-1g1s", "rank": 24, "attention_rank": 24},
+            "rounds": rounds,
+            "data": {"window": 32, "limits": {"train": 2000, "validation": 400, "test": 400}},
+            "clients": [{"name": name, "path": str(TEXT)} for name in names],
+            "training": {"steps": 1, "batch": 1},
+        }
+    )
+
+
+def deploy(count: int, rounds: int, port: int) -> Cost:
+    """One deployment with so many clients."""
+    names = [f"client-{number}" for number in range(count)]
+    phases = Phases()
+    watch = Rounds(phases)
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        keys = Keys.create(folder / "keys")
+        clients = []
+        for name in names:
+            kit = keys.add(name, folder / f"{name}.key")
+            command = [sys.executable, "-m", "coterie", "client", "--server", f"localhost:{port}"]
+            command += ["--key", str(kit), "--data", str(TEXT), "--out", str(folder / name)]
+            clients.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        config = run_file(names, rounds)
+        peaks = dict.fromkeys(range(count), 0)
+
+        def look(*_: Any) -> None:
+            for number, client in enumerate(clients):
+                if client.poll() is None:
+                    peaks[number] = max(peaks[number], resident(client.pid, "VmHWM"))
+
+        watch.seats = look  # type: ignore[method-assign]
+        try:
+            with phases.watching():
+                server = serve(config, folder / "run", keys, f"127.0.0.1:{port}", watch)
+        finally:
+            for client in clients:
+                client.terminate()
+                client.wait()
+        steps = [figures(RunFolder(next((folder / n).glob("cost-*"))), "seconds") for n in names]
+        sizes = figures(server, "bytes/up")
+        whole = figures(server, "seconds")
+    inner = slice(1, rounds)
+    slowest = [max(s[r] for s in steps) for r in range(*inner.indices(rounds))]
+    return Cost(
+        clients=count,
+        upload=int(max(sizes)),
+        round=median(whole[inner]),
+        step=median(slowest),
+        phases={p: median(r[p] for r in phases.rounds[inner]) for p in PHASES},
+        idle=watch.idle,
+        server=resident(psutil.Process().pid, "VmHWM"),
+        worker=max(peaks.values()),
+        flower=watch.flower,
+    )
+
+
+def figures(folder: RunFolder, name: str) -> list[float]:
+    """A figure's values in a run folder, in order."""
+    return [line["value"] for line in folder.metrics() if line["name"] == name]
+
+
+def alone(rounds: int) -> int:
+    """Peak memory of the local engine with one such client."""
+    code = (
+        "import sys, json, coterie\n"
+        "coterie.run(json.loads(sys.argv[1]), out=sys.argv[2])\n"
+        "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))\n"
+    )
+    with TemporaryDirectory() as place:
+        run = json.dumps(run_file(["client-0"], rounds).as_dict())
+        command = [sys.executable, "-c", code, run, f"{place}/run"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1]) * 1024
+
+
+def show(costs: list[Cost], local: int) -> None:
+    time_table = Table(title="Seconds per round beyond training")
+    heads = ("clients", "upload MB", "round", "step", "overhead", *PHASES, "waiting")
+    for head in heads:
+        time_table.add_column(head, justify="right")
+    memory = Table(title="Memory, MiB")
+    for head in ("clients", "server idle", "server adds", "Flower, nginx", "worker", "x local"):
+        memory.add_column(head, justify="right")
+    for cost in costs:
+        spent = [cost.phases[phase] for phase in PHASES]
+        rest = cost.overhead - sum(spent)
+        row = [cost.round, cost.step, cost.overhead, *spent, rest]
+        time_table.add_row(
+            str(cost.clients), f"{cost.upload / 1e6:.2f}", *(f"{value:.2f}" for value in row)
+        )
+        sizes = (cost.idle, cost.server - cost.idle, cost.flower, cost.worker)
+        memory.add_row(
+            str(cost.clients),
+            *(f"{size / MIB:,.0f}" for size in sizes),
+            f"{cost.worker / local:.2f}",
+        )
+    console = Console()
+    console.print(time_table)
+    console.print(memory)
+    console.print(f"The local engine with one client: {local / MIB:,.0f} MiB.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", default="2,8", help="numbers of clients")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--port", type=int, default=19092)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    local = alone(options.rounds)
+    costs = [deploy(int(c), options.rounds, options.port) for c in options.clients.split(",")]
+    show(costs, local)
+    if options.json:
+        record = {"local": local, "rows": [asdict(cost) for cost in costs]}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
