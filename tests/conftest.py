@@ -1,5 +1,6 @@
 """A small base and small texts that every room's tests can use."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ WRITERS = EMBEDDED / "demo-writers"
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c() -> None:
+    """Processes that tests start can be interrupted, even if a shell started these in the
+    background, where it is ignored and they would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
