@@ -7,8 +7,8 @@ sample, so that little but overhead is left. The first round is left out.
 
 *step* is the slowest client's own work, checkpoint and upload from store included (its figure
 `seconds`); *orders* is the time in which the server encodes and pushes downloads; *replies* that in
-which it fetches uploads and checks them; *count* aggregation; *save* its checkpoint; *waiting* the
-rest: polling, and whatever else the machine does.
+which it fetches uploads and checks them; *count* aggregation; *save* its checkpoint; *rest* what is
+left: polling, and whatever else the machine does.
 """
 
 import argparse
@@ -214,7 +214,7 @@ def alone(rounds: int) -> int:
 
 def show(costs: list[Cost], local: int) -> None:
     time_table = Table(title="Seconds per round beyond training")
-    heads = ("clients", "upload MB", "round", "step", "overhead", *PHASES, "waiting")
+    heads = ("clients", "MB up", "round", "step", "beyond", *PHASES, "rest")
     for head in heads:
         time_table.add_column(head, justify="right")
     memory = Table(title="Memory, MiB")
