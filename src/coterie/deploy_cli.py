@@ -111,23 +111,20 @@ def client(
     deploy = _deployment()
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
         raise CoterieError(f"The server is HOST:PORT, as example.org:9092, not {server!r}.")
+    from coterie.engines.board import ClientBoard
+
     kit = deploy.Kit.load(key)
     if name not in (None, kit.name):
         raise CoterieError(f"The kit {key} is that of {kit.name!r}, not of {name!r}.")
     given = {"path": data, "train": train, "validation": validation, "test": test}
     texts = {k: str(Path(v).resolve()) for k, v in given.items() if v is not None}
     _check_texts(kit.name, texts)
-    base_folder = (
-        None if base is None else str(Path(base).resolve()) if Path(base).exists() else base
-    )
-    own = deploy.Own(
-        kit.name, texts, out, base_folder, None if public is None else str(Path(public).resolve())
-    )
+    own = deploy.Own(kit.name, texts, out, _place(base), _place(public))
     _end_by_ctrl_c()
-    seen = _Lines()
     _say(f"{kit.name}: looking for {server}")
     try:
-        worker = deploy.take_part(server, kit, own, seen, threading.Event())
+        with ClientBoard(console) as seen:
+            worker = deploy.take_part(server, kit, own, seen, threading.Event())
     except KeyboardInterrupt:
         _stopped("What is done is kept; the same command goes on.")
     if worker.run is not None:
@@ -136,23 +133,9 @@ def client(
         _say(f'  coterie generate {folder} --client {kit.name} --prompt "..."')
 
 
-class _Lines:
-    """What a client shows: a line for every event."""
-
-    def __call__(self, what: str, value: Any) -> None:
-        match what:
-            case "connected":
-                _say(f"connected to {value}")
-            case "away":
-                _say(f"{value}; trying again")
-            case "joined":
-                _say(f"joined the run {value.config.name}: {value.config.label}")
-                for field in value.part.schema.up:
-                    _say(f"  leaves this machine: {field.what}")
-            case "step":
-                _say(f"round {value + 1}: done")
-            case "fault":
-                _say(f"could not do what the server asked: {value}")
+def _place(path: str | None) -> str | None:
+    """A path wherever the command is run; a name on the hub as it is."""
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
 def _check_texts(name: str, texts: dict[str, str]) -> None:

@@ -4,10 +4,11 @@ import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.status import Status
 from rich.table import Table
 
 from coterie.engines.server import Seat, ServerWatch
@@ -96,6 +97,69 @@ class Board(ServerWatch):
         trace: TracebackType | None,
     ) -> None:
         """Take the table away."""
+        self.live.stop()
+
+
+class ClientBoard:
+    """A line for every event of a client's part, and on a terminal one that lives."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Status("", console=console)
+        self.rounds, self.done, self.began = 0, 0, time.monotonic()
+        self.losses: list[float] = []
+        self.bytes = {"bytes/up": 0, "bytes/down": 0}
+
+    def __call__(self, what: str, value: Any) -> None:
+        """See `engines.worker.Seen`."""
+        match what:
+            case "connected":
+                self._say(f"connected to {value}")
+            case "away":
+                self._say(f"{value}; trying again")
+            case "joined":
+                self.rounds, self.began = value.config.rounds, time.monotonic()
+                self._say(f"joined the run {value.config.name}: {value.config.label}")
+                for field in value.part.schema.up:
+                    self._say(f"  leaves this machine: {field.what}")
+            case "fault":
+                self._say(f"could not do what the server asked: {value}")
+            case "step":
+                self._step(value)
+            case "bytes/up" | "bytes/down":
+                self.bytes[what] = value
+            case _ if what.startswith("loss/"):
+                self.losses.append(value)
+                self.live.update(f"training: loss {value:.3f}")
+
+    def _step(self, round: int) -> None:
+        """A round's work is done; what the server makes of it comes later."""
+        self.done += 1
+        figures = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
+        figures += [f"{_size(self.bytes[way])} {way[6:]}" for way in self.bytes]
+        seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
+        figures += [f"about {timedelta(seconds=int(seconds))} left"] if seconds else []
+        self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
+        self.losses = []
+        self.live.update("waiting for the server")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        """Begin the line that lives, on a terminal."""
+        if self.console.is_terminal:
+            self.live.update("looking for the server")
+            self.live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take it away."""
         self.live.stop()
 
 

@@ -1,0 +1,108 @@
+"""The commands of a deployment, given what they cannot use: one sentence each, before anything
+runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from loop import deploy
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.config import load_deployment, load_with_any_text
+from coterie.errors import CoterieError
+
+pytest.importorskip("flwr", reason="Flower is not installed")
+from coterie.engines.flower.keys import Keys
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("deployment")
+    made = Keys.create(folder / "keys")
+    for name in ("anna", "ben"):
+        made.add(name, folder / f"{name}.key")
+    return folder
+
+
+def complaint(*arguments: object) -> str:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert isinstance(result.exception, CoterieError), result.output
+    text = str(result.exception)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
+        ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
+        ({"divide": {"source": "x.jsonl", "by": "label"}}, "leave `divide` out"),
+        ({"method": "centralized"}, "cannot be deployed"),
+        ({"clients": 3}, "clients should be a list"),
+        ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
+        ({"method": {"name": "comigs-1g1s", "specialists": {"dora": 1, "others": 1}}}, "'dora'"),
+    ],
+)
+def test_run_files_that_no_server_takes(run, sentence, keys, tmp_path) -> None:
+    path = tmp_path / "us.yaml"
+    path.write_text(yaml.safe_dump(run))
+    said = complaint("server", path, "--keys", keys / "keys", "--out", tmp_path / "out")
+    assert re.search(sentence, said), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
+    path = tmp_path / "us.yaml"
+    path.write_text("rounds: 2\n")
+    said = complaint("server", path, "--keys", tmp_path / "keys")
+    assert "coterie keys init" in said
+    Keys.create(tmp_path / "keys")
+    assert "coterie keys add" in complaint("server", path, "--keys", tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--server", "localhost", "--key", "anna.key", "--data", "t"], "is HOST:PORT"),
+        (["--server", "https://x:1", "--key", "anna.key", "--data", "t"], "is HOST:PORT"),
+        (["--server", "x:1", "--key", "none.key", "--data", "t"], "none.key"),
+        (["--server", "x:1", "--key", "keys/ca.pem", "--data", "t"], "not a client's kit"),
+        (["--server", "x:1", "--key", "anna.key", "--name", "ben", "--data", "t"], "of 'anna'"),
+        (["--server", "x:1", "--key", "anna.key"], "has neither"),
+        (["--server", "x:1", "--key", "anna.key", "--data", "nowhere"], "There is no .*nowhere"),
+        (["--server", "x:1", "--key", "anna.key", "--data", "t", "--train", "t"], "have both"),
+    ],
+)
+def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch) -> None:
+    monkeypatch.chdir(keys)
+    Path("t").mkdir(exist_ok=True)
+    assert re.search(sentence, complaint("client", *arguments))
+
+
+def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("coterie.engines.flower", "flwr")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", "t")
+    assert "pip install 'coterie[flower]'" in said
+
+
+def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
+    path = tmp_path / "us.yaml"
+    path.write_text("rounds: 2\n")
+    config = load_deployment(path, (), ["anna", "ben"])
+    assert [client.name for client in config.clients] == ["anna", "ben"]
+    assert config.deployment.anyone
+    path.write_text("clients: [{name: anna}]\n")
+    assert not load_deployment(path, (), ["anna", "ben"]).deployment.anyone
+    assert Path(load_with_any_text(path).clients[0].path or "").exists()
+
+
+def test_a_deployed_run_is_not_resumed_by_another_engine(config, tmp_path) -> None:
+    deploy(config(rounds=1), tmp_path)
+    assert "coterie server --resume" in complaint("run", "--resume", tmp_path / "server")
