@@ -72,12 +72,17 @@ def in_one_process(run: dict[str, Any], out: Path) -> RunFolder:
     return RunFolder(coterie.run(parse(run), out=out).path)
 
 
-def test_the_demo_between_five_processes_is_that_of_one(deploy, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    ["comigs-1g1s", {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 2}],
+    ids=["comigs", "pcl"],
+)
+def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path) -> None:
     """Set up with the commands that a person would use."""
     settings = ("training.steps=2", "rounds=3", "threads=1", "data.limits.test=2000")
     demo = load_config(None, settings).as_dict()
     run = {key: demo[key] for key in ("rounds", "threads", "data", "training", "data_root")}
-    run |= {"name": "demo", "base": "tiny-gpt2", "method": "comigs-1g1s"}
+    run |= {"name": "demo", "base": "tiny-gpt2", "method": method}
     run["clients"] = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
     here = deploy(run)
     for words in (["init"], *(["add", name] for name in NAMES)):
