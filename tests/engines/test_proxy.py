@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 SITE = Path(__file__).parents[2] / "deploy" / "nginx-site.conf"
 LARGEST = 40_000_000
 CALLS = (
-    "activate-node deactivate-node send-node-heartbeat pull-messages push-messages get-run get-fab "
+    "activate-node deactivate-node send-node-heartbeat pull-messages push-messages "
     "push-object pull-object confirm-message-received"
 )
 FLEET = {f"/v1/fleet/{call}" for call in CALLS.split()}
@@ -119,7 +119,7 @@ def test_only_the_headers_of_the_protocol_pass(entry: Door) -> None:
     extra = ("X-Forwarded-For: 9.9.9.9", "X-Forwarded-Proto: http", "Forwarded: for=9.9.9.9")
     lines = [*(f"{name}: {value}" for name, value in wanted.items()), *extra, "Upgrade: websocket"]
     lines += ["Host: evil", "Content-Length: 0", "Flwr-Task-Token: x", "Authorization: x"]
-    request = "POST /v1/fleet/get-run HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n"
+    request = "POST /v1/fleet/pull-object HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n"
     assert entry.raw(request.encode()).startswith(b"HTTP/1.1 200 ")
     (seen,) = entry.upstream.seen
     assert seen.headers == {**wanted, "host": "localhost", "content-length": "0"}
@@ -127,15 +127,16 @@ def test_only_the_headers_of_the_protocol_pass(entry: Door) -> None:
 
 TARGETS = [
     *("/", "/docs", "/openapi.json", "/health", "/redoc", "/v1", "/v1/fleet", "/v1/fleet/", "*"),
-    *("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/other", "/fleet/get-run"),
+    *("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/get-fab"),
+    "/fleet/get-run",
     *("/v1/control/start-run", "/v1/control/register-node", "/v1/runtime/pull-object"),
     *("//v1/control/start-run", "//v1/fleet/get-run", "/v1//fleet/get-run", "/v1/fleet//get-run"),
     *("/v1/fleet/../control/start-run", "/v1/control/../fleet/get-run", "/v1/./fleet/get-run"),
     *("/v1/fleet/%2e%2e/control/start-run", "/v1/fleet/..%2fcontrol/start-run"),
     *("/v1/fleet/%2E%2E%2Fcontrol%2Fstart-run", "/v1/control/%2e%2e/fleet/get-run"),
     *("/v1/control/start-run/..%2f..%2ffleet/get-run", "/v1/fleet%2fget-run"),
-    *("/v1/fleet/get%2drun", "/v1/fleet/get-run%09"),
-    *("/v1/fleet/%67et-run", "/v1/fleet/get-run%00", "/v1/fleet/get-run%0a"),
+    *("/v1/fleet/pull%2dobject", "/v1/fleet/get-run%09"),
+    *("/v1/fleet/%70ull-object", "/v1/fleet/get-run%00", "/v1/fleet/get-run%0a"),
     *("/v1/fleet/get-run%20", "/v1/fleet/%2fget-run"),
     *("/v1/fleet/get-run/", "/v1/fleet/get-run/../../control/start-run", "/v1/fleet/get-run/x"),
     *("/v1/fleet/get-run;/../../control/start-run", "/v1/fleet/get-run?a=b", "/v1/fleet/get-run?"),
@@ -149,6 +150,8 @@ TARGETS = [
     *("http://127.0.0.1/v1/fleet/../control/x", "https:///v1/control/x", "localhost:80/v1/control"),
     *("/v1/fleet/get-run HTTP/1.1 /v1/control/x", "/v1/fleet/get-run\t/v1/control", "/@refused"),
 ]  # fmt: skip
+TARGETS = [target.replace("get-run", "pull-object") for target in TARGETS]
+TARGETS.append("/v1/fleet/get-run")
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/1.0"])
@@ -179,18 +182,18 @@ def test_only_post_reaches_the_superlink(entry: Door) -> None:
         "POSTX",
     ]
     for method in [*methods, "PRI", "PROPFIND"]:
-        request = f"{method} /v1/fleet/get-run HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+        request = f"{method} /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
         assert entry.raw(request.encode())[9:12] in (b"404", b"400", b"405"), method
-    assert entry.raw(b"GET /v1/fleet/get-run\r\n").split()[1:2] != [b"200"]  # HTTP/0.9
-    assert entry.raw(b"POST /v1/fleet/get-run\r\n\r\n").split()[1:2] != [b"200"]
+    assert entry.raw(b"GET /v1/fleet/pull-object\r\n").split()[1:2] != [b"200"]  # HTTP/0.9
+    assert entry.raw(b"POST /v1/fleet/pull-object\r\n\r\n").split()[1:2] != [b"200"]
     assert entry.upstream.seen == []
 
 
 def test_a_whole_address_as_target_is_passed_on_as_its_path(entry: Door) -> None:
-    target = b"https://other.example:1/v1/fleet/get-run"
+    target = b"https://other.example:1/v1/fleet/pull-object"
     answer = entry.raw(b"POST " + target + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
-    assert [seen.path for seen in entry.upstream.seen] == ["/v1/fleet/get-run"]
+    assert [seen.path for seen in entry.upstream.seen] == ["/v1/fleet/pull-object"]
 
 
 FRAMINGS = {
@@ -218,20 +221,20 @@ FRAMINGS = {
 def test_no_second_request_is_smuggled_in_a_body(entry: Door, version: bytes) -> None:
     body = b"0\r\n\r\n" + HIDDEN
     requests = [
-        b"POST /v1/fleet/get-run " + version + b"\r\nHost: x\r\nConnection: keep-alive\r\n"
+        b"POST /v1/fleet/pull-object " + version + b"\r\nHost: x\r\nConnection: keep-alive\r\n"
         + framing.replace(b"%(all)d", b"%d" % len(body)) + b"\r\n" + body
         for framing in FRAMINGS.values()
     ]  # fmt: skip
     requests.append(requests[-1].replace(b"\r\nHost", b"\r\nHost: y\r\nHost"))
     requests.append(  # two requests, one after the other: only the second is refused
-        b"POST /v1/fleet/get-run HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi" + HIDDEN
+        b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi" + HIDDEN
     )
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(entry.raw, requests))
     assert answers[-1].startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 404 " in answers[-1]
     assert {(seen.method, seen.path) for seen in entry.upstream.seen} <= {
-        ("POST", "/v1/fleet/get-run")
+        ("POST", "/v1/fleet/pull-object")
     }
     for seen in entry.upstream.seen:  # whatever passed is framed one way, by its length
         assert "transfer-encoding" not in seen.headers
@@ -247,7 +250,7 @@ def test_a_refusal_ends_the_connection_and_tells_no_version(entry: Door) -> None
 
 
 def test_a_log_line_is_short_and_holds_nothing_of_what_was_sent(entry: Door) -> None:
-    entry.post("/v1/fleet/get-run", b"secret body", flwr_signature="secret signature")
+    entry.post("/v1/fleet/pull-object", b"secret body", flwr_signature="secret signature")
     entry.send("GET", "/docs?secret=query", User_Agent="secret agent")
     entry.send("GET", "/" + "x" * 3000)
     text = ""
@@ -256,7 +259,7 @@ def test_a_log_line_is_short_and_holds_nothing_of_what_was_sent(entry: Door) -> 
         if "xxxx" in text:
             break
         time.sleep(0.05)
-    assert "127.0.0.1 POST /v1/fleet/get-run 200 " in text
+    assert "127.0.0.1 POST /v1/fleet/pull-object 200 " in text
     assert "127.0.0.1 GET /docs 404 " in text
     assert "secret" not in text
     assert all(len(line) < 250 for line in text.splitlines())
@@ -288,7 +291,7 @@ def test_a_superlink_of_another_authority_is_not_spoken_to(
 ) -> None:
     other = make_keys(tmp_path / "other")
     with door(tmp_path / "run", keys, other, 1000) as entry:
-        assert entry.post("/v1/fleet/get-run", b"secret")[0] == 502
+        assert entry.post("/v1/fleet/pull-object", b"secret")[0] == 502
         assert entry.upstream.seen == []
 
 
@@ -302,6 +305,6 @@ def test_a_flood_from_one_address_is_told_to_come_back(
     )
     monkeypatch.setattr(module, "TEMPLATE", template)
     with door(tmp_path / "run", keys, keys, 1000) as entry:
-        statuses = [entry.post("/v1/fleet/get-run")[0] for _ in range(6)]
+        statuses = [entry.post("/v1/fleet/pull-object")[0] for _ in range(6)]
     assert statuses == [200, 200, 200, 503, 503, 503]
     assert len(entry.upstream.seen) == 3
