@@ -104,10 +104,10 @@ class ServerSide:
     round: int = 0
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """A client takes part from now on. Raises MessageError to refuse it."""
+        """A client takes part from now on, or again. Raises MessageError to refuse it."""
 
     def open(self, round: int, participants: list[ClientId]) -> None:
-        """A round begins."""
+        """A round begins; or again, if too few of its uploads could be counted."""
         self.round = round
 
     def download(self, client: ClientId) -> Message:
