@@ -240,6 +240,23 @@ def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None
     assert steps(loop)["poet", 1] == 1
 
 
+def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -> None:
+    loop = Loop(workers(run, tmp_path), lose=lambda name, order: (name, order.round) == ("poet", 1))
+
+    class Gone(ServerWatch):
+        def round_over(self, round: int, counted: int) -> None:
+            if round == 1:  # too few are left, for some turns
+                loop.away = {"diarist", "whaler"}
+                for name in loop.away:
+                    leader.seats[name].present = None
+                loop.events = {loop.turns + 5: lambda network: network.away.clear()}
+
+    leader = server(deployed(run, quorum=2, deadline=0.001), tmp_path / "server", loop, Gone())
+    leader.rounds()
+    asked = [(order.kind, order.round) for name, order in loop.orders if name == "poet"]
+    assert asked == [("join", 0), ("step", 0), ("step", 1), ("step", 2), ("finish", 3)]
+
+
 def test_orders_that_no_client_obeys(run, tmp_path) -> None:
     worker = Worker(own(run, "poet", tmp_path))
     order = Order(run="0" * 16, client="poet", kind="step", round=0)

@@ -132,8 +132,8 @@ class ServerRun:
         self.quorum = config.deployment.quorum or len(names)
         self.base = ""
         self.hellos: dict[str, bytes] = {}
-        self.kind: Kind = "join"
-        """What joined clients are to do now: `join` stands for nothing."""
+        self.kind: Kind = "step"
+        """What clients are to do, those that are waited for."""
         self.round = 0
         self.waiting: set[str] = set()
         """Clients that have not done it yet."""
@@ -181,10 +181,10 @@ class ServerRun:
             for name in refused:
                 self._failed(self.seats[name])
             self.server.open(self.round, members)  # what was counted is counted anew
-        self.kind = "join"
         for name in sorted(self.waiting):
             self._note(f"round {self.round + 1}: {name} was left out")
             self._forget(self.seats[name])
+        self.waiting = set()  # nobody is asked for anything until the next round
         self.server.close()
         return counted
 
