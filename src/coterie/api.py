@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,7 +18,7 @@ from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.files import write_json, write_text
 from coterie.methods import Method, Setting, available
 from coterie.report import Comparison, Table, run_table
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder, Watch, describe
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 """A run: validated, as plain data, or the path of a run file."""
@@ -196,14 +195,8 @@ class Session:
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
-        return {
-            "coterie": version("coterie"),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "engine": self.engine,
-            "clients": {p.name: p.described() for p in participants},
-            "config": config.as_dict(),
-        }
+        clients = {p.name: p.described() for p in participants}
+        return describe(config.as_dict(), clients, engine=self.engine)
 
     def cell(
         self,

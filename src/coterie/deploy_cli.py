@@ -57,13 +57,13 @@ def server(
     registered = list((folder_of_keys := deploy.Keys(keys)).clients())
     config = load_deployment(file, settings or (), registered)
     folder = out or Path("runs") / config.name
-    board = Board(console)
     _end_by_ctrl_c()
     try:
-        if resume and (folder / "run.json").exists():
-            done = deploy.serve_again(folder, folder_of_keys, address, board)
-        else:
-            done = deploy.serve(config, folder, folder_of_keys, address, board)
+        with Board(console) as board:
+            if resume and (folder / "run.json").exists():
+                done = deploy.serve_again(folder, folder_of_keys, address, board)
+            else:
+                done = deploy.serve(config, folder, folder_of_keys, address, board)
     except KeyboardInterrupt:
         _stopped("Finished rounds are kept; go on with the same command and --resume.")
     _say(f"The run is finished; it is in {done.path}.")

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ def writing(path: Path) -> Iterator[None]:
         raise CoterieError(f"Could not write {path}: {error.strerror or error}.") from error
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file atomically: temporary file, fsync, rename."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace a file atomically: temporary file, fsync, rename.
+
+    mode: its permissions, less the umask; at no moment does it have others.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -39,6 +44,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file that its owner alone may read, and make sure that it is there."""
+    write_bytes(path, data, mode=0o600)
+    sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,15 +14,40 @@ from rich.table import Table
 from coterie.engines.server import Seat, ServerWatch
 
 
-class Board(ServerWatch):
+class Living:
+    """What lives on a terminal within its block; elsewhere there are lines alone."""
+
+    def __init__(self, console: Console, live: Live | Status) -> None:
+        self.console, self._live = console, live
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        """Begin to draw, on a terminal."""
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take away what was drawn."""
+        self._live.stop()
+
+
+class Board(Living, ServerWatch):
     """A table that lives on a terminal: the round, who is in, what each is doing, and its bytes.
 
     Elsewhere (a file, a pipe, a service's log) a line for every event and round.
     """
 
     def __init__(self, console: Console) -> None:
-        self.console = console
         self.live = Live(console=console, auto_refresh=False, transient=True)
+        super().__init__(console, self.live)
         self.title, self.rounds, self.done, self.first = "", 0, 0, 0
         self.states: dict[str, str] = {}
         self.up: dict[str, int] = {}
@@ -38,7 +63,8 @@ class Board(ServerWatch):
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
         """Draw the table anew."""
-        self.states = {name: _state(seat, name in set(working)) for name, seat in seats.items()}
+        busy = set(working)
+        self.states = {name: _state(seat, name in busy) for name, seat in seats.items()}
         if self.console.is_terminal:
             self.live.update(self._table(), refresh=True)
 
@@ -81,31 +107,13 @@ class Board(ServerWatch):
             table.add_row(name, state, last, *moved)
         return table
 
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def __enter__(self) -> Self:
-        """Begin to draw, on a terminal."""
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Take the table away."""
-        self.live.stop()
-
-
-class ClientBoard:
+class ClientBoard(Living):
     """A line for every event of a client's part, and on a terminal one that lives."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.live = Status("", console=console)
+        self.live = Status("looking for the server", console=console)
+        super().__init__(console, self.live)
         self.rounds, self.done, self.began = 0, 0, time.monotonic()
         self.losses: list[float] = []
         self.bytes = {"bytes/up": 0, "bytes/down": 0}
@@ -142,25 +150,6 @@ class ClientBoard:
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
         self.losses = []
         self.live.update("waiting for the server")
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        """Begin the line that lives, on a terminal."""
-        if self.console.is_terminal:
-            self.live.update("looking for the server")
-            self.live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Take it away."""
-        self.live.stop()
 
 
 def _state(seat: Seat, working: bool) -> str:

@@ -9,11 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from coterie.config import RunConfig
 from coterie.engines.client import result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import Figure, Kind, Order, Reply, seal, unseal
+from coterie.exchange.envelope import VERSION, Figure, Kind, Order, Reply, seal, unseal
 from coterie.files import write_bytes
 from coterie.methods import ServerContext
 from coterie.runs import Recorder, RunFolder
@@ -91,18 +89,6 @@ class ServerWatch:
 
     def round_over(self, round: int, counted: int) -> None:
         """A round is complete and saved, with so many uploads."""
-
-    def __enter__(self) -> Self:
-        """The run begins."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """The run is over or has failed."""
 
 
 class ServerRun:
@@ -277,7 +263,7 @@ class ServerRun:
             kind=kind,
             round=self.round,
             counted=seat.counted,
-            version=version("coterie"),
+            version=VERSION,
             base=self.base,
             config=self._described() if kind == "join" else None,
         )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,14 @@ import torch
 
 from coterie.base import Base, load_base
 from coterie.config import RunConfig, parse
-from coterie.data import public_tokens
 from coterie.engines.client import ClientPart, due, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
-from coterie.exchange.envelope import Fault, Figure, Order, Reply, seal, unseal
-from coterie.federation import Participant, client_data
-from coterie.runs import Recorder, RunFolder
+from coterie.exchange.envelope import VERSION, Fault, Figure, Order, Reply, seal, unseal
+from coterie.federation import Participant, federation
+from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
-VERSION = version("coterie")
 Seen = Callable[[str, object], None]
 """Told of what happens, for people: joined, step, finished, fault, and figures by their names."""
 Figures = list[dict[str, Any]]
@@ -168,10 +165,7 @@ class OwnRun:
 
     def __init__(self, id: str, config: RunConfig, base: Base, own: Own, seen: Seen) -> None:
         self.id, self.config, self.seen = id, config, seen
-        data = client_data(config, base.tokenizer, own.name)
-        public = public_tokens(config.data, config.root, base.tokenizer)
-        tests = {own.name: getattr(data, config.evaluation.split)}
-        participant = Participant(own.name, data, tests, public)
+        [participant] = federation(config, base.tokenizer)  # of this client alone
         self.folder = self._folder(own, participant)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
@@ -194,17 +188,8 @@ class OwnRun:
         folder = RunFolder(own.out / f"{self.config.name}-{own.name}-{self.id[:8]}")
         clients = {own.name: participant.described()}
         if not folder.is_run:
-            return RunFolder.create(
-                folder.path,
-                {
-                    "coterie": VERSION,
-                    "torch": torch.__version__,
-                    "threads": torch.get_num_threads(),
-                    "run": self.id,
-                    "clients": clients,
-                    "config": self.config.as_dict(),
-                },
-            )
+            description = describe(self.config.as_dict(), clients, run=self.id)
+            return RunFolder.create(folder.path, description)
         if folder.description["clients"][own.name]["data"] != participant.digest():
             raise CoterieError(f"The text is not what it was when the run in {folder.path} began.")
         return folder

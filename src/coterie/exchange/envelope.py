@@ -4,6 +4,7 @@ An envelope is a small JSON header and the message's bytes. Headers hold nothing
 """
 
 import json
+from importlib.metadata import version
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -11,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coterie.exchange.message import LAST_ROUND, Json, MessageError
 from coterie.exchange.schema import plain
 
+VERSION = version("coterie")
+"""Of the package: who runs another one is not understood."""
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's figures where they are shared."""
 Kind = Literal["join", "step", "finish"]

@@ -13,8 +13,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
@@ -22,6 +25,20 @@ from coterie.files import write_bytes, write_folder, write_json, write_text, wri
 
 LEFT = (".lock", ".run.json.tmp")
 """What a start that was killed leaves behind."""
+
+
+def describe(
+    config: Mapping[str, Json], clients: Mapping[str, Json], **more: Json
+) -> dict[str, Json]:
+    """What a run folder must say so that the run can be repeated: with what it ran, and what."""
+    return {
+        "coterie": version("coterie"),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **more,
+        "clients": clients,
+        "config": config,
+    }
 
 
 class RunFolder:

@@ -5,11 +5,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
-import torch
 
 from coterie.base import load_skeleton
 from coterie.config import RunConfig, parse
@@ -20,7 +18,7 @@ from coterie.engines.server import ServerRun, ServerWatch, new_run
 from coterie.engines.worker import Own, Seen, Worker
 from coterie.errors import CoterieError
 from coterie.methods import Setting
-from coterie.runs import RunFolder
+from coterie.runs import RunFolder, describe
 
 MiB = 2**20
 
@@ -37,14 +35,7 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
         )
     names = tuple(sorted(client.name for client in config.clients))
     config.method.check(Setting(names, public=config.data.public is not None))
-    description = {
-        "coterie": version("coterie"),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "run": new_run(),
-        "clients": {name: {} for name in names},
-        "config": config.as_dict(),
-    }
+    description = describe(config.as_dict(), {name: {} for name in names}, run=new_run())
     # A start that came to nothing has left a run without a round; it is begun anew.
     folder = RunFolder.create(out, description, force=earlier.is_run)
     return _bring_to_its_end(folder, config, keys, address, watch)
@@ -69,7 +60,6 @@ def _bring_to_its_end(
         folder.lock(),
         logged(folder.path / "server.log"),
         SuperLink(folder.path / "flower", keys, address) as superlink,
-        watch,
     ):
         link = FlowerLink(superlink, config.deployment.largest_message * MiB)
         try:

@@ -9,7 +9,6 @@ clients/NAME.pub         the public key by which the server knows a client
 A client gets one file, its kit: its name, ca.pem, and its private key, which the server forgets.
 """
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from coterie.data.spec import ClientName
 from coterie.errors import CoterieError
-from coterie.files import sync_folder, write_bytes, write_folder, writing
+from coterie.files import write_bytes, write_folder, write_private
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DAY = timedelta(days=1)
@@ -128,8 +127,8 @@ class Keys:
 
         def fill(new: Path) -> None:
             (new / "clients").mkdir()
-            _write_private(new / "ca.key", _private_pem(authority_key))
-            _write_private(new / "server.key", _private_pem(key))
+            write_private(new / "ca.key", _private_pem(authority_key))
+            write_private(new / "server.key", _private_pem(key))
             write_bytes(new / "ca.pem", _pem(authority))
             write_bytes(new / "server.pem", _pem(certificate))
 
@@ -171,7 +170,7 @@ class Keys:
         if out.exists():
             raise CoterieError(f"{out} exists already; delete it, or choose another with --out.")
         kit = Kit(name, self.ca.read_bytes(), ec.generate_private_key(ec.SECP384R1()))
-        _write_private(out, kit.encode())
+        write_private(out, kit.encode())
         try:
             write_bytes(public, _public_pem(kit.key.public_key()))
         except CoterieError:
@@ -346,21 +345,3 @@ def _public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone may read: at no moment may others, and never half."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        try:
-            temporary.unlink(missing_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)

@@ -59,7 +59,7 @@ from coterie.engines.flower.parcel import content, fetch, prepare, unpack
 from coterie.engines.flower.proxy import Proxy, die_with_parent
 from coterie.engines.server import LONGEST_LINE
 from coterie.errors import CoterieError
-from coterie.files import write_bytes
+from coterie.files import write_private
 
 log = logging.getLogger(__name__)
 POLL = 0.3
@@ -100,8 +100,7 @@ class SuperLink:
     def __enter__(self) -> Self:
         """Start both, and wait until they listen; raises CoterieError if they do not."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(self.folder / "secret", self.secret)
-        (self.folder / "secret").chmod(0o600)
+        write_private(self.folder / "secret", self.secret)
         try:
             self.process = self._start()
             self._open.callback(self._stop)
