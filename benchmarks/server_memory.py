@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from coterie.chance import generator
 from coterie.exchange import Message
 from coterie.methods import ServerContext, method_from
-from coterie.methods.lora import LoraServer
+from coterie.methods.adapter import AdapterServer
 from coterie.methods.ranks import RankMethod
 
 MIB = 2**20
@@ -52,7 +52,7 @@ def measure(name: str, count: int, threads: int) -> Peak:
     with torch.device("meta"):
         base = GPT2LMHeadModel(GPT2Config())
     server = method.server(ServerContext(0, base, clients, lambda *_: None))
-    assert isinstance(server, LoraServer)
+    assert isinstance(server, AdapterServer)
     for client in clients:
         shapes = {name: server.shape(client, name) for name in server.shared}
         server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
@@ -68,7 +68,7 @@ def measure(name: str, count: int, threads: int) -> Peak:
     return Peak(name, count, largest, before, resident("VmHWM") - before)
 
 
-def make_upload(server: LoraServer, client: str) -> bytes:
+def make_upload(server: AdapterServer, client: str) -> bytes:
     """Random values, encoded."""
     chance = generator(0, "upload", client)
     shapes = server.held[client]

@@ -133,7 +133,7 @@ class Training:
     def step(self) -> float:
         """One update; returns its loss in nats per token."""
         chance = generator(self.recipe.seed, "batch", self.done)
-        ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance)
+        ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance).ids
         with autocast(self.base.precision, self.base.device.type):
             loss = language_model_loss(self.model, ids.to(self.base.device))
         if not math.isfinite(loss.item()):

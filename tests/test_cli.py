@@ -1,6 +1,7 @@
 """The command line, as a stranger uses it."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -171,6 +173,58 @@ def test_writing_with_a_clients_model(finished, coterie_command) -> None:
     for extreme in (["--top-p", 0], ["--top-p", 1], ["--temperature", 0]):
         assert coterie_command(*ask, *extreme).code == 0
     assert coterie_command(*ask[:4], "--prompt", "", "--tokens", 5).code == 0
+
+
+@pytest.fixture(scope="module")
+def instructed(values, tmp_path_factory) -> Path:
+    """The folder of a finished run on instructions."""
+    folder = tmp_path_factory.mktemp("instructed")
+    rows = [{"who": f"writer {n}", "what": "rain", "output": "yes"} for n in range(40)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "anna.jsonl").write_text(text, encoding="utf-8")
+    template = "Does {{ who }} like {{ what }}?"
+    data = {"window": 32, "instructions": {"template": template}}
+    clients = [{"name": "anna", "path": "anna.jsonl"}]
+    method = "local"
+    run = values(rounds=1, data=data, clients=clients, method=method, data_root=str(folder))
+    coterie.run(run, out=folder / "run")
+    return folder / "run"
+
+
+def test_a_clients_model_answers_the_template(instructed, coterie_command) -> None:
+    write = ["generate", instructed, "--client", "anna", "--tokens", 4]
+    fields = ["--field", "who=ann=a", "--field", "what=rain"]
+    said, again = (coterie_command(*write, *fields, "--seed", seed) for seed in (0, 1))
+    model, words = coterie.load(instructed, "anna"), cast(Any, coterie.tokenizer(instructed))
+    ids = words("Does ann=a like rain?", add_special_tokens=False)["input_ids"]
+    ids = [words.bos_token_id or words.eos_token_id, *ids]
+    before = len(ids)
+    for _ in range(4):  # the likeliest token each time
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert words.eos_token_id not in ids[before:]
+    assert said.out == again.out == words.decode(ids[before:]).strip() + "\n"
+    assert coterie_command(*write, *fields, "--temperature", 2).code == 0
+    whole = coterie_command(*write, "--prompt", "Does it", "--temperature", 0)
+    assert whole.out.startswith("Does it")
+
+
+def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
+    write = ["generate", instructed, "--client", "anna"]
+    both = ["--field", "who=anna", "--field", "what=rain"]
+    for arguments, sentence in [
+        (write, "either --prompt, or --field"),
+        ([*write, *both, "--prompt", "I"], "either --prompt, or --field"),
+        ([*write, "--field", "who=anna"], "The prompt has no field what"),
+        ([*write, "--field", "who"], "--field takes NAME=TEXT, each name once, not 'who'"),
+        ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
+        ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
+        ([*write, *both, "--tokens", 60], "ask for fewer by --tokens"),
+        (["generate", finished, "--client", "poet", *both], "is on plain text"),
+    ]:
+        said = coterie_command(*arguments)
+        assert said.code == 2
+        assert sentence in said.err
+        assert said.err.count("\n") == 1
 
 
 def broken_texts(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import coterie
 from coterie.api import Session
 from coterie.base import load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data import public_tokens
+from coterie.data import Examples, public_tokens
 from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.methods import Setting
 from coterie.methods.pretrained import Pretrained
@@ -94,6 +95,59 @@ def test_tokens_and_labels_are_recorded(config: Config, texts: Path) -> None:
             "labels": participant.labels,
         }
     assert "labels" not in participants(config())["poet"].described()
+
+
+def asking(config: Config, folder: Path, **changes: Any) -> RunConfig:
+    """Three clients who ask of pieces of text who wrote them."""
+    writers = {name: f"{name}.txt" for name in ("diarist", "poet", "whaler")}
+    template = "{{ text | truncate(60, True, '') }}\nWho wrote this?"
+    return config(
+        clients=(),
+        data={"window": 60, "instructions": {"template": template, "answer": "label"}},
+        divide={"by": "label", "source": writers, "piece": 200, **changes},
+    )
+
+
+def test_instructions_are_recorded_in_samples(config: Config, texts: Path) -> None:
+    run = asking(config, texts)
+    everyone = participants(run)
+    assert list(everyone) == ["diarist", "poet", "whaler"]
+    for name, participant in everyone.items():
+        splits = dict(vars(participant.data))
+        assert all(isinstance(s, Examples) for s in splits.values())
+        assert participant.described() == {
+            "data": participant.digest(),
+            "tokens": {split: len(s.ids) for split, s in splits.items()},
+            "samples": {split: len(s) for split, s in splits.items()},
+            "too_long": {split: s.too_long for split, s in splits.items()},
+            "labels": {name: len(splits["train"]) + splits["train"].too_long},
+        }
+    together = participants(run.model_copy(update={"pooled": True}))[EVERYONE]
+    assert together.described()["samples"]["train"] == sum(
+        p.described()["samples"]["train"] for p in everyone.values()
+    )
+
+
+def test_the_digest_notices_where_samples_and_answers_begin(config: Config, texts: Path) -> None:
+    participant = participants(asking(config, texts))["poet"]
+    train = participant.data.train
+    assert isinstance(train, Examples)
+    seen = {participant.digest()}
+    for part in ("ids", "starts", "answers"):
+        changed = getattr(train, part).clone()
+        changed[1] += 1
+        data = replace(participant.data, train=replace(train, **{part: changed}))
+        seen.add(replace(participant, data=data).digest())
+    assert len(seen) == 4
+
+
+def test_the_same_samples_whatever_the_method(config: Config, texts: Path) -> None:
+    run = asking(config, texts, by="dirichlet", clients=3, alpha=1.0, balanced=True)
+    digests = {
+        tuple(p.digest() for p in federation(run.with_method(name), load_tokenizer("tiny-gpt2")))
+        for name in ("comigs-1g1s", "fedavg", "local")
+    }
+    assert len(digests) == 1
 
 
 def test_a_run_whose_folder_records_only_hashes_is_resumed(config: Config, tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def _remember_debug(value: bool) -> bool:
 
 
 RunFile = Annotated[
-    Path | None, typer.Argument(help="A run file (YAML); without one, the embedded demo.")
+    Path | None,
+    typer.Argument(
+        help="A run file (YAML); without one, the embedded demo. `who-wrote-this` is an embedded "
+        "one on instructions."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -288,9 +292,26 @@ def report(
 def generate(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     client: Annotated[str, typer.Option(help="Whose model writes.")],
-    prompt: Annotated[str, typer.Option(help="What it goes on from.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="What it goes on from.", show_default=False)
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=TEXT",
+            help="Instead of a prompt, in a run on instructions: a field of its template. "
+            "Repeatable.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 80,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token.")] = 0.8,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="0: the likeliest token. Default 0.8, with --field 0.",
+            show_default=False,
+        ),
+    ] = None,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Other seeds write other texts.")] = 0,
     debug: Debug = False,
@@ -300,11 +321,28 @@ def generate(
     Example, after the demo:
 
         coterie generate runs/demo --client poet --prompt "I sing of"
-    """
-    from coterie.generation import write
 
-    text = write(run, client, prompt, tokens, temperature, top_p, seed)
-    _say(text)
+    After a run on instructions it answers:
+
+        coterie generate runs/mine --client anna --field instruction="Name a sea."
+    """
+    from coterie.generation import Writing, answer, write
+
+    if (prompt is None) == (not field):
+        raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
+    if temperature is None:
+        temperature = 0.8 if prompt is not None else 0.0
+    how = Writing(tokens, temperature, top_p, seed)
+    if prompt is not None:
+        _say(write(run, client, prompt, how))
+        return
+    fields: dict[str, str] = {}
+    for given in field or ():
+        name, equals, text = given.partition("=")
+        if not equals or not name or name in fields:
+            raise CoterieError(f"--field takes NAME=TEXT, each name once, not {given!r}.")
+        fields[name] = text
+    _say(answer(run, client, fields, how))
 
 
 app.command()(server)

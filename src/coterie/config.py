@@ -20,6 +20,7 @@ from pydantic import (
 
 from coterie.complaints import sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
+from coterie.data.templates import inlined
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods import POOLED, Method, available, method_from
@@ -44,6 +45,16 @@ class EvaluationSpec(BaseModel):
     batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
     split: Literal["test", "validation"] = Field(
         default="test", description="the held-out text that models are scored on"
+    )
+    generate: int | None = Field(
+        default=None,
+        ge=1,
+        description="of instructions: models write answers too, of so many tokens at most",
+    )
+    figure: Literal["perplexity", "accuracy", "written", "rouge_l"] | None = Field(
+        default=None,
+        description="what tables and plots show; default: accuracy where answers are chosen from a"
+        " list, else rouge_l where they are written, else perplexity",
     )
 
 
@@ -119,6 +130,17 @@ class RunConfig(BaseModel):
             named = method if isinstance(method, Mapping) else {"name": method}
             if named.get("name") == POOLED:
                 return {**values, "method": {**named, "name": "local"}, "pooled": True}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _template(cls, values: Any) -> Any:
+        """A template's file is read at once: a deployed client has the run and not the file."""
+        match values:
+            case {"data": {"instructions": {"template": str(name)} as instructions} as data}:
+                root = Path(values.get("data_root") or "").expanduser()
+                instructions = {**instructions, "template": inlined(name, root)}
+                return {**values, "data": {**data, "instructions": instructions}}
         return values
 
     @field_validator("method", mode="before")
@@ -235,7 +257,11 @@ def load_deployment(
 
 def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
     """A run file, with a text of the demo for clients that give none: those of a deployment."""
-    return parse(_with_text(_values(path, settings), str(DEMO_TEXT)))
+    values = _values(path, settings)
+    filled = _with_text(values, str(DEMO_TEXT))
+    if filled != values and isinstance(filled.get("data"), dict):
+        filled["data"] = {k: v for k, v in filled["data"].items() if k != "instructions"}
+    return parse(filled)
 
 
 def _with_text(values: dict[str, Any], path: str) -> dict[str, Any]:
@@ -249,7 +275,7 @@ def _with_text(values: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _values(path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    path = path or DEMO
+    path = run_file(path or DEMO)
     values = read_mapping(path)
     values.setdefault("name", path_part(path.stem) or "run")
     values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
@@ -264,6 +290,14 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         raise CoterieError(sentence(error, RunConfig, values)) from error
+
+
+def run_file(path: Path) -> Path:
+    """The file itself; where there is none, the embedded run file of that name."""
+    if path.exists() or path.name != str(path):
+        return path
+    shipped = DEMO.with_name(f"{path}.yaml")
+    return shipped if shipped.is_file() else path
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

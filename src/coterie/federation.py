@@ -9,7 +9,8 @@ from coterie.base import Base, Tokenizer
 from coterie.config import RunConfig
 from coterie.data import (
     ClientData,
-    Tokens,
+    Examples,
+    Split,
     client_texts,
     divided_texts,
     pooled,
@@ -30,8 +31,8 @@ class Participant:
 
     name: ClientId
     data: ClientData
-    tests: dict[ClientId, Tokens]
-    public: Tokens | None = None
+    tests: dict[ClientId, Split]
+    public: Split | None = None
     """The text that everybody may see, where the run has one."""
     labels: Mapping[str, int] | None = None
     """Where labelled texts were divided: records of each label in its training text (uncut)."""
@@ -42,13 +43,25 @@ class Participant:
         splits = (self.data.train, self.data.validation, *self.tests.values(), self.public)
         for tokens in filter(None, splits):
             digest.update(tokens.ids.numpy().tobytes())
+            if isinstance(tokens, Examples):
+                digest.update(tokens.starts.numpy().tobytes())
+                digest.update(tokens.answers.numpy().tobytes())
         return digest.hexdigest()
 
     def described(self) -> dict[str, Any]:
         """What the run folder records of this client: the digest, and counts."""
-        tokens = {split: len(tokens.ids) for split, tokens in vars(self.data).items()}
-        labels = {} if self.labels is None else {"labels": dict(self.labels)}
-        return {"data": self.digest(), "tokens": tokens, **labels}
+        splits: dict[str, Split] = vars(self.data)
+        samples = {split: e for split, e in splits.items() if isinstance(e, Examples)}
+        described: dict[str, Any] = {
+            "data": self.digest(),
+            "tokens": {split: len(tokens.ids) for split, tokens in splits.items()},
+        }
+        if samples:
+            described["samples"] = {split: len(e) for split, e in samples.items()}
+            described["too_long"] = {split: e.too_long for split, e in samples.items()}
+        if self.labels is not None:
+            described["labels"] = dict(self.labels)
+        return described
 
 
 def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> ClientData:

@@ -1,39 +1,81 @@
-"""Writing with a client's model."""
+"""Writing with a client's model: on from a prompt, or an answer to the run's template."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from coterie.api import load, tokenizer
+from coterie.base import context_token
+from coterie.data.examples import Instruction, split
+from coterie.data.templates import render
 from coterie.errors import CoterieError
+from coterie.runs import RunFolder
+from coterie.training.generate import context_length, generated
 
 
-def write(
-    run: Path, client: str, prompt: str, tokens: int, temperature: float, top_p: float, seed: int
-) -> str:
-    """The prompt and what the client's model writes after it, at most `tokens` tokens.
+@dataclass(frozen=True)
+class Writing:
+    """How to write: at most `tokens` tokens; temperature 0 takes the likeliest each time."""
 
-    Temperature 0 takes the likeliest token each time. Raises CoterieError if the prompt and the
-    tokens asked for do not fit in the base's context.
+    tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+def write(run: Path, client: str, prompt: str, how: Writing) -> str:
+    """The prompt and what the client's model writes after it.
+
+    Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
     """
-    model: Any = load(run, client)
     words: Any = tokenizer(run)
-    ids = words(prompt or words.bos_token or words.eos_token, return_tensors="pt")["input_ids"]
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] + tokens > longest:
+    ids = words(prompt or words.bos_token or words.eos_token)["input_ids"]
+    found = _continued(run, client, ids, how)
+    return words.decode(found, skip_special_tokens=True)
+
+
+def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> str:
+    """What the client's model answers to the run's template, filled in with these fields.
+
+    Raises CoterieError, too, if the run is not on instructions or the template has other fields.
+    """
+    instructions = RunFolder(run).description["config"]["data"].get("instructions")
+    if instructions is None:
         raise CoterieError(
-            f"The prompt's {ids.shape[1]} tokens and {tokens} more do not fit in the base's "
-            f"context of {longest} tokens."
+            f"The run {run} is on plain text, so it has no template to fill in; use --prompt."
         )
-    torch.manual_seed(seed)
-    sampling = {"temperature": temperature, "top_p": top_p} if temperature > 0 else {}
-    written = model.generate(
-        ids.to(model.device),
-        attention_mask=torch.ones_like(ids).to(model.device),
-        max_new_tokens=tokens,
-        do_sample=temperature > 0,
-        pad_token_id=words.eos_token_id,
+    prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
+    words: Any = tokenizer(run)
+    ids = [context_token(words), *words(prompt, add_special_tokens=False)["input_ids"]]
+    found = _continued(run, client, ids, how)
+    return words.decode(found[len(ids) :], skip_special_tokens=True).strip()
+
+
+def _continued(run: Path, client: str, ids: list[int], how: Writing) -> list[int]:
+    """The tokens and those that the model writes after them."""
+    model = load(run, client)
+    longest = context_length(model)
+    if longest is not None and len(ids) + how.tokens > longest:
+        raise CoterieError(
+            f"The prompt's {len(ids)} tokens and {how.tokens} more do not fit in the base's "
+            f"context of {longest} tokens; ask for fewer by --tokens."
+        )
+    torch.manual_seed(how.seed)
+    warm = how.temperature > 0
+    sampling = {"temperature": how.temperature, "top_p": how.top_p} if warm else {}
+    prompt = torch.tensor([ids], device=model.device)
+    end = tokenizer(run).eos_token_id
+    found = generated(
+        model,
+        prompt,
+        torch.ones_like(prompt),
+        max_new_tokens=how.tokens,
+        do_sample=warm,
+        eos_token_id=end,
+        pad_token_id=end,
         **sampling,
     )
-    return words.decode(written[0], skip_special_tokens=True)
+    return found[0].tolist()

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.data import ClientSpec, DataSpec, DivideSpec
+from coterie.data import ClientSpec, DataSpec, DivideSpec, InstructionSpec
 from coterie.data.spec import SourceSpec
 
 
@@ -41,6 +41,16 @@ from coterie.data.spec import SourceSpec
         (DivideSpec, {"by": "mixtures", "mixtures": {"a/b": {"de": 1}}}, "'a/b' must be 1 to 64"),
         (DivideSpec, {"by": "label", "source": {}}, "divide.source is empty; name a file"),
         (DivideSpec, {"by": "label", "source": {"a": "x"}, "subset": "y"}, "beside the source of"),
+        (
+            DivideSpec,
+            {"by": "label", "balanced": True},
+            "dividing by label takes no balanced; leave it out",
+        ),
+        (DivideSpec, {"by": "label", "piece": 19}, "greater than or equal to 20"),
+        (DataSpec, {"instructions": {"templates": "alpaca"}}, "Extra inputs"),
+        (DataSpec, {"instructions": {"template": ""}}, "at least 1 character"),
+        (DataSpec, {"instructions": {"choices": ["yes"]}}, "at least 2 items"),
+        (DataSpec, {"instructions": {"choices": [True, False]}}, "valid string"),
         (DataSpec, {"limits": {"public": 128}}, "128 public tokens is too small.*needs 129"),
     ],
 )
@@ -53,13 +63,19 @@ def test_a_wrong_value_is_refused_with_a_sentence(
 
 
 def test_every_field_is_described() -> None:
-    for model in (DataSpec, ClientSpec, DivideSpec, SourceSpec):
+    for model in (DataSpec, InstructionSpec, ClientSpec, DivideSpec, SourceSpec):
         assert all(field.description for field in model.model_fields.values())
 
 
 def test_one_text_field_or_several() -> None:
     assert DataSpec().fields == ["text"]
     assert DataSpec(text=["title", "body"]).fields == ["title", "body"]
+
+
+def test_limits_on_instructions_are_of_samples_and_need_no_window() -> None:
+    data = DataSpec.model_validate({"limits": {"train": 1, "test": 128}, "instructions": {}})
+    assert data.instructions == InstructionSpec(template="alpaca", answer="output", choices=None)
+    assert DataSpec.model_validate(data.model_dump(mode="json")) == data
 
 
 def test_numbers_are_labels_too_and_shares_may_be_a_millionth_off() -> None:

@@ -30,7 +30,9 @@ def train_tokens(
     documents: list[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> Tokens:
     data = DataSpec(window=1, limits=Limits(train=limit))
-    return tokenise(Texts(documents, [PLAIN], [PLAIN]), tokenizer, data, "anna").train
+    tokens = tokenise(Texts(documents, [PLAIN], [PLAIN]), tokenizer, data, "anna").train
+    assert isinstance(tokens, Tokens)
+    return tokens
 
 
 def spelled_bytes(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> int:

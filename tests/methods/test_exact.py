@@ -14,7 +14,7 @@ from coterie.api import Session
 from coterie.base import Base
 from coterie.engines.local import LocalRun
 from coterie.exchange import Message, MessageError
-from coterie.methods.lora import LoraClient
+from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder, Watch
 
 METHODS: list[dict[str, Any]] = [
@@ -48,14 +48,14 @@ def play(run: LocalRun, round: int) -> None:
     run.server.open(round, sorted(run.clients))
     for seed, name in enumerate(sorted(run.clients)):
         client = run.clients[name]
-        assert isinstance(client, LoraClient)
+        assert isinstance(client, AdapterClient)
         client.training.round = lambda _, c=client, s=seed: move(c, 10 * round + s)  # pyright: ignore
         # Through the bytes and checks of real messages.
         down = run.schema.receive("down", run.schema.send("down", run.server.download(name)))
         run.server.receive(name, run.schema.receive("up", run.schema.send("up", client.step(down))))
 
 
-def move(client: LoraClient, seed: int) -> None:
+def move(client: AdapterClient, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     for parameter in client.adapter.parameters().values():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=chance)
@@ -66,7 +66,7 @@ def dense_means(run: LocalRun, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean over clients of each pair's whole update, by pair; `held` is what came before."""
     found: dict[str, list[Tensor]] = {}
     for client in run.clients.values():
-        assert isinstance(client, LoraClient)
+        assert isinstance(client, AdapterClient)
         for pair in (name[:-2] for name in client.shared if name.endswith(".A")):
             A, B = (client.shared[f"{pair}.{end}"].detach().double() for end in "AB")
             found.setdefault(pair, []).append(B @ A + held.get(pair, 0))
@@ -84,7 +84,7 @@ class Whole(nn.Module):
         return self.base(x) + GAIN * x @ self.update.to(x.dtype).t()
 
 
-def naive(client: LoraClient, base: Base, means: dict[str, Tensor], ids: Tensor) -> Tensor:
+def naive(client: AdapterClient, base: Base, means: dict[str, Tensor], ids: Tensor) -> Tensor:
     """Logits of the base with shared pairs replaced by dense updates, one full MLP per expert."""
     adapter, model = client.adapter, base.model
     detach(model)
@@ -154,7 +154,7 @@ def test_models_have_the_mean_of_the_updates(
         ids = torch.arange(12).view(2, 6)
         for name in sorted(run.clients):
             client = run.clients[name]
-            assert isinstance(client, LoraClient)
+            assert isinstance(client, AdapterClient)
             client.finish(run.server.download(name))
             expected = naive(client, base, means, ids)
             got = client.model()(ids).logits
@@ -189,7 +189,7 @@ def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, B
     run, _ = start({"name": "fedavg"})
     run.server.open(0, ["poet"])
     client = run.clients["poet"]
-    assert isinstance(client, LoraClient)
+    assert isinstance(client, AdapterClient)
     client.training.round = lambda round: move(client, round)  # pyright: ignore
     run.server.receive("poet", client.step(run.server.download("poet")))
     run.server.close()

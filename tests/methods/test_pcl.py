@@ -95,7 +95,7 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
     poet.context = poet.context.__class__(
         **{**poet.context.__dict__, "log": lambda name, value: seen.update({name: value})}
     )
-    ids = sample_batch(poet.context.data.validation, 4, 16, generator(0, "trust", "poet", 1))
+    ids = sample_batch(poet.context.data.validation, 4, 16, generator(0, "trust", "poet", 1)).ids
     scores = []
     for name in NAMES:
         poet.model()
@@ -116,9 +116,10 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     local = started(parse({**whole, "data": {**whole["data"], "public": "poet.txt"}}), 1)
     dense = {}
     for name, client in local.clients.items():
-        ids = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
+        batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
+        ids = batch.ids
         client.model()
-        values_, places = top_logits(client.context.base, ids, 5)
+        values_, places = top_logits(client.context.base, batch, 5)
         logits = client.context.base.model(ids[:, :-1]).logits.flatten(0, 1)
         best = logits.topk(5)
         assert torch.allclose(values_.sort(descending=True).values, best.values, atol=1e-4)

@@ -200,7 +200,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
     adapter = client.adapter
     penalty = method.penalty(adapter)
     parameters = adapter.parameters("generalist")
-    value = penalty(adapter, {})  # B is zero: so is the penalty, and its gradient is finite
+    value = penalty({})  # B is zero: so is the penalty, and its gradient is finite
     value.backward()
     assert value.item() == 0
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in parameters.values())
@@ -214,7 +214,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
             expected += np.linalg.norm(B[:, 2:4]) * np.linalg.norm(A[2:4])
         else:
             expected += np.linalg.norm(B[:, 4:]) * np.linalg.norm(A[4:])
-    assert penalty(adapter, {}).item() == pytest.approx(0.01 * expected, rel=1e-5)
+    assert penalty({}).item() == pytest.approx(0.01 * expected, rel=1e-5)
     assert [method.kept(rank) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
 
 

@@ -45,8 +45,8 @@ def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
     found = []
     update = client.training._update
 
-    def watched(level, step, turn) -> None:
-        update(level, step, turn)
+    def watched(model, level, step, turn) -> None:
+        update(model, level, step, turn)
         roles = {
             client.adapter.roles[n]
             for n, p in client.adapter.parameters().items()
@@ -121,7 +121,7 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
     start = client.training._start
     parameters = client.adapter.parameters()
     assert any(not torch.equal(start[n], p) for n, p in parameters.items())
-    penalty = level.penalty(client.adapter, start)
+    penalty = level.penalty(start)
     distances = [((p - start[n]) ** 2).sum() for n, p in parameters.items()]
     expected = 0.15 * torch.stack(distances).sum()
     assert torch.allclose(penalty, expected)

@@ -9,7 +9,7 @@ from coterie.api import Session
 from coterie.engines.local import LocalRun
 from coterie.runs import RunFolder, Watch
 from coterie.training import local
-from coterie.training.schedule import cosine
+from coterie.training.schedule import learning_rate
 from coterie.training.spec import TrainingSpec
 
 
@@ -32,9 +32,9 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
         seen.append((tokens[id(text)], set()))
         return original_sample(text, batch, window, chance)
 
-    def update(self, level, step, turn):
+    def update(self, model, level, step, turn):
         before = {name: p.detach().clone() for name, p in self.adapter.parameters().items()}
-        original_update(self, level, step, turn)
+        original_update(self, model, level, step, turn)
         moved = {
             self.adapter.roles[name]
             for name, p in self.adapter.parameters().items()
@@ -74,7 +74,7 @@ def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
 
 
 def test_the_cosine_goes_from_the_first_rate_to_the_last() -> None:
-    rate = cosine(TrainingSpec(steps=10), rounds=20)
+    rate = learning_rate(TrainingSpec(steps=10), rounds=20)
     assert rate(0) == 2e-3
     assert rate(100) == pytest.approx((2e-3 + 2e-4) / 2)
     assert rate(200) == pytest.approx(2e-4)
@@ -85,8 +85,8 @@ def test_the_cosine_goes_from_the_first_rate_to_the_last() -> None:
 def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch) -> None:
     import coterie
 
-    def broken(model, ids):
-        return original(model, ids) * float("nan")
+    def broken(*batch):
+        return original(*batch) * float("nan")
 
     original = local.language_model_loss
     monkeypatch.setattr(local, "language_model_loss", broken)
@@ -103,12 +103,12 @@ def test_one_step_is_adamw_on_the_mean_cross_entropy(run) -> None:
     before = {name: p.detach().clone() for name, p in parameters.items()}
     model = client.model()
     chance = local.generator(0, "batch", "poet", level.name, 0, 0)
-    ids = local.sample_batch(client.context.data.train, 2, 16, chance)
+    ids = local.sample_batch(client.context.data.train, 2, 16, chance).ids
     client.adapter.require_grad(*level.roles)
     logits = model(ids[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
-    training._update(level, 0, 0)
+    training._update(model, level, 0, 0)
     for (name, p), gradient in zip(parameters.items(), gradients, strict=True):
         decayed = before[name] * (1 - 2e-3 * 0.01)
         expected = decayed - 2e-3 * gradient / (gradient.abs() + 1e-8)  # AdamW's first step

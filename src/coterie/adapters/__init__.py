@@ -1,20 +1,34 @@
 """What is attached to a frozen base and trained: low-rank experts, their router, dense LoRA."""
 
-from coterie.adapters.adapter import Adapter, detach, first_experts
+from coterie.adapters.adapter import Adapter, Trainable, attach, detach, first_experts
+from coterie.adapters.amole import (
+    AmoleAdapter,
+    AmoleLayout,
+    AmoleLinear,
+    Recording,
+    targets,
+)
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
 from coterie.adapters.mixture import Balance, Mixture
 
 __all__ = [
     "Adapter",
+    "AmoleAdapter",
+    "AmoleLayout",
+    "AmoleLinear",
     "Balance",
     "Layout",
     "LoraLinear",
     "LoraPair",
     "Mixture",
     "Part",
+    "Recording",
     "Role",
+    "Trainable",
+    "attach",
     "detach",
     "first_experts",
     "initialise",
+    "targets",
 ]

@@ -1,15 +1,42 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from coterie.adapters.bases import StandIn, attention_linears, mlp_shape, walk
+from coterie.adapters.bases import StandIn, attention_linears, chosen_linears, mlp_shape, walk
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
 from coterie.adapters.mixture import Balance, Mixture
 from coterie.errors import CoterieError
+
+
+class Trainable(Protocol):
+    """What training and averaging need of whatever a client trains."""
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The role of every parameter, by name."""
+        ...
+
+    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
+        """Parameters by name, sorted; of these roles, or all."""
+        ...
+
+    def require_grad(self, *roles: Role) -> None:
+        """Train the parameters of exactly these roles."""
+        ...
+
+    def attach(self, base: PreTrainedModel) -> PreTrainedModel:
+        """The base with what is trained, ready to run."""
+        ...
+
+    def routing(self) -> dict[str, Tensor]:
+        """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
+        ...
 
 
 class Adapter:
@@ -80,13 +107,10 @@ class Adapter:
             A, B = (tensors.get(f"residual/{name}.{end}") for end in "AB")
             pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
 
-    def attach(self, base: nn.Module) -> None:
-        """Put this adapter into a base, in place of any other; the base is frozen."""
-        detach(base)
-        base.requires_grad_(False)
-        for path, module in self._stand_ins.items():
-            module.base = base.get_submodule(path)
-            base.set_submodule(path, module)
+    def attach(self, base: PreTrainedModel) -> PreTrainedModel:
+        """Put this adapter into a base, in place of any other, and return it; it is frozen."""
+        attach(base, self._stand_ins)
+        return base
 
     def detach(self, base: nn.Module) -> None:
         """Give back the bare base, whichever adapter is in it."""
@@ -125,6 +149,15 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
     return {path: m.first_experts() for path, m in mixtures if m.router is not None}
 
 
+def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
+    """Put stand-ins where they belong, by path, in place of any other adapter; freeze the base."""
+    detach(base)
+    base.requires_grad_(False)
+    for path, module in stand_ins.items():
+        module.base = base.get_submodule(path)
+        base.set_submodule(path, module)
+
+
 def detach(base: nn.Module) -> None:
     """Take whichever adapter is attached out of a base."""
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
@@ -141,7 +174,7 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinea
             mlps += 1
             if layout.experts:
                 found[path] = Mixture(module, shape, layout)
-        elif layout.attention_rank:
+        elif layout.attention_rank and layout.targets is None:
             for name in attention_linears(module):
                 linear = getattr(module, name)
                 linear = linear.base if isinstance(linear, StandIn) else linear
@@ -151,4 +184,8 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinea
             f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "
             "models can be a base."
         )
+    if layout.attention_rank and layout.targets is not None:
+        for path, linear in chosen_linears(base, layout.targets).items():
+            if path.rpartition(".")[0] not in found:  # a mixture's own layers have its experts
+                found[path] = LoraLinear(linear, layout)
     return found

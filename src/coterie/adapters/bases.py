@@ -3,12 +3,15 @@
 Supported are GPT-2's names and those of the Llama family (Llama, Mistral, Qwen, Gemma, ...).
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+
+from coterie.errors import CoterieError
 
 
 class StandIn(nn.Module):
@@ -66,6 +69,30 @@ def attention_linears(module: nn.Module) -> tuple[str, ...]:
         if all(hasattr(module, name) for name in names):
             return names
     return ()
+
+
+def chosen_linears(base: nn.Module, pattern: str) -> dict[str, nn.Linear | Conv1D]:
+    """The linear layers the last part of whose path matches a regular expression, by path.
+
+    Raises CoterieError if none does; the output head is never one of them.
+    """
+    layers = {
+        path: module
+        for path, module in walk(base)
+        if isinstance(module, nn.Linear | Conv1D) and "." in path
+    }
+    try:
+        found = {p: m for p, m in layers.items() if re.fullmatch(pattern, p.rpartition(".")[2])}
+    except re.error as error:
+        raise CoterieError(
+            f"The pattern {pattern!r} is not a regular expression: {error}."
+        ) from None
+    if not found:
+        names = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
+        raise CoterieError(
+            f"The pattern {pattern!r} matches no linear layer of the base; there are {names}."
+        )
+    return found
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:

@@ -5,10 +5,22 @@ from typing import Literal
 
 from coterie.errors import CoterieError
 
-Role = Literal["dense", "generalist", "specialist", "router", "frozen"]
+Role = Literal[
+    "dense",
+    "generalist",
+    "specialist",
+    "router",
+    "frozen",
+    "shared",
+    "domain",
+    "projection",
+    "prompt",
+]
 """What a parameter belongs to: the LoRA on attention, an expert that is shared, an expert that
 stays, the router, or none of them because it keeps its first value, which is the same for all
-clients. Methods choose by role what is trained, what travels and what is averaged."""
+clients. In FedAMoLE: the expert that all clients hold, the experts that choose their clients, and
+what routes between these. Methods choose by role what is trained, what travels and what is
+averaged."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +33,9 @@ class Layout:
     """Rank of the experts' low-rank pairs."""
     attention_rank: int = 8
     """Rank of the pair on each linear layer of attention; 0: none."""
+    targets: str | None = None
+    """Which linear layers have that pair, if not attention's: a regular expression for the last
+    part of their path, such as `q_proj|v_proj`."""
     alpha: float = 16.0
     scale: Literal["sqrt", "rank"] = "sqrt"
     """A low-rank product counts alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""

@@ -19,6 +19,7 @@ from coterie.adapters.bases import MlpShape, StandIn, working_dtype
 from coterie.adapters.fused import WideExperts
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraPair, Part
+from coterie.adapters.padding import only_real
 from coterie.errors import CoterieError
 
 Balance = Literal["uniform", "generalist"]
@@ -104,7 +105,7 @@ class Mixture(StandIn):
         with torch.autocast(tokens.device.type, enabled=False):
             logits = tokens.to(self.router.dtype) @ self.router.t()
         # A graph is kept alive only where a load-balance loss has a gradient.
-        self._logits = logits if self.balances else logits.detach()
+        self._logits = only_real(logits if self.balances else logits.detach())
         if not self.balances:
             return logits.softmax(-1).t().unsqueeze(-1), None
         best, chosen = logits.topk(self.slots, dim=-1)

@@ -1,25 +1,42 @@
 """The data room: text files or data sets become documents, tokens, batches and windows."""
 
+from coterie.data.batch import Batch
 from coterie.data.divide import divided_texts
-from coterie.data.spec import ClientSpec, DataSpec, DivideSpec, Fractions, Limits
+from coterie.data.examples import Examples, Instruction
+from coterie.data.spec import (
+    ClientSpec,
+    DataSpec,
+    DivideSpec,
+    Fractions,
+    InstructionSpec,
+    Limits,
+)
+from coterie.data.templates import inlined, render
 from coterie.data.texts import Texts, client_texts
-from coterie.data.tokens import ClientData, Tokens, pooled, public_tokens, tokenise
+from coterie.data.tokens import ClientData, Split, Tokens, pooled, public_tokens, tokenise
 from coterie.data.windows import evaluation_windows, sample_batch
 
 __all__ = [
+    "Batch",
     "ClientData",
     "ClientSpec",
     "DataSpec",
     "DivideSpec",
+    "Examples",
     "Fractions",
+    "Instruction",
+    "InstructionSpec",
     "Limits",
+    "Split",
     "Texts",
     "Tokens",
     "client_texts",
     "divided_texts",
     "evaluation_windows",
+    "inlined",
     "pooled",
     "public_tokens",
+    "render",
     "sample_batch",
     "tokenise",
 ]

@@ -1,4 +1,4 @@
-"""Labelled texts divided among clients: by label, by Dirichlet shares, or as mixtures.
+"""Labelled texts or instructions divided among clients: by label, Dirichlet shares, or mixtures.
 
 All chance lies in one shuffle of the records, the Dirichlet shares, and each client's split by
 fractions; a part "at random" is the first so many of the shuffled records.
@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unicodedata import normalize
 
 import numpy
 import torch
 
 from coterie.chance import generator
-from coterie.data.labelled import labelled_texts
+from coterie.data.labelled import labelled_instructions, labelled_texts
 from coterie.data.spec import DataSpec, DivideSpec, Fractions
-from coterie.data.texts import SPLITS, Texts, deal
+from coterie.data.texts import SPLITS, Texts, set_aside
 from coterie.errors import CoterieError
 
 MINIMUM = 10
@@ -26,10 +27,10 @@ DRAWS = 1000
 """Dirichlet draws before giving up."""
 
 
-class Division(dict[str, Texts]):
+class Division(dict[str, Texts[Any]]):
     """Client name -> its texts."""
 
-    def __init__(self, texts: Mapping[str, Texts], labels: dict[str, dict[str, int]]) -> None:
+    def __init__(self, texts: Mapping[str, Texts[Any]], labels: dict[str, dict[str, int]]) -> None:
         super().__init__(texts)
         self.labels = labels
         """Client name -> label -> how many records of its training text have it."""
@@ -40,16 +41,20 @@ Pools = dict[str, list[int]]
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
-    """Divide labelled texts among clients: client name -> its texts.
+    """Divide labelled texts, or instructions, among clients: client name -> its texts.
 
     By label or mixture there is a client for every label, named after it; by Dirichlet they are
     client-1, client-2, ...; by given mixtures they have names of their own. No record is used
-    twice. Raises `CoterieError` if the data set cannot be read or does not suffice.
+    twice. Shares are of a text's characters, or of samples. Raises `CoterieError` if the data set
+    cannot be read or does not suffice.
     """
-    records = labelled_texts(spec, data, root)
+    if data.instructions is None:
+        records = labelled_texts(spec, data, root)
+    else:
+        records = labelled_instructions(spec, data.instructions, root)
     order = torch.randperm(len(records), generator=generator(seed, "divide", "order"))
     records = [records[i] for i in order.tolist()]
-    lengths = [len(text) for _, text in records]
+    lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
@@ -66,19 +71,20 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
             held = {split: supply.take(fraction * size) for split, fraction in data.fractions}
         train = supply.take(supply.most())
 
-    texts: dict[str, Texts] = {}
+    texts: dict[str, Texts[Any]] = {}
     labels: dict[str, dict[str, int]] = {}
     for client, name in enumerate(names):
         splits = {"train": train[client]} | {split: parts[client] for split, parts in held.items()}
         if not held:
             chance = generator(seed, "split", name)
-            splits = _set_aside(train[client], lengths, data.fractions, chance)
+            own = [lengths[number] for number in train[client]]
+            splits = set_aside(train[client], own, dict(data.fractions), chance)
         texts[name] = Texts(**{s: [records[n][1] for n in splits[s]] for s in SPLITS})
         labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
     return Division(texts, labels)
 
 
-def _alternating(part: Sequence[int], records: Sequence[tuple[str, str]]) -> list[int]:
+def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """A client's records with labels taking turns by their shares.
 
     So the start of its text, which is what a limit keeps, has the shares of the whole.
@@ -138,17 +144,6 @@ def _hold_out_uniform(
     return held
 
 
-def _set_aside(
-    numbers: list[int], lengths: list[int], fractions: Fractions, chance: torch.Generator
-) -> dict[str, list[int]]:
-    """One client's records, split by fractions of its characters."""
-    dealt = deal([lengths[number] for number in numbers], dict(fractions), chance)
-    splits: dict[str, list[int]] = {split: [] for split in SPLITS}
-    for number, split in zip(numbers, dealt, strict=True):
-        splits[split].append(number)
-    return splits
-
-
 def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
     """For each client the numbers of its records."""
     if spec.by == "label":
@@ -158,25 +153,32 @@ def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
         return _by_mixture(pools, spec.share)
     assert spec.clients is not None, "DivideSpec makes sure of it"
     assert spec.alpha is not None, "DivideSpec makes sure of it"
-    return _by_dirichlet(pools, spec.clients, spec.alpha, seed)
+    return _by_dirichlet(pools, spec.clients, spec.alpha, spec.balanced, seed)
 
 
-def _by_dirichlet(pools: Pools, clients: int, alpha: float, seed: int) -> list[list[int]]:
+def _by_dirichlet(
+    pools: Pools, clients: int, alpha: float, balanced: bool, seed: int
+) -> list[list[int]]:
     """Deal each label's records to the clients by shares drawn from Dirichlet(alpha, ..., alpha).
 
-    All shares are drawn again until every client has 10 records.
+    Balanced as FedAMoLE's clients are: one that holds its even part of all records, or more, gets
+    none of the labels that follow. All shares are drawn again until every client has 10 records.
     """
     chance = generator(seed, "divide", "dirichlet")
     draw = numpy.random.default_rng(int(torch.randint(2**62, (), generator=chance)))
+    records = sum(len(pool) for pool in pools.values())
     for _ in range(DRAWS):
         parts: list[list[int]] = [[] for _ in range(clients)]
         for pool in pools.values():
-            ends = draw.dirichlet([alpha] * clients).cumsum()[:-1] * len(pool)
-            for part, share in zip(parts, numpy.split(pool, ends.round().astype(int)), strict=True):
+            # Dirichlet shares of which some are set to zero, and the others made to sum to one
+            # again, are Dirichlet shares of the others. Some client always has room: all having
+            # their even part, no record would be left.
+            room = [p for p in parts if not balanced or len(p) * clients < records]
+            ends = draw.dirichlet([alpha] * len(room)).cumsum()[:-1] * len(pool)
+            for part, share in zip(room, numpy.split(pool, ends.round().astype(int)), strict=True):
                 part += share.tolist()
         if min(len(part) for part in parts) >= MINIMUM:
             return parts
-    records = sum(len(pool) for pool in pools.values())
     raise CoterieError(
         f"divide: in {DRAWS} draws with alpha {alpha}, {records} records never gave each of"
         f" {clients} clients {MINIMUM}; raise divide.alpha, lower divide.clients, or give more"

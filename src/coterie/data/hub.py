@@ -8,8 +8,8 @@ from coterie.data.files import SUFFIXES, Record
 from coterie.errors import CoterieError
 
 
-def read_hub(name: str, subset: str | None, split: str, label: str, root: Path) -> list[Record]:
-    """The records of one split; numbers in a class label's field become the classes' names."""
+def read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Record]:
+    """The records of one split; numbers in class labels' fields become the classes' names."""
     missing = (
         f"divide: {name} is neither a file or folder under {root} nor a data set that the hub gives"
     )
@@ -30,11 +30,15 @@ def read_hub(name: str, subset: str | None, split: str, label: str, root: Path) 
     finally:
         if shown:
             datasets.enable_progress_bars()
-    classes: dict[int, str] = {}
-    if isinstance(feature := table.features.get(label), datasets.ClassLabel):
-        classes = dict(enumerate(feature.names))
+    classes = {
+        field: dict(enumerate(feature.names))
+        for field, feature in table.features.items()
+        if isinstance(feature, datasets.ClassLabel)
+    }
     records: list[Record] = []
     for number, row in enumerate(cast("Iterable[dict[str, Any]]", table), start=1):
-        fields = {**row, label: classes.get(row[label])} if classes else row
-        records.append(Record(f"divide: record {number} of {name}", fields))
+        if any(row[field] == -1 for field in classes):
+            continue  # the data set's way to say that a record has no label
+        named = {field: names.get(row[field]) for field, names in classes.items()}
+        records.append(Record(f"divide: record {number} of {name}", row | named))
     return records

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from coterie.data.files import Record, find_files, read_documents, read_records, resolve
+from coterie.data.examples import Instruction
+from coterie.data.files import Record, find_files, read_documents, read_records, read_text, resolve
 from coterie.data.hub import read_hub
-from coterie.data.spec import DataSpec, DivideSpec, SourceSpec
-from coterie.data.texts import parts_of
+from coterie.data.instructions import instructions
+from coterie.data.spec import DataSpec, DivideSpec, InstructionSpec, SourceSpec
+from coterie.data.texts import parts_of, pieces
 from coterie.errors import CoterieError
 
 
@@ -14,7 +16,8 @@ def labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[s
     """The label and the text of everything that is not blank, in the source's order.
 
     Where each label has a source of its own, records are kept whole and .txt files cut into pieces
-    of about 2,000 characters. Raises `CoterieError` if a source cannot be read or holds no text.
+    of `spec.piece` characters or more. Raises `CoterieError` if a source cannot be read or holds no
+    text.
     """
     if isinstance(spec.source, str):
         labelled = [
@@ -24,11 +27,43 @@ def labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[s
         ]
         return _some(labelled, spec.source)
     labelled = []
-    for label, source in sorted(spec.source.items()):
-        source = SourceSpec(source=source) if isinstance(source, str) else source
+    for label, source in _sources(spec).items():
         texts = _texts(source, spec, data, root)
         labelled += _some([(label, text) for text in texts if text.strip()], source.source)
     return labelled
+
+
+def labelled_instructions(
+    spec: DivideSpec, how: InstructionSpec, root: Path
+) -> list[tuple[str, Instruction]]:
+    """The label, and prompt with answer, of every record.
+
+    Where each label has a source of its own, a .txt file's pieces are records of their text and
+    their label, and for the answers to choose from all pieces are of one source: so a template over
+    `text` can ask whose it is. Raises `CoterieError` as `instructions` does, or if a source cannot
+    be read.
+    """
+    if isinstance(spec.source, str):
+        records = _records(spec.source, spec, root)
+        labels = [_label(record, spec.label) for record in records]
+        return list(zip(labels, instructions(records, how), strict=True))
+    labelled: list[tuple[str, Instruction]] = []
+    cut: list[tuple[str, Record]] = []
+    for label, source in _sources(spec).items():
+        records, parts = _records_and_pieces(label, source, spec, root)
+        labelled += [(label, item) for item in instructions(records, how)]
+        cut += [(label, part) for part in parts]
+    items = instructions([part for _, part in cut], how)
+    return labelled + [(label, item) for (label, _), item in zip(cut, items, strict=True)]
+
+
+def _sources(spec: DivideSpec) -> dict[str, SourceSpec]:
+    """Each label's source, sorted by label."""
+    assert not isinstance(spec.source, str), "one data set has its labels in its records"
+    return {
+        label: SourceSpec(source=source) if isinstance(source, str) else source
+        for label, source in sorted(spec.source.items())
+    }
 
 
 def _some(labelled: list[tuple[str, str]], source: str) -> list[tuple[str, str]]:
@@ -40,7 +75,7 @@ def _some(labelled: list[tuple[str, str]], source: str) -> list[tuple[str, str]]
 def _records(source: str, spec: DivideSpec, root: Path) -> list[Record]:
     path = resolve(root, source)
     if not path.exists():
-        return read_hub(source, spec.subset, spec.split, spec.label, root)
+        return read_hub(source, spec.subset, spec.split, root)
     files = find_files(path, "divide")
     for file in files:
         if file.suffix.lower() == ".txt":
@@ -65,7 +100,27 @@ def _texts(source: SourceSpec, spec: DivideSpec, data: DataSpec, root: Path) -> 
     """What a source of one label holds, in parts that may go to different clients."""
     if resolve(root, source.source).exists():
         for document in read_documents(root, source.source, data.fields, "divide"):
-            yield from parts_of(document)
+            yield from parts_of(document, spec.piece)
     else:
-        for record in read_hub(source.source, source.subset, spec.split, spec.label, root):
+        for record in read_hub(source.source, source.subset, spec.split, root):
             yield record.text(data.fields)
+
+
+def _records_and_pieces(
+    label: str, source: SourceSpec, spec: DivideSpec, root: Path
+) -> tuple[list[Record], list[Record]]:
+    """The records of one label's source, and the pieces of its .txt files as records."""
+    path = resolve(root, source.source)
+    if not path.exists():
+        return read_hub(source.source, source.subset, spec.split, root), []
+    records: list[Record] = []
+    cut: list[Record] = []
+    for file in find_files(path, "divide"):
+        if file.suffix.lower() != ".txt":
+            records += read_records(file, "divide")
+            continue
+        for number, text in enumerate(pieces(read_text(file, "divide"), spec.piece), start=1):
+            if text.strip():
+                where = f"divide: piece {number} of {file}"
+                cut.append(Record(where, {spec.label: label, "text": text}))
+    return records, cut

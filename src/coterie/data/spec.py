@@ -9,26 +9,36 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+PIECE = 2000
+"""Characters of the pieces, about, into which a text file is cut before it is split."""
+
 
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Limits(_Spec):
-    """At most so many tokens of a split are kept, from its start; without a limit, all."""
+    """At most so much of a split is kept, from its start; without a limit, all.
 
-    train: int | None = Field(default=None, ge=2, description="Training tokens kept at most.")
-    validation: int | None = Field(
-        default=None, ge=2, description="Validation tokens kept at most."
+    A limit counts tokens, or samples where the data are instructions.
+    """
+
+    train: int | None = Field(
+        default=None, ge=1, description="Training tokens (of instructions: samples) kept at most."
     )
-    test: int | None = Field(default=None, ge=2, description="Test tokens kept at most.")
+    validation: int | None = Field(
+        default=None, ge=1, description="Validation tokens (or samples) kept at most."
+    )
+    test: int | None = Field(
+        default=None, ge=1, description="Test tokens (or samples) kept at most."
+    )
     public: int | None = Field(
-        default=None, ge=2, description="Tokens of the public text kept at most."
+        default=None, ge=1, description="Tokens (or samples) of the public text kept at most."
     )
 
 
 class Fractions(_Spec):
-    """The shares of a text that are set aside, by characters; the rest is for training."""
+    """The shares that are set aside, of a text's characters or of samples; the rest is to train."""
 
     validation: float = Field(
         default=0.1, gt=0, lt=1, description="Share set aside for validation."
@@ -45,20 +55,56 @@ class Fractions(_Spec):
         return self
 
 
+Choice = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
+
+
+class InstructionSpec(_Spec):
+    """How records become prompts with answers: the run file's section `data.instructions:`."""
+
+    template: str = Field(
+        default="alpaca",
+        min_length=1,
+        description="The prompt: alpaca, snli or plain; Jinja text over a record's fields, such as"
+        " '{{ question }} Answer:'; or a .jinja file.",
+    )
+    answer: str = Field(
+        default="output",
+        min_length=1,
+        description="Field of a record that holds the answer, or Jinja text that makes it.",
+    )
+    choices: Annotated[list[Choice], Field(min_length=2)] | str | None = Field(
+        default=None,
+        description="Answers to choose from, for accuracy: a list, or the field that holds it;"
+        " without it, the 2 to 20 answers of a source's records with the same `instruction`.",
+    )
+
+
 class DataSpec(_Spec):
     """The run file's section `data:`, alike for every client."""
 
-    window: int = Field(default=128, ge=1, description="Tokens that a training sample predicts.")
+    window: int = Field(
+        default=128,
+        ge=1,
+        description="Tokens that a training sample predicts; of instructions, the most tokens that"
+        " a prompt with its answer may have.",
+    )
     text: str | list[Annotated[str, Field(min_length=1)]] = Field(
         default="text",
         min_length=1,
-        description="Field(s) of a record that hold its text; several are joined by newline.",
+        description="Field(s) of a record that hold its text; several are joined by newline."
+        " Unused with instructions.",
+    )
+    instructions: InstructionSpec | None = Field(
+        default=None,
+        description="Records are prompts with answers, and only the answers are learnt.",
     )
     fractions: Fractions = Field(
         default=Fractions(),
-        description="Shares of a text set aside where its splits are not given.",
+        description="Shares of a text, or of samples, set aside where splits are not given.",
     )
-    limits: Limits = Field(default=Limits(), description="Tokens of each split kept at most.")
+    limits: Limits = Field(
+        default=Limits(), description="Tokens (of instructions: samples) of each split at most."
+    )
     public: str | None = Field(
         default=None, description="File or folder that everybody may see, for methods that need it."
     )
@@ -70,7 +116,7 @@ class DataSpec(_Spec):
 
     @model_validator(mode="after")
     def _limits_hold_a_window(self) -> Self:
-        for split, limit in self.limits:
+        for split, limit in self.limits if self.instructions is None else ():
             if limit is not None and limit <= self.window:
                 raise ValueError(
                     f"the limit of {limit} {split} tokens is too small: a window of {self.window}"
@@ -160,6 +206,11 @@ class DivideSpec(_Spec):
         allow_inf_nan=False,
         description="Evenness of the shares (dirichlet only).",
     )
+    balanced: bool = Field(
+        default=False,
+        description="A client that has its even part of the records gets none of the labels that"
+        " follow (dirichlet only).",
+    )
     share: float | None = Field(
         default=None,
         ge=0,
@@ -168,7 +219,14 @@ class DivideSpec(_Spec):
     )
     mixtures: dict[ClientName, dict[Label, Share]] | None = Field(
         default=None,
-        description="Each client's labels and their shares of its characters (mixtures only).",
+        description="Each client's labels and their shares of its characters, or samples (mixtures"
+        " only).",
+    )
+    piece: int = Field(
+        default=PIECE,
+        ge=20,
+        description="Characters, up to twice as many, of the pieces that a label's .txt files are"
+        " cut into.",
     )
     held_out: Literal["own", "uniform"] = Field(
         default="own",
@@ -189,6 +247,8 @@ class DivideSpec(_Spec):
                 raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
             if not given and option in needed:
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
+        if self.balanced and self.by != "dirichlet":
+            raise ValueError(f"dividing by {self.by} takes no balanced; leave it out")
         return self
 
     @model_validator(mode="after")

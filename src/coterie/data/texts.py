@@ -1,4 +1,4 @@
-"""One client's texts: what it reads from its own disk, and how they fall into three splits.
+"""One client's texts or instructions: what it reads from its own disk, and its three splits.
 
 Nothing here looks at another client, so a client that joins late, or runs elsewhere, has the same
 splits.
@@ -6,46 +6,63 @@ splits.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from coterie.chance import generator
+from coterie.data.examples import Instruction
 from coterie.data.files import Document, read_documents
-from coterie.data.spec import ClientSpec, DataSpec
+from coterie.data.instructions import field_records, instructions
+from coterie.data.spec import PIECE, ClientSpec, DataSpec, InstructionSpec
 
 SPLITS = ("train", "validation", "test")
-PIECE = 2000
-"""Characters of the pieces, about, into which a text file is cut before it is split."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Texts:
-    """A client's documents, split by split."""
+class Texts(Generic[Item]):
+    """A client's documents (str), or its prompts with answers (`Instruction`), split by split."""
 
-    train: list[str]
-    validation: list[str]
-    test: list[str]
+    train: list[Item]
+    validation: list[Item]
+    test: list[Item]
 
 
-def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts:
+def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
     """What a client reads from its own files; relative paths are taken from `root`.
 
     A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
     dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
-    stays together. Raises `CoterieError` if a file is missing or cannot be used.
+    stays together. With `data.instructions`, records become instructions, and are all alike in
+    length. Raises `CoterieError` if a file is missing or cannot be used.
     """
     owner = f"Client {spec.name}"
     given = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
     source = spec.train if spec.path is None else spec.path
     assert source is not None, "ClientSpec makes sure of one of both"
-    documents = read_documents(root, source, data.fields, owner)
     fractions = {split: part for split, part in data.fractions if split not in given}
-    texts = split_by_fractions(documents, fractions, generator(seed, "split", spec.name))
+    chance = generator(seed, "split", spec.name)
+    if data.instructions is not None:
+        items = _instructions(root, {"train": source, **given}, data.instructions, owner)
+        train = items["train"]
+        return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
+    documents = read_documents(root, source, data.fields, owner)
+    texts = split_by_fractions(documents, fractions, chance)
     for split, path in given.items():
         texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
     return Texts(**texts)
+
+
+def _instructions(
+    root: Path, sources: Mapping[str, str], spec: InstructionSpec, owner: str
+) -> dict[str, list[Instruction]]:
+    """Each split's prompts with answers; the choices are found in all of them together."""
+    records = {split: field_records(root, path, owner) for split, path in sources.items()}
+    items = iter(instructions(list(chain(*records.values())), spec))
+    return {split: list(islice(items, len(part))) for split, part in records.items()}
 
 
 def split_by_fractions(
@@ -57,7 +74,9 @@ def split_by_fractions(
     of the documents. A split that gets nothing is an empty list.
     """
     parts = [
-        (number, part) for number, document in enumerate(documents) for part in parts_of(document)
+        (number, part)
+        for number, document in enumerate(documents)
+        for part in parts_of(document, PIECE)
     ]
     splits = deal([len(part) for _, part in parts], fractions, chance)
     texts: dict[str, list[str]] = {split: [] for split in ("train", *fractions)}
@@ -67,9 +86,22 @@ def split_by_fractions(
     return texts
 
 
-def parts_of(document: Document) -> Iterable[str]:
+def parts_of(document: Document, piece: int) -> Iterable[str]:
     """What may be given to different splits or clients: a record whole, a .txt file in pieces."""
-    return pieces(document.text, PIECE) if document.divisible else [document.text]
+    return pieces(document.text, piece) if document.divisible else [document.text]
+
+
+def set_aside(
+    items: Sequence[Item],
+    lengths: Sequence[int],
+    fractions: Mapping[str, float],
+    chance: torch.Generator,
+) -> dict[str, list[Item]]:
+    """Items of these lengths by split, in their order: random parts, and "train" with the rest."""
+    splits: dict[str, list[Item]] = {split: [] for split in ("train", *fractions)}
+    for item, split in zip(items, deal(lengths, fractions, chance), strict=True):
+        splits[split].append(item)
+    return splits
 
 
 def deal(

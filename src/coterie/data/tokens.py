@@ -1,5 +1,6 @@
 """From documents to tokens: one stream of ids per split, and the bytes of text that it stands for.
 
+Prompts with answers stay samples of their own (`Examples`).
 Documents are encoded one at a time, long ones in chunks, and no further than the split's limit, so
 a large text costs no more than what is kept of it.
 """
@@ -8,13 +9,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from coterie.base import context_token
+from coterie.data.examples import Examples, examples, joined
 from coterie.data.files import read_documents
+from coterie.data.instructions import field_records, instructions
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts, pieces
 from coterie.errors import CoterieError
@@ -35,62 +40,78 @@ class Tokens:
     bytes: int
 
 
+Split = Tokens | Examples
+"""A text as one stream of tokens, or prompts with answers as samples."""
+
+
 @dataclass(frozen=True)
 class ClientData:
     """A client's three splits as tokens."""
 
-    train: Tokens
-    validation: Tokens
-    test: Tokens
+    train: Split
+    validation: Split
+    test: Split
 
 
 def tokenise(
-    texts: Texts, tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
+    texts: Texts[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
 ) -> ClientData:
     """The client's texts as tokens, with end-of-text between documents and limits applied.
 
-    Raises `CoterieError` if a split of the client `name` holds fewer than window + 1 tokens, or if
-    the tokenizer cannot be used.
+    With `data.instructions`, `texts` are instructions, and become samples. Raises `CoterieError` if
+    a split of the client `name` holds fewer than window + 1 tokens, or no sample that fits the
+    window, or if the tokenizer cannot be used.
     """
     encoder, end = _encoder(tokenizer)
-    splits: dict[str, Tokens] = {}
+    splits: dict[str, Split] = {}
     for split in SPLITS:
-        tokens = _encode(getattr(texts, split), encoder, end, getattr(data.limits, split))
-        _suffice(
-            tokens,
-            data.window,
-            f"Client {name}: its {split} text",
-            "its data.limits or data.fractions",
-        )
-        splits[split] = tokens
+        items, limit = getattr(texts, split), getattr(data.limits, split)
+        owner = f"Client {name}: its {split} text"
+        if data.instructions is None:
+            splits[split] = _encode(items, encoder, end, limit)
+            remedy = "its data.limits or data.fractions"
+            _suffice(splits[split].ids, data.window, owner, remedy)
+        else:
+            first = context_token(tokenizer)
+            splits[split] = examples(items, encoder, first, end, data.window, limit, owner)
     return ClientData(**splits)
 
 
-def public_tokens(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Tokens | None:
+def public_tokens(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split | None:
     """The text that everybody may see, whole, up to its limit; None where the run has none.
 
-    Raises `CoterieError` if it cannot be read or holds fewer than window + 1 tokens.
+    Raises `CoterieError` as `tokenise` does, or if it cannot be read.
     """
     if data.public is None:
         return None
-    owner = "The public text"
+    owner, limit = "The public text", data.limits.public
+    encoder, end = _encoder(tokenizer)
+    if data.instructions is not None:
+        items = instructions(field_records(root, data.public, owner), data.instructions)
+        first = context_token(tokenizer)
+        return examples(items, encoder, first, end, data.window, limit, owner)
     documents = [d.text for d in read_documents(root, data.public, data.fields, owner)]
-    tokens = _encode(documents, *_encoder(tokenizer), data.limits.public)
-    _suffice(tokens, data.window, owner, "data.limits.public")
+    tokens = _encode(documents, encoder, end, limit)
+    _suffice(tokens.ids, data.window, owner, "data.limits.public")
     return tokens
 
 
-def _suffice(tokens: Tokens, window: int, text: str, remedy: str) -> None:
-    if len(tokens.ids) <= window:
+def _suffice(ids: Tensor, window: int, text: str, remedy: str) -> None:
+    if len(ids) <= window:
         raise CoterieError(
-            f"{text} has {len(tokens.ids)} tokens, but a window of {window} needs at least"
+            f"{text} has {len(ids)} tokens, but a window of {window} needs at least"
             f" {window + 1}; give it more text, raise {remedy}, or set a smaller data.window."
         )
 
 
 def pooled(datas: Sequence[ClientData]) -> ClientData:
     """All clients' tokens as one client's, for centralised training; each split is concatenated."""
-    return ClientData(**{split: _joined([getattr(d, split) for d in datas]) for split in SPLITS})
+    return ClientData(**{split: _pooled([getattr(d, split) for d in datas]) for split in SPLITS})
+
+
+def _pooled(parts: Sequence[Split]) -> Split:
+    samples = [part for part in parts if isinstance(part, Examples)]
+    return joined(samples) if samples else _joined([p for p in parts if isinstance(p, Tokens)])
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:

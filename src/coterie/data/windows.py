@@ -5,18 +5,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from coterie.data.batch import Batch
+from coterie.data.examples import Examples
 from coterie.data.tokens import Tokens
 
 
-def sample_batch(tokens: Tokens, batch: int, window: int, generator: torch.Generator) -> Tensor:
-    """Windows at uniformly random offsets, drawn with replacement: (batch, window + 1) int64.
+def sample_batch(
+    tokens: Tokens | Examples, batch: int, window: int, generator: torch.Generator
+) -> Batch:
+    """Samples of a split, uniformly random and drawn with replacement.
 
-    A window's first `window` tokens are inputs and its last `window` are what they predict. The
-    split must hold at least window + 1 tokens, as `tokenise` has made sure.
+    Of a stream, windows at any offset: ids (batch, window + 1), whose first `window` tokens are
+    inputs and whose last `window` are what they predict; it must hold window + 1 tokens, as
+    `tokenise` has made sure. Of prompts with answers, whole samples.
     """
+    if isinstance(tokens, Examples):
+        return tokens.sample(batch, generator)
     windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
     starts = torch.randint(len(windows), (batch,), generator=generator)
-    return windows[starts].long()
+    return Batch(windows[starts].long())
 
 
 def evaluation_windows(

@@ -69,9 +69,9 @@ class ClientPart:
 
     def _scored(self) -> dict[str, Score]:
         model = self.side.model()
-        window, batch = self.config.data.window, self.config.evaluation.batch
+        window, evaluation = self.config.data.window, self.config.evaluation
         return {
-            text: evaluate(self.base, model, tokens, window, batch)
+            text: evaluate(self.base, model, tokens, window, evaluation.batch, evaluation.generate)
             for text, tokens in self.participant.tests.items()
         }
 

@@ -61,8 +61,9 @@ class FedProx(FedAvg):
     def penalty(self, adapter: Adapter) -> Penalty:
         """mu / 2 times the squared distance from the round's first values."""
 
-        def proximal(adapter: Adapter, start: Mapping[str, Tensor]) -> Tensor:
-            trained = adapter.parameters(*self.shares)
+        trained = adapter.parameters(*self.shares)
+
+        def proximal(start: Mapping[str, Tensor]) -> Tensor:
             distances = [(p - start[name]).square().sum() for name, p in trained.items()]
             return self.mu / 2 * torch.stack(distances).sum()
 

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.base import Base
-from coterie.data import ClientData, Tokens
+from coterie.data import ClientData, Split
 from coterie.exchange import Json, Message, Schema, State
 from coterie.training.spec import TrainingSpec
 
@@ -49,7 +49,7 @@ class ClientContext:
     rounds: int
     log: Log
     """Records a figure for reports: `log("loss", 4.2)`. It stays on the client's machine."""
-    public: Tokens | None = None
+    public: Split | None = None
     """The text that everybody may see, where the run has one."""
 
 

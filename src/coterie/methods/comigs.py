@@ -13,7 +13,7 @@ from coterie.adapters import Adapter, Role
 from coterie.methods.base import ClientContext
 from coterie.methods.exact import AveragingMethod
 from coterie.methods.lora import PerClient
-from coterie.training.schedule import Level, Penalty, cosine
+from coterie.training.schedule import Level, Penalty, learning_rate
 
 
 class CoMiGS(AveragingMethod):
@@ -56,7 +56,7 @@ class CoMiGS(AveragingMethod):
                 "experts",
                 ("dense", "generalist", "specialist"),
                 "train",
-                cosine(context.training, context.rounds),
+                learning_rate(context.training, context.rounds),
             ),
             Level(
                 "routers",
@@ -75,7 +75,7 @@ class CoMiGS(AveragingMethod):
         # When every expert is chosen for every token the penalty is constant: skip it.
         if form == "none" or not adapter.balances:
             return None
-        return lambda a, start: self.load_balance_weight * a.load_balance(form)
+        return lambda start: self.load_balance_weight * adapter.load_balance(form)
 
 
 class CoMiGS2G(CoMiGS):

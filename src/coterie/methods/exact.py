@@ -10,11 +10,13 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
+from coterie.adapters import Adapter
 from coterie.aggregation import LowRankSum, product_norm
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, Schema, Shapes, State, check_shapes
+from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.base import ClientContext, ClientId, ServerContext
-from coterie.methods.lora import LoraClient, LoraMethod, LoraServer
+from coterie.methods.lora import LoraMethod
 
 PREFIX = "residual/"
 NEGLIGIBLE = 1e-7
@@ -37,19 +39,21 @@ class AveragingMethod(LoraMethod):
         residual = Travels(f"{PREFIX}*", "what the averaged low-rank pairs miss of the mean update")
         return Schema(hello=schema.hello, up=schema.up, down=(*schema.down, residual))
 
-    def client(self, context: ClientContext) -> LoraClient:
+    def client(self, context: ClientContext) -> AdapterClient:
         """Takes residuals in, if averages are exact."""
-        kind = LoraClient if self.aggregation == "mean" else ExactClient
+        kind = AdapterClient if self.aggregation == "mean" else ExactClient
         return kind(self, context)
 
-    def server(self, context: ServerContext) -> LoraServer:
+    def server(self, context: ServerContext) -> AdapterServer:
         """Keeps account of residuals, if averages are exact."""
-        kind = LoraServer if self.aggregation == "mean" else ExactServer
+        kind = AdapterServer if self.aggregation == "mean" else ExactServer
         return kind(self, context)
 
 
-class ExactClient(LoraClient):
+class ExactClient(AdapterClient):
     """Adds the server's residuals to its shared pairs; they are not trained and not uploaded."""
+
+    adapter: Adapter
 
     def finish(self, download: Message) -> None:
         """Replace the shared parameters and the residuals by the server's."""
@@ -73,7 +77,7 @@ class ExactClient(LoraClient):
         self.adapter.set_residual(tensors)
 
 
-class ExactServer(LoraServer):
+class ExactServer(AdapterServer):
     """For every shared pair: the residual `R = sum over rounds of (mean_i(B_i A_i) - B A)`, with B
     and A the means. It is common to all clients, so what they have in a round is exactly the mean
     of what they had at the end of the round before."""

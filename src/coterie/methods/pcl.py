@@ -20,12 +20,13 @@ from torch import Tensor
 
 from coterie.aggregation.trust import cosine, sparse_distance, trust_row
 from coterie.chance import generator
-from coterie.data import sample_batch
+from coterie.data import Batch, sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
+from coterie.methods.adapter import WHAT, AdapterClient, AdapterServer, copy
 from coterie.methods.base import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.lora import WHAT, LoraClient, LoraMethod, LoraServer, PerClient, copy
+from coterie.methods.lora import LoraMethod, PerClient
 from coterie.training.evaluation import mean_loss, top_logits
 
 Tensors = Mapping[str, Tensor]
@@ -124,8 +125,8 @@ class PCLValidation(PCL):
         context = client.context
         count = self.validation_batches * context.training.batch
         chance = generator(context.seed, "trust", context.name, rounds)
-        ids = sample_batch(context.data.validation, count, context.window, chance)
-        losses = client.losses(uploads, ids)
+        batch = sample_batch(context.data.validation, count, context.window, chance)
+        losses = client.losses(uploads, batch)
         if self.form == "released":
             return {name: -math.exp(min(loss, 700)) for name, loss in losses.items()}
         return {name: -loss for name, loss in losses.items()}
@@ -165,8 +166,8 @@ class PCLPredictions(PCL):
         assert context.public is not None, "check() made sure of it"
         count = self.public_batches * context.training.batch
         chance = generator(context.seed, "public", rounds)  # the same windows for all clients
-        ids = sample_batch(context.public, count, context.window, chance)
-        values, places = top_logits(context.base, ids, self.logits)
+        batch = sample_batch(context.public, count, context.window, chance)
+        values, places = top_logits(context.base, batch, self.logits)
         return {VALUES: values.half(), PLACES: places.int()}
 
     def scores(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
@@ -238,7 +239,7 @@ class PCLTheoretical(PCL):
         return {name: value / sum(alike.values()) for name, value in alike.items()}
 
 
-class PCLClient(LoraClient):
+class PCLClient(AdapterClient):
     """Trains, sends its adapter where an exchange is due, and mixes what comes back."""
 
     method: PCL
@@ -296,14 +297,14 @@ class PCLClient(LoraClient):
             parameter.copy_(total)
             self.start[name] = total
 
-    def losses(self, uploads: Mapping[ClientId, Tensors], ids: Tensor) -> dict[ClientId, float]:
-        """Mean loss of everybody's model on windows, in nats per token."""
+    def losses(self, uploads: Mapping[ClientId, Tensors], batch: Batch) -> dict[ClientId, float]:
+        """Mean loss of everybody's model on samples, in nats per token."""
         self.model()
         mine = {name: p.detach().clone() for name, p in self.shared.items()}
         found = {}
         for peer, tensors in uploads.items():
             copy(tensors, self.shared)
-            found[peer] = mean_loss(self.context.base, ids, self.context.training.batch)
+            found[peer] = mean_loss(self.context.base, batch, self.context.training.batch)
         copy(mine, self.shared)
         return found
 
@@ -319,7 +320,7 @@ class PCLClient(LoraClient):
         self.start = {name: state.tensors[f"start/{name}"].clone() for name in self.start}
 
 
-class PCLServer(LoraServer):
+class PCLServer(AdapterServer):
     """Passes every client's upload on to the others; it mixes nothing itself."""
 
     method: PCL

@@ -19,8 +19,9 @@ from coterie.adapters import Adapter
 from coterie.aggregation import LowRankSum, product_norm
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, check_shapes
+from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.base import ClientContext, ClientId, ServerContext
-from coterie.methods.lora import LoraClient, LoraMethod, LoraServer, PerClient
+from coterie.methods.lora import LoraMethod, PerClient
 from coterie.training.schedule import Penalty
 
 
@@ -34,8 +35,10 @@ class RankMethod(LoraMethod):
     rank: PerClient = Field(default=16, description="r of the MLPs' pairs, each client's own")
 
 
-class RankServer(LoraServer):
+class RankServer(AdapterServer):
     """Holds pairs at the largest rank; a client gets the first rows and columns of them."""
+
+    method: RankMethod
 
     def __init__(self, method: RankMethod, context: ServerContext) -> None:
         super().__init__(method, context)
@@ -132,7 +135,7 @@ class FlexLora(RankMethod):
         return FlexLoraServer(self, context)
 
 
-class FlexLoraClient(LoraClient):
+class FlexLoraClient(AdapterClient):
     """Its weight is its number of training tokens."""
 
     def hello(self) -> Message:
@@ -215,7 +218,7 @@ class HetLora(RankMethod):
     def penalty(self, adapter: Adapter) -> Penalty:
         """The weighted sum of the tails."""
 
-        def tails(adapter: Adapter, start: Mapping[str, Tensor]) -> Tensor:
+        def tails(start: Mapping[str, Tensor]) -> Tensor:
             products = [self.tail(A, B) for A, B in _pairs(adapter).values()]
             return self.penalty_weight * torch.stack(products).sum()
 
@@ -230,11 +233,12 @@ class HetLora(RankMethod):
         return HetLoraServer(self, context)
 
 
-class HetLoraClient(LoraClient):
+class HetLoraClient(AdapterClient):
     """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
     gradient, so they stay zero, and the present rank can be read off A."""
 
     method: HetLora
+    adapter: Adapter
 
     def __init__(self, method: HetLora, context: ClientContext) -> None:
         super().__init__(method, context)

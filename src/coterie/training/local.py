@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter
+from coterie.adapters import Trainable
 from coterie.chance import generator
 from coterie.data import sample_batch
 from coterie.errors import CoterieError
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
 
 class LocalTraining:
-    """Updates one client's adapter; optimiser state lives on from round to round."""
+    """Updates one client's adapter; optimiser state lives on from round to round, unless the run
+    file wants it fresh."""
 
-    def __init__(self, context: "ClientContext", adapter: Adapter, levels: Sequence[Level]) -> None:
+    def __init__(
+        self, context: "ClientContext", adapter: Trainable, levels: Sequence[Level]
+    ) -> None:
         self.context = context
         self.adapter = adapter
         self.levels = [level for level in levels if adapter.parameters(*level.roles)]
@@ -32,14 +36,16 @@ class LocalTraining:
     def round(self, round: int) -> None:
         """The local steps of one round (0 is the first), on the attached adapter."""
         steps = self.context.training.steps
-        self.adapter.attach(self.context.base.model)
+        model = self.adapter.attach(self.context.base.model)
+        if self.context.training.fresh_optimiser:
+            self._optimisers = {level.name: self._optimiser(level) for level in self.levels}
         if any(level.penalty for level in self.levels):
             self._start = {n: p.detach().clone() for n, p in self.adapter.parameters().items()}
         for step in range(round * steps, (round + 1) * steps):
             for level in self.levels:
                 if (step + 1) % level.every == 0:
                     for turn in range(level.steps):
-                        self._update(level, step, turn)
+                        self._update(model, level, step, turn)
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimisers' moments, by level, kind and parameter name."""
@@ -79,18 +85,15 @@ class LocalTraining:
             weight_decay=training.weight_decay,
         )
 
-    def _update(self, level: Level, step: int, turn: int) -> None:
+    def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         context = self.context
         tokens = context.data.train if level.split == "train" else context.data.validation
         chance = generator(context.seed, "batch", context.name, level.name, step, turn)
-        ids = sample_batch(tokens, context.training.batch, context.window, chance)
+        batch = sample_batch(tokens, context.training.batch, context.window, chance)
         self.adapter.require_grad(*level.roles)
         with autocast(context.base.precision, context.base.device.type):
-            loss = language_model_loss(context.base.model, ids.to(context.base.device))
-            if level.penalty is None:
-                total = loss
-            else:
-                total = loss + level.penalty(self.adapter, self._start)
+            loss = language_model_loss(model, *batch.to(context.base.device))
+            total = loss if level.penalty is None else loss + level.penalty(self._start)
         total.backward()
         optimiser = self._optimisers[level.name]
         for group in optimiser.param_groups:

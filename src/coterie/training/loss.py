@@ -16,44 +16,57 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters.bases import working_dtype
+from coterie.adapters.padding import real_tokens
 from coterie.training.precision import frozen_weight
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """Largest number of logits made at a time; 24 million are 96 MB in float32."""
 
 
-def language_model_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def language_model_loss(
+    model: PreTrainedModel,
+    ids: Tensor,
+    counted: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Tensor:
     """Mean cross-entropy in nats per token: a scalar with a gradient.
 
-    ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted.
+    ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted. counted and real are
+    masks as in `Batch`; only counted tokens go through the output head.
     """
     head = _plain_head(model)
+    targets = _counted(ids[:, 1:].flatten(), counted)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(_at_least_float(logits).flatten(0, 1), ids[:, 1:].flatten())
-    hidden = _hidden(model, ids)
-    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), ids[:, 1:].flatten())
+        logits = _counted(_logits(model, ids, real), counted)
+        return F.cross_entropy(_at_least_float(logits), targets)
+    hidden = _counted(hidden_states(model, ids, real), counted)
+    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets)
     assert isinstance(loss, Tensor)
     return loss
 
 
 @torch.no_grad()
-def token_losses(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def token_losses(
+    model: PreTrainedModel,
+    ids: Tensor,
+    counted: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Tensor:
     """Negative log-likelihood of every token: (batch, time) float32, in nats, no gradient.
 
-    ids: (batch, time + 1), as for `language_model_loss`.
+    Arguments as for `language_model_loss`; 0 where a token is not counted.
     """
-    targets = ids[:, 1:]
     head = _plain_head(model)
+    targets = _counted(ids[:, 1:].flatten(), counted)
     if head is None:
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        losses = F.cross_entropy(
-            _at_least_float(logits).flatten(0, 1), targets.flatten(), reduction="none"
-        )
+        logits = _counted(_logits(model, ids, real), counted)
+        losses = F.cross_entropy(_at_least_float(logits), targets, reduction="none")
     else:
-        hidden = _hidden(model, ids)
-        losses, _ = _losses(hidden, frozen_weight(head, hidden.dtype), targets.flatten(), False)
-    return losses.view(targets.shape).float()
+        hidden = _counted(hidden_states(model, ids, real), counted)
+        losses, _ = _losses(hidden, frozen_weight(head, hidden.dtype), targets, False)
+    if counted is None:
+        return losses.view(ids[:, 1:].shape).float()
+    return losses.new_zeros(counted.shape).masked_scatter(counted, losses).float()
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -102,15 +115,34 @@ def _losses(
     return torch.cat(losses), torch.cat(grads) if with_grad else None
 
 
-def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _counted(rows: Tensor, counted: Tensor | None) -> Tensor:
+    """Of (batch * time, ...) the rows that the loss counts."""
+    return rows if counted is None else rows[counted.flatten()]
+
+
+def hidden_states(model: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
     """Hidden states that enter the output head, (tokens, dim), in the dtype the head works in."""
     decoder = model.get_decoder()
-    hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    with real_tokens(real):
+        hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     return hidden.flatten(0, 1).to(working_dtype(hidden))
 
 
+def _logits(model: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
+    """Logits of every token, (tokens, vocabulary); a prompt that the model puts first has none."""
+    time = ids.shape[1] - 1
+    with real_tokens(real):
+        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=time).logits
+    return logits[:, -time:].flatten(0, 1)
+
+
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The output head, unless logits are more than `W h` (a bias, a scale, a cap)."""
+    """The output head, unless logits are more than `W h` of the tokens' own hidden states.
+
+    Some models add a bias, a scale or a cap; a soft prompt (PEFT) stands before the tokens.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.bias is None
     config = model.config.get_text_config()

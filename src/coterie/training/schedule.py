@@ -11,12 +11,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from coterie.adapters import Adapter, Role
+from coterie.adapters import Role
 from coterie.training.spec import TrainingSpec
 
-Penalty = Callable[[Adapter, Mapping[str, Tensor]], Tensor]
-"""Added to the loss: from the adapter, after its forward pass, and the values of its parameters at
-the start of the round, by name."""
+Penalty = Callable[[Mapping[str, Tensor]], Tensor]
+"""Added to the loss, after the adapter's forward pass: from the values of its parameters at the
+start of the round, by name."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,15 @@ class Level:
     penalty: Penalty | None = None
 
 
-def cosine(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
-    """Learning rate at a step of the run: half a cosine over all of its steps."""
-    first, last = training.learning_rate, training.final_learning_rate
+def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
+    """Learning rate at a step of the run: half a cosine over all of its steps, or, with `decay`,
+    smaller by that factor from round to round."""
+    first, last, decay = training.learning_rate, training.final_learning_rate, training.decay
     total = rounds * training.steps
 
     def at(step: int) -> float:
+        if decay is not None:
+            return first * decay ** (step // training.steps)
         done = min(step / total, 1.0)
         return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
 

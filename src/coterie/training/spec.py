@@ -18,6 +18,15 @@ class TrainingSpec(BaseModel):
     final_learning_rate: float = Field(
         default=2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
     )
+    decay: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="in place of the cosine: the rate's factor from round to round",
+    )
+    fresh_optimiser: bool = Field(
+        default=False, description="AdamW forgets its moments at the start of every round"
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's moments")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's, decoupled")
     precision: Literal["fp32", "bf16"] = Field(

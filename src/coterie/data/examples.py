@@ -1,0 +1,126 @@
+"""Prompts and their answers as tokens; the loss counts the answers alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from coterie.data.batch import Batch
+from coterie.errors import CoterieError
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A prompt as the model sees it, the answer wanted, and the answers to choose from, if any."""
+
+    prompt: str
+    answer: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Samples, one after another: a first token, the prompt, the answer, the end token.
+
+    ids: (N,) int32. starts: (n + 1,) int64, where each sample begins, and N. answers: (n,) int64,
+    where each answer begins. bytes: UTF-8 bytes of all answers. too_long: how many did not fit.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    answers: Tensor
+    bytes: int
+    items: tuple[Instruction, ...]
+    too_long: int = 0
+
+    def __len__(self) -> int:
+        """How many samples."""
+        return len(self.items)
+
+    @property
+    def predicted(self) -> int:
+        """Tokens of all answers, end tokens included: what a loss or a score is over."""
+        return int((self.starts[1:] - self.answers).sum())
+
+    def sample(self, batch: int, chance: torch.Generator) -> Batch:
+        """Samples at random, drawn with replacement."""
+        return self.batch(torch.randint(len(self), (batch,), generator=chance))
+
+    def batch(self, chosen: Tensor | range) -> Batch:
+        """These samples, padded at their ends to the longest of them."""
+        chosen = torch.as_tensor(chosen)
+        starts, answers, ends = self.starts[chosen], self.answers[chosen], self.starts[chosen + 1]
+        place = torch.arange(int((ends - starts).max()))
+        inside = place < (ends - starts)[:, None]
+        ids = self.ids[(starts[:, None] + place).clamp(max=len(self.ids) - 1)].long()
+        counted = inside & (place >= (answers - starts)[:, None])
+        return Batch(ids * inside, counted[:, 1:], inside[:, 1:])
+
+
+def joined(parts: Sequence[Examples]) -> Examples:
+    """Several clients' samples as one client's."""
+    offsets = torch.tensor([0, *(len(part.ids) for part in parts)]).cumsum(0)
+    shifted = list(zip(parts, offsets.tolist(), strict=False))
+    return Examples(
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.starts[:-1] + offset for part, offset in shifted] + [offsets[-1:]]),
+        torch.cat([part.answers + offset for part, offset in shifted]),
+        sum(part.bytes for part in parts),
+        tuple(item for part in parts for item in part.items),
+        sum(part.too_long for part in parts),
+    )
+
+
+def examples(
+    items: Sequence[Instruction],
+    encoder: Tokenizer,
+    first: int,
+    end: int,
+    window: int,
+    limit: int | None,
+    owner: str,
+) -> Examples:
+    """The samples as tokens; those of more than window + 1 are dropped and counted.
+
+    `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
+    text". Raises CoterieError if none is left.
+    """
+    encoded = encoder.encode_batch(
+        [part for item in items for part in split(item)], add_special_tokens=False
+    )
+    pairs = [(p.ids, a.ids) for p, a in zip(encoded[::2], encoded[1::2], strict=True)]
+    fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
+    kept = [number for number, fit in enumerate(fits) if fit][:limit]
+    if not kept:
+        raise CoterieError(
+            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); raise "
+            "data.window, or take a shorter template."
+            if items
+            else f"{owner} has no samples; give it more, or raise its data.fractions."
+        )
+    ids: list[int] = []
+    starts, answers = [0], []
+    for prompt, answer in (pairs[number] for number in kept):
+        answers.append(len(ids) + 1 + len(prompt))
+        ids += [first, *prompt, *answer, end]
+        starts.append(len(ids))
+    chosen = tuple(items[number] for number in kept)
+    return Examples(
+        torch.tensor(ids, dtype=torch.int32),
+        torch.tensor(starts),
+        torch.tensor(answers),
+        sum(len(item.answer.encode()) for item in chosen),
+        chosen,
+        len(items) - sum(fits),
+    )
+
+
+def split(item: Instruction) -> tuple[str, str]:
+    """Prompt and answer as they are encoded: a space between them belongs to the answer.
+
+    Tokenizers join a space to the word after it. A prompt that ends with a line break needs none.
+    """
+    prompt = item.prompt.rstrip(" ")
+    return prompt, item.answer if prompt.endswith("\n") or not prompt else f" {item.answer}"

@@ -1,0 +1,86 @@
+"""From records to prompts with their answers, and the answers to choose from."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.data.examples import Instruction
+from coterie.data.files import Record, find_files, read_records, resolve
+from coterie.data.spec import InstructionSpec
+from coterie.data.templates import is_text, render
+from coterie.errors import CoterieError
+
+MOST_CHOICES = 20
+"""Of more different answers than this, a task is not taken to be a choice."""
+
+
+def instructions(records: Sequence[Record], spec: InstructionSpec) -> list[Instruction]:
+    """Prompt, answer and choices of every record of one source, in their order.
+
+    Choices that the run file does not give are the answers of the records that have the same
+    `instruction`, or of all where there is no such field. Raises CoterieError, naming the record,
+    if it lacks a field or its answer is no text.
+    """
+    answers = [_answer(record, spec.answer) for record in records]
+    tasks = [str(record.fields.get("instruction")) for record in records]
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for task, answer in zip(tasks, answers, strict=True):
+        found[task].add(answer)
+    few = {task: a if 2 <= len(a) <= MOST_CHOICES else () for task, a in found.items()}
+    among = {task: tuple(sorted(choices)) for task, choices in few.items()}
+    return [
+        Instruction(
+            render(spec.template, record.fields, record.where),
+            answer,
+            among[task] if spec.choices is None else _choices(record, answer, spec.choices),
+        )
+        for record, answer, task in zip(records, answers, tasks, strict=True)
+    ]
+
+
+def field_records(root: Path, source: str, owner: str) -> list[Record]:
+    """The records of a file or folder without .txt files, which have no fields for a template."""
+    files = find_files(resolve(root, source), owner)
+    for file in files:
+        if file.suffix.lower() == ".txt":
+            raise CoterieError(
+                f"{owner}: {file} is plain text, which has no fields for data.instructions; give"
+                " .jsonl or .parquet records, or leave data.instructions out."
+            )
+    return [record for file in files for record in read_records(file, owner)]
+
+
+def _answer(record: Record, answer: str) -> str:
+    """A record's field, or what a template makes of its fields."""
+    value = render(answer, record.fields, record.where) if is_text(answer) else record[answer]
+    return _text(record, answer, value)
+
+
+def _text(record: Record, field: str, value: Any) -> str:
+    """An answer, or one to choose from, without space around it; numbers become text."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise CoterieError(
+            f"{record.where}: field {field} holds {value!r:.60} rather than an answer (a text or a"
+            " number); mend the record or name another field in data.instructions."
+        )
+    return Record(record.where, {field: value.strip()}).text([field])
+
+
+def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[str, ...]:
+    """The choices given for all records, or by a field of this one."""
+    values = record[given] if isinstance(given, str) else given
+    if not isinstance(values, list):
+        raise CoterieError(
+            f"{record.where}: field {given} holds {values!r:.60} rather than a list of answers;"
+            " mend the record or set data.instructions.choices."
+        )
+    choices = tuple(dict.fromkeys(_text(record, str(given), value) for value in values))
+    if answer not in choices:
+        raise CoterieError(
+            f"{record.where}: the answer {answer!r:.60} is none of the choices"
+            f" ({', '.join(choices)}); mend the record or data.instructions.choices."
+        )
+    return choices

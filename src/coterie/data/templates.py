@@ -1,0 +1,95 @@
+"""Templates of prompts: Jinja text over the fields of a record, some of them shipped by name."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from coterie.data.files import Record, read_text, resolve
+from coterie.errors import CoterieError
+
+SHIPPED = {
+    file.stem: file
+    for file in sorted((Path(__file__).parents[1] / "assets" / "templates").glob("*.jinja"))
+}
+"""Where the templates are that a run file can name."""
+
+# What ends a prompt decides how its answer begins, so the last newline of a text counts. The lines
+# of blocks such as {% if %} leave nothing behind.
+_JINJA = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def inlined(template: str, root: Path) -> str:
+    """A template that needs no file: a shipped one's name, or Jinja text.
+
+    Names and text come back as they are; a path, relative to `root`, as what is in the file but for
+    the newline that ends its last line. Raises CoterieError if there is no such file, or if the
+    text is not Jinja.
+    """
+    if template not in SHIPPED and not is_text(template):
+        file = resolve(root, template)
+        if not file.is_file():
+            raise CoterieError(
+                f"data.instructions.template: there is no file {file}; correct the path, name one"
+                f" of the shipped templates ({', '.join(SHIPPED)}), or write Jinja text, such as"
+                " '{{ question }} Answer:'."
+            )
+        template = read_text(file, "data.instructions.template").removesuffix("\n")
+        if not is_text(template):
+            raise CoterieError(
+                f"The template {file} names no field; write one where it belongs, such as"
+                " {{ question }}."
+            )
+    _compiled(template)
+    return template
+
+
+def render(template: str, fields: Mapping[str, Any], where: str) -> str:
+    """The prompt of one record, by a template as `inlined` gives it.
+
+    Fields that hold None count as missing. Raises CoterieError, beginning with `where`, if the
+    template needs a field that is missing, or if nothing comes of it.
+    """
+    compiled, names = _compiled(template)
+    record = Record(where, {name: value for name, value in fields.items() if value is not None})
+    try:
+        prompt = compiled.render(record.fields)
+    except UndefinedError as error:
+        for name in names - record.fields.keys():
+            if str(error).startswith(f"{name!r} is"):
+                record[name]  # raises, and says which fields there are
+        raise CoterieError(
+            f"{where} does not fit the template ({error}); mend one of them."
+        ) from error
+    except Exception as error:  # whatever an expression of the template can raise
+        raise CoterieError(f"{where} does not fit the template ({error}); mend one.") from error
+    if not prompt.strip():
+        raise CoterieError(f"{where} gives an empty prompt; mend it or the template.")
+    return Record(where, {"prompt": prompt}).text(["prompt"])
+
+
+def is_text(template: str) -> bool:
+    """Whether it is Jinja text rather than a name."""
+    return "{{" in template or "{%" in template
+
+
+@cache
+def _compiled(template: str) -> tuple[Template, frozenset[str]]:
+    """A shipped template, by name, or Jinja text; and the names of the fields that it may use."""
+    if file := SHIPPED.get(template):
+        template = file.read_text(encoding="utf-8").removesuffix("\n")
+    elif not is_text(template):
+        raise CoterieError(f"There is no template {template!r}; shipped are {', '.join(SHIPPED)}.")
+    try:
+        names = find_undeclared_variables(_JINJA.parse(template))
+        return _JINJA.from_string(template), frozenset(names)
+    except TemplateSyntaxError as error:
+        raise CoterieError(
+            f"The template is not Jinja, line {error.lineno}: {error.message}; mend that line."
+        ) from error

@@ -1,0 +1,424 @@
+"""Records as prompts with answers: choices, splits, divisions, tokens and what the loss counts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.chance import generator
+from coterie.data import (
+    ClientData,
+    ClientSpec,
+    DataSpec,
+    DivideSpec,
+    Examples,
+    Fractions,
+    Instruction,
+    InstructionSpec,
+    Limits,
+    Texts,
+    client_texts,
+    divided_texts,
+    pooled,
+    public_tokens,
+    sample_batch,
+    tokenise,
+)
+from coterie.data.files import Record
+from coterie.data.instructions import instructions
+from coterie.errors import CoterieError
+
+TASKS = Path(__file__).parents[3] / "shared" / "data" / "instructions"
+SHORT = InstructionSpec(template="{{ input }}:")
+
+
+def records(*fields: dict[str, Any]) -> list[Record]:
+    return [Record(f"line {n} of x.jsonl", f) for n, f in enumerate(fields, start=1)]
+
+
+def write(file: Path, *fields: dict[str, Any]) -> None:
+    file.write_text("\n".join(map(json.dumps, fields)))
+
+
+def rows(count: int, instruction: str = "Yes or no?", start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"instruction": instruction, "input": f"case {i}", "output": ("yes", "no")[i % 2]}
+        for i in range(start, start + count)
+    ]
+
+
+def data_of(split: Any) -> Examples:
+    assert isinstance(split, Examples)
+    return split
+
+
+# --- choices ------------------------------------------------------------------
+
+
+def test_choices_are_the_answers_of_the_same_task() -> None:
+    given = records(
+        {"instruction": "colour?", "input": "a", "output": "red"},
+        {"instruction": "number?", "input": "b", "output": 2},
+        {"instruction": "colour?", "input": "c", "output": " blue\n"},
+        {"instruction": "number?", "input": "d", "output": 1.5},
+        {"instruction": "why?", "input": "e", "output": "because"},
+        {"input": "f", "output": "left"},
+        {"input": "g", "output": "right"},
+    )
+    found = instructions(given, SHORT)
+    assert [item.prompt for item in found] == [f"{letter}:" for letter in "abcdefg"]
+    answers = ["red", "2", "blue", "1.5", "because", "left", "right"]
+    assert [item.answer for item in found] == answers
+    assert [item.choices for item in found] == [
+        ("blue", "red"),
+        ("1.5", "2"),
+        ("blue", "red"),
+        ("1.5", "2"),
+        (),
+        ("left", "right"),
+        ("left", "right"),
+    ]
+
+
+@pytest.mark.parametrize(("count", "choices"), [(1, 0), (2, 2), (20, 20), (21, 0)])
+def test_two_to_twenty_answers_are_a_choice(count: int, choices: int) -> None:
+    given = records(*({"input": "x", "output": f"a{i:02d}"} for i in range(count)))
+    for item in instructions(given, SHORT):
+        assert len(item.choices) == choices
+
+
+def test_choices_given_as_a_list_or_a_field() -> None:
+    spec = InstructionSpec.model_validate(
+        {"template": "{{ q }}", "answer": "a", "choices": ["no", "yes", 3]}
+    )
+    asked = records({"q": "?", "a": 3}, {"q": "?", "a": "yes"})
+    assert {item.choices for item in instructions(asked, spec)} == {("no", "yes", "3")}
+    spec = InstructionSpec(template="{{ q }}", answer="a", choices="options")
+    own = records(
+        {"q": "?", "a": "x", "options": ["y", "x"]}, {"q": "?", "a": 1, "options": [1, 2, "1"]}
+    )
+    assert [item.choices for item in instructions(own, spec)] == [("y", "x"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices", "sentence"),
+    [
+        ({"q": "?"}, None, "has no field output; its fields are: q"),
+        ({"output": "a"}, None, "has no field q; its fields are: output"),
+        ({"q": "?", "output": ""}, None, "field output holds '' rather than an answer"),
+        ({"q": "?", "output": " \n"}, None, "rather than an answer"),
+        ({"q": "?", "output": None}, None, "holds None rather than an answer"),
+        ({"q": "?", "output": True}, None, "holds True rather than an answer"),
+        ({"q": "?", "output": ["a"]}, None, r"holds \['a'\] rather than an answer .* mend the"),
+        ({"q": "?", "output": "\ud83d"}, None, "half a character"),
+        ({"q": "", "output": "a"}, None, "gives an empty prompt"),
+        ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is none of the choices \(b, c\); mend"),
+        ({"q": "?", "output": "a"}, "options", "has no field options"),
+        ({"q": "?", "output": "a", "o": "a b"}, "o", "field o holds 'a b' rather than a list"),
+        ({"q": "?", "output": "a", "o": ["a", ""]}, "o", "field o holds '' rather than an ans"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(
+    fields: dict[str, Any], choices: Any, sentence: str
+) -> None:
+    spec = InstructionSpec(template="{{ q }}", choices=choices)
+    given = records({"q": "?", "output": "a", "o": ["a", "b"], "options": ["a", "b"]}, fields)
+    if choices == ["b", "c"]:
+        given[0].fields["output"] = "b"
+    with pytest.raises(CoterieError, match=rf"^line 2 of x\.jsonl.* ?{sentence}"):
+        instructions(given, spec)
+
+
+# --- a client's own files -----------------------------------------------------
+
+
+def test_a_client_s_samples_are_split_by_number_and_keep_their_order(tmp_path: Path) -> None:
+    given = rows(200)
+    given[7]["input"] = "a very long case " * 200  # counts as one sample
+    write(tmp_path / "own.jsonl", *given)
+    spec = ClientSpec(name="anna", path="own.jsonl")
+    data = DataSpec(instructions=SHORT, fractions=Fractions(validation=0.2, test=0.1))
+    texts = client_texts(spec, data, tmp_path, seed=1)
+    assert [len(split) for split in vars(texts).values()] == [140, 40, 20]
+    order = [f"{row['input']}:" for row in given]
+    for split in vars(texts).values():
+        places = [order.index(item.prompt) for item in split]
+        assert places == sorted(places)
+    everything = [item for split in vars(texts).values() for item in split]
+    assert Counter(item.prompt for item in everything) == Counter(order)
+    assert {item.choices for item in everything} == {("no", "yes")}
+    assert client_texts(spec, data, tmp_path, seed=1) == texts
+    assert client_texts(spec, data, tmp_path, seed=2) != texts
+
+
+def test_given_splits_are_whole_and_find_their_choices_together(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", *(r for r in rows(80) if r["output"] == "yes"))
+    write(tmp_path / "test.jsonl", *(r for r in rows(6) if r["output"] == "no"))
+    spec = ClientSpec(name="anna", train="train.jsonl", test="test.jsonl")
+    texts = client_texts(spec, DataSpec(instructions=SHORT), tmp_path, seed=0)
+    assert [item.prompt for item in texts.test] == ["case 1:", "case 3:", "case 5:"]
+    assert (len(texts.train), len(texts.validation)) == (36, 4)
+    assert {i.choices for i in texts.train + texts.test} == {("no", "yes")}
+
+
+def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "notes.txt").write_text("text")
+    spec = ClientSpec(name="anna", path=".")
+    data = DataSpec(instructions=SHORT, public="notes.txt")
+    wanted = r"notes\.txt is plain text, which has no fields for data\.instructions; give \.jsonl"
+    with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):
+        client_texts(spec, data, tmp_path, seed=0)
+    with pytest.raises(CoterieError, match=f"^The public text: .*{wanted}"):
+        public_tokens(data, tmp_path, tokenizer)
+    divide = DivideSpec(source="notes.txt", by="label")
+    with pytest.raises(CoterieError, match="plain text, which has no labels to divide by"):
+        divided_texts(divide, data, tmp_path, 0)
+
+
+# --- division -----------------------------------------------------------------
+
+
+def divide(root: Path, how: InstructionSpec = SHORT, seed: int = 0, **values: Any) -> Any:
+    spec = DivideSpec.model_validate(values)
+    return divided_texts(spec, DataSpec(instructions=how), root, seed)
+
+
+def items(texts: Texts[Instruction]) -> list[Instruction]:
+    return texts.train + texts.validation + texts.test
+
+
+def test_records_are_divided_by_their_label(tmp_path: Path) -> None:
+    write(tmp_path / "all.jsonl", *rows(60), *rows(40, start=60))
+    divided = divide(tmp_path, source="all.jsonl", by="label", label="output")
+    assert list(divided) == ["no", "yes"]
+    for name, texts in divided.items():
+        assert [len(split) for split in vars(texts).values()] == [40, 5, 5]
+        assert {item.answer for item in items(texts)} == {name}
+        assert {item.choices for item in items(texts)} == {("no", "yes")}  # of the whole data set
+    assert divided.labels == {"no": {"no": 40}, "yes": {"yes": 40}}
+    write(tmp_path / "more.jsonl", *rows(200))
+    mixed = divide(
+        tmp_path,
+        source="more.jsonl",
+        by="mixtures",
+        label="output",
+        mixtures={"anna": {"yes": 0.7, "no": 0.3}, "ben": {"yes": 0.3, "no": 0.7}},
+    )
+    assert Counter(item.answer for item in items(mixed["anna"])) == {"yes": 70, "no": 30}
+    with pytest.raises(CoterieError, match=r"line 1 of .*all\.jsonl has no field topic"):
+        divide(tmp_path, source="all.jsonl", by="label", label="topic")
+
+
+def test_one_task_per_client(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", *rows(50, instruction="same"))
+    more = [{**row, "output": row["output"].upper()} for row in rows(30, instruction="same")]
+    write(tmp_path / "b.jsonl", *more)
+    divided = divide(tmp_path, source={"First task": "a.jsonl", "second": "b.jsonl"}, by="label")
+    assert {name: len(items(texts)) for name, texts in divided.items()} == {
+        "first-task": 50,
+        "second": 30,
+    }
+    assert {item.choices for item in items(divided["first-task"])} == {("no", "yes")}
+    assert {item.choices for item in items(divided["second"])} == {("NO", "YES")}
+    skewed = divide(
+        tmp_path,
+        source={"x": "a.jsonl", "y": "b.jsonl"},
+        by="dirichlet",
+        clients=3,
+        alpha=1,
+        balanced=True,
+    )
+    assert sum(len(items(texts)) for texts in skewed.values()) == 80
+
+
+def test_who_wrote_this(tmp_path: Path) -> None:
+    texts = {
+        name: "".join(f"{name} wrote line {i}.\n" for i in range(300)) for name in ("ann", "bob")
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    how = InstructionSpec(template="{{ text }}Who wrote this?", answer="label")
+    source = {name: f"{name}.txt" for name in texts}
+    divided = divide(tmp_path, how, source=source, by="label", piece=100)
+    for name, text in texts.items():
+        own = items(divided[name])
+        assert {item.answer for item in own} == {name}
+        assert {item.choices for item in own} == {("ann", "bob")}
+        asked = [item.prompt.removesuffix("Who wrote this?") for item in own]
+        assert "".join(sorted(asked, key=text.index)) == text
+        assert all(100 <= len(part) <= 200 for part in sorted(asked, key=text.index)[:-1])
+    coarse = divide(tmp_path, how, source=source, by="label")
+    assert len(items(coarse["ann"])) < len(items(divided["ann"])) / 10
+    with pytest.raises(CoterieError, match=r"piece 1 of .*ann\.txt has no field output; its fi"):
+        divide(tmp_path, InstructionSpec(template="{{ text }}"), source=source, by="label")
+
+
+def test_pieces_of_texts_follow_the_option_without_instructions(tmp_path: Path) -> None:
+    (tmp_path / "ann.txt").write_text("A line of text.\n" * 400)
+    spec = DivideSpec(source={"ann": "ann.txt"}, by="label", piece=50)
+    train = divided_texts(spec, DataSpec(), tmp_path, 0)["ann"].train
+    assert {len(part) for part in train} == {64}
+
+
+def test_a_hub_data_set_has_the_names_of_its_classes_as_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = datasets.Features(
+        {
+            "topic": datasets.ClassLabel(names=["x", "y"]),
+            "output": datasets.ClassLabel(names=["no", "yes"]),
+            "input": datasets.Value("string"),
+        }
+    )
+    columns = {
+        "topic": [0, 0, 1, 1] * 10,
+        "output": [0, 1] * 20,
+        "input": [str(i) for i in range(40)],
+    }
+    table = datasets.Dataset.from_dict(columns, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: table)
+    by_label = divide(tmp_path, source="some/set", by="label", label="topic")
+    assert {name: len(items(texts)) for name, texts in by_label.items()} == {"x": 20, "y": 20}
+    by_source = divide(tmp_path, source={"a": "some/set"}, by="label")
+    for texts in (*by_label.values(), *by_source.values()):
+        assert {item.answer for item in items(texts)} == {"no", "yes"}
+        assert {item.choices for item in items(texts)} == {("no", "yes")}
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="needs the instruction tasks beside the repository")
+def test_ten_tasks_for_ten_clients(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    source = {file.stem: file.name for file in sorted(TASKS.glob("*.jsonl"))}
+    for name in source.values():
+        start = (TASKS / name).read_text(encoding="utf-8").splitlines()[:300]
+        (tmp_path / name).write_text("\n".join(start), encoding="utf-8")
+    how = InstructionSpec(template="plain")
+    data = DataSpec(instructions=how, limits=Limits(train=50, validation=20, test=20))
+    divided = divide(tmp_path, how, source=source, by="label")
+    assert len(divided) == 10
+    for name, texts in divided.items():
+        choices = {item.choices for item in items(texts)}
+        assert len(choices) == 1
+        assert len(choices.pop()) in (2, 3, 4, 6)
+        split = data_of(tokenise(texts, tokenizer, data, name).train)
+        assert len(split) == 50
+        answers = [item.answer for item in split.items]
+        assert len(set(answers)) > 1
+
+
+# --- tokens -------------------------------------------------------------------
+
+SAMPLES = [
+    Instruction("Name a colour", "blue"),
+    Instruction("A colour: ", "red and\ngreen"),
+    Instruction("Farbe:\n", "grün, 你好 👩‍👩‍👧"),
+    Instruction("def f(x):\n    ", "return x"),
+    Instruction("你好？", "مرحبا"),
+]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data: Any) -> Examples:
+    spec = DataSpec(instructions=SHORT, **data)
+    other = [Instruction("a", "b")]
+    return data_of(tokenise(Texts(given, other, other), tokenizer, spec, "anna").train)
+
+
+def test_the_loss_counts_the_answer_and_the_end_alone(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    split = encoded(tokenizer, SAMPLES)
+    ids, counted, real = split.batch(range(len(SAMPLES)))
+    assert counted is not None
+    assert real is not None
+    end = tokenizer.eos_token
+    for row, learnt, inside, sample in zip(ids, counted, real, SAMPLES, strict=True):
+        prompt = sample.prompt.rstrip(" ")
+        space = "" if prompt.endswith("\n") else " "
+        assert str(tokenizer.decode(row[1:][learnt].tolist())) == f"{space}{sample.answer}{end}"
+        # in front of the answer: the first token, and the prompt as it is without its answer
+        before = row[: int(learnt.nonzero()[0]) + 1].tolist()
+        assert before == [
+            tokenizer.eos_token_id,
+            *tokenizer(prompt, add_special_tokens=False)["input_ids"],
+        ]
+        assert inside.sum() == len(before) + learnt.sum() - 1
+        assert not learnt[inside.sum() :].any()
+    assert split.bytes == sum(len(sample.answer.encode()) for sample in SAMPLES)
+    assert split.predicted == counted.sum()
+
+
+def test_a_tokenizer_s_own_first_token_comes_first() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, "<start>", "<end>"]
+    encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=encoder, bos_token="<start>", eos_token="<end>"
+    )
+    split = encoded(words, [Instruction("ab", "c"), Instruction("d\n", "e")])
+    read = words.convert_ids_to_tokens(split.ids.tolist())
+    assert read == ["<start>", *"abĠc", "<end>", "<start>", *"dĊe", "<end>"]
+    assert split.starts.tolist() == [0, 6, 11]
+    assert split.answers.tolist() == [3, 9]
+
+
+def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    def length(sample: Instruction) -> int:
+        parts = (sample.prompt, f" {sample.answer}")
+        return sum(len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts)
+
+    given = [Instruction("word " * n + "?", "yes") for n in (1, 60, 3, 4, 5, 70)]
+    window = length(given[3]) + 1  # with its end token
+    split = encoded(tokenizer, given, window=window)
+    assert split.items == (given[0], given[2], given[3])
+    assert split.too_long == 3
+    assert split.batch(range(3)).ids.shape == (3, window + 1)
+    one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
+    assert one.items == (given[0],)
+    with pytest.raises(
+        CoterieError, match=r"^Client anna: its train text has no sample of at most"
+    ):
+        encoded(tokenizer, given[1:2], window=10)
+    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no samples; give"):
+        encoded(tokenizer, [])
+
+
+def test_a_batch_is_rows_of_the_samples(tokenizer: PreTrainedTokenizerBase) -> None:
+    split = encoded(tokenizer, SAMPLES)
+    first, again, other = (
+        sample_batch(split, 40, 128, generator(seed, "batch")) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first.ids, again.ids)
+    assert not torch.equal(first.ids, other.ids)
+    rows = {tuple(row) for row in split.batch(range(len(split))).ids.tolist()}
+    assert {tuple(row) for row in first.ids.tolist()} == rows
+
+
+def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBase) -> None:
+    ann, bob = (encoded(tokenizer, part) for part in (SAMPLES[:2], SAMPLES[2:]))
+    both = pooled([ClientData(ann, bob, ann), ClientData(bob, bob, ann)])
+    whole = encoded(tokenizer, SAMPLES)
+    train = data_of(both.train)
+    for found, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)
+    assert (train.items, train.bytes) == (whole.items, whole.bytes)
+    assert len(data_of(both.validation)) == 6
+
+
+def test_the_public_text_may_be_instructions(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    write(tmp_path / "public.jsonl", *rows(10))
+    data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
+    public = data_of(public_tokens(data, tmp_path, tokenizer))
+    assert [item.prompt for item in public.items] == [f"case {i}:" for i in range(4)]
+    assert {item.choices for item in public.items} == {("no", "yes")}

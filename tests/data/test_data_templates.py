@@ -1,0 +1,111 @@
+"""Templates: the shipped ones exactly, a user's own, and what is said of those that cannot be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.data import InstructionSpec, inlined, render
+from coterie.data.templates import SHIPPED
+from coterie.errors import CoterieError
+
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further"
+    " context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "Überlege\nwohl.\n\n### Input:\n你好 👩‍👩‍👧\n\n### Response:"
+)
+WITHOUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes"
+    " the request.\n\n### Instruction:\nÜberlege\nwohl.\n\n### Response:"
+)
+TASK = "Überlege\nwohl."
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "prompt"),
+    [
+        ("alpaca", {"instruction": TASK, "input": "你好 👩‍👩‍👧", "output": "x"}, WITH_INPUT),
+        ("alpaca", {"instruction": TASK}, WITHOUT),
+        ("alpaca", {"instruction": TASK, "input": ""}, WITHOUT),
+        ("alpaca", {"instruction": TASK, "input": None}, WITHOUT),
+        ("plain", {"instruction": "Wer?", "input": "a\nb"}, "Wer?\na\nb\nAnswer:"),
+        ("plain", {"instruction": "Wer?"}, "Wer?\nAnswer:"),
+        (
+            "snli",
+            {"premise": "It <rains>.", "hypothesis": "It's {wet}."},
+            'Suppose It <rains>. Can we infer that "It\'s {wet}."? Yes, No, or Maybe?',
+        ),
+        ("{{ q }} ", {"q": "{{ x }}"}, "{{ x }} "),
+        ("{% for w in words %}{{ w }}\n{% endfor %}!", {"words": ["a", 1]}, "a\n1\n!"),
+        ("Q {{ text | trim }}\n\n", {"text": " a\n"}, "Q a\n\n"),
+    ],
+)
+def test_a_prompt_is_exactly_what_the_template_says(
+    template: str, fields: dict[str, Any], prompt: str
+) -> None:
+    assert render(template, fields, "line 3") == prompt
+    assert render(inlined(template, Path("nowhere")), fields, "line 3") == prompt
+
+
+def test_the_run_file_s_key_names_the_shipped_templates() -> None:
+    described = InstructionSpec.model_fields["template"].description
+    assert described is not None
+    assert all(name in described for name in SHIPPED)
+    assert list(SHIPPED) == ["alpaca", "plain", "snli"]
+
+
+def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_bytes("\ufeff{{ q }}?\n\nAntwort für 你:\n".encode())
+    text = "{{ q }}?\n\nAntwort für 你:"
+    assert inlined("own.jinja", tmp_path) == text
+    assert inlined(str(tmp_path / "own.jinja"), Path("elsewhere")) == text
+    (tmp_path / "alpaca").write_text("{{ mine }}")
+    for kept in ("alpaca", "snli", "{{ q }}\n", "{% if q %}x{% endif %}"):
+        assert inlined(kept, tmp_path) == kept
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("alpacca", r"there is no file .*alpacca; .* shipped templates \(alpaca, plain, snli\)"),
+        ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, name one of"),
+        ("none.jinja", r"The template .*none\.jinja names no field; write one"),
+        ("latin.jinja", r"latin\.jinja is not UTF-8"),
+        ("bad.jinja", r"The template is not Jinja, line 2: .*; mend that line"),
+        ("a\n\n{{ b", r"The template is not Jinja, line 3: unexpected end of template"),
+        ("{{ a | shout }}", r"line 1: No filter named 'shout'"),
+        ("{% if a %}\n", r"line 1: Unexpected end of template"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named(
+    tmp_path: Path, template: str, sentence: str
+) -> None:
+    (tmp_path / "none.jinja").write_text("What is it?")
+    (tmp_path / "latin.jinja").write_bytes("{{ é }}".encode("latin-1"))
+    (tmp_path / "bad.jinja").write_text("{{ a }}\n{% fi %}")
+    with pytest.raises(CoterieError, match=sentence):
+        inlined(template, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "sentence"),
+    [
+        ("alpaca", {"input": "x"}, r"has no field instruction .*; its fields are: input\. Name"),
+        ("alpaca", {"instruction": None, "a": 1}, "no field instruction; its fields are: a"),
+        ("snli", {"premises": "x"}, r"no field premise \(perhaps premises is meant\)"),
+        ("{{ b }}{{ a }}", {"b": "x"}, "has no field a; its fields are: b"),
+        ("{{ a.b }}", {"a": {"c": 1}}, "does not fit the template .*no attribute 'b'"),
+        ("{{ a + 1 }}", {"a": "x"}, "does not fit the template"),
+        ("{{ a.__class__ }}", {"a": "x"}, r"does not fit .* '__class__' .* is unsafe"),
+        ("{{ a.append(1) }}", {"a": [1]}, r"does not fit .*not safe|does not fit .*unsafe"),
+        ("{{ a }}\n ", {"a": " "}, "gives an empty prompt; mend it or the template"),
+        ("{{ a }}", {"a": "ab\ud83d"}, "half a character"),
+        ("own.jinja", {"a": "x"}, r"no template 'own\.jinja'; shipped are alpaca, plain, snli"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_named(
+    template: str, fields: dict[str, Any], sentence: str
+) -> None:
+    start = "" if template == "own.jinja" else "line 3 of x.jsonl "
+    with pytest.raises(CoterieError, match=f"^{start}.*{sentence}"):
+        render(template, fields, "line 3 of x.jsonl")
