@@ -21,7 +21,14 @@ MIXED = {
     "poet": {"verse": 1.0},
     "whaler": {"prose": 0.75, "verse": 0.25},
 }
-AT_ONCE = {"warmup": 1, "every": 1, "validation_batches": 1, "public_batches": 1, "mixtures": MIXED}
+AT_ONCE = {
+    "experts": 6,
+    "warmup": 1,
+    "every": 1,
+    "validation_batches": 1,
+    "public_batches": 1,
+    "mixtures": MIXED,
+}
 """Settings with which clients exchange after every round, for methods that have them."""
 METHODS = {
     name: {"name": name} | {k: v for k, v in AT_ONCE.items() if k in method.model_fields}

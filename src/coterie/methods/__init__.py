@@ -20,6 +20,9 @@ from coterie.methods.base import (
     Setting,
 )
 from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
+from coterie.methods.fdlora import FDLora
+from coterie.methods.fedamole import FedAMoLE
+from coterie.methods.fedit import FedIT, FedITFT
 from coterie.methods.moe import (
     CoMiGSTr,
     FedAvgMoE,
@@ -36,6 +39,7 @@ from coterie.methods.pcl import (
     PCLWeights,
 )
 from coterie.methods.pretrained import Pretrained
+from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
 from coterie.methods.ranks import FlexLora, HetLora
 
 __all__ = [
@@ -76,6 +80,14 @@ OWN: tuple[type[Method], ...] = (
     CoMiGS,
     CoMiGS2G,
     CoMiGS2S,
+    FedIT,
+    FedITFT,
+    FedPrompt,
+    FedPromptFT,
+    FedPTuning,
+    FedPTuningFT,
+    FDLora,
+    FedAMoLE,
 )
 
 

@@ -1,0 +1,199 @@
+"""FedAMoLE's layers: how long a training step takes, and what a client sends and gets.
+
+Time: GPT-2 (124M, random weights, no dropout), a batch of 8 x 128 tokens, forward and backward,
+with a shared and 8 domain experts (top 2) on attention's fused input layer; against PEFT's LoRA of
+the same rank on the same layers, and against experts that each gather their tokens in a loop. All
+have the same base and loss, and take turns; ratios are of the shortest times.
+
+Traffic: the shape of Llama-3.2-1B, query and value layers, rank 8 in float32, 10 clients of which
+each expert chooses 2, so that a client holds a fifth of the experts in the mean.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from coterie.adapters import AmoleAdapter, AmoleLayout, targets
+from coterie.training.loss import language_model_loss
+from coterie.training.precision import Precision, autocast, prepare
+
+BATCH, TIME = 8, 128
+EXPERTS, TOP_K, RANK, ALPHA = 8, 2, 8, 16.0
+BETA = 1e-3
+CLIENTS, CHOSEN = 10, 2
+LIMITS = {"PEFT LoRA": 1.6, "loop over experts": 0.6}
+"""Largest ratio of our time to each of these."""
+
+
+class LoopAmole(nn.Module):
+    """The same layer, one module per expert, each working on the tokens gathered for it."""
+
+    def __init__(self, base: nn.Module, inside: int, outside: int) -> None:
+        super().__init__()
+        self.base = base
+        down = [nn.Linear(inside, RANK, bias=False) for _ in range(EXPERTS + 1)]
+        up = [nn.Linear(RANK, outside, bias=False) for _ in range(EXPERTS + 1)]
+        self.down, self.up = nn.ModuleList(down), nn.ModuleList(up)
+        self.projection = nn.Linear(inside, RANK, bias=False)
+        self.balance = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, time, in) to (batch, time, out); the last expert is the shared one."""
+        tokens, y = x.flatten(0, 1), self.base(x)
+        embeddings = torch.stack([self.down[j](tokens) for j in range(EXPERTS)], dim=1)
+        scores = (embeddings * self.projection(tokens).unsqueeze(1)).sum(-1).float() / RANK**0.5
+        p = scores.softmax(-1)
+        best, chosen = p.topk(TOP_K, dim=-1)
+        best = (best / best.sum(-1, keepdim=True)).to(y.dtype)
+        load = chosen.flatten().bincount(minlength=EXPERTS) / chosen.numel()
+        self.balance = EXPERTS * (load * p.mean(0)).sum()
+        added = self.up[EXPERTS](self.down[EXPERTS](tokens))
+        for j in range(EXPERTS):
+            rows, slot = torch.where(chosen == j)
+            output = self.up[j](embeddings[rows, j]) * best[rows, slot, None]
+            added = added.index_add(0, rows, output)
+        return y + ALPHA / RANK * added.view_as(y)
+
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def gpt2(precision: Precision) -> GPT2LMHeadModel:
+    base = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    prepare(base, precision, TIME)
+    return base
+
+
+def peft(precision: Precision) -> Loss:
+    base = gpt2(precision)
+    options = LoraConfig(
+        r=RANK, lora_alpha=int(ALPHA), target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    get_peft_model(base, options)  # pyright: ignore
+    return lambda ids: language_model_loss(base, ids)
+
+
+def loop(precision: Precision) -> Loss:
+    base = gpt2(precision)
+    layers: list[LoopAmole] = []
+    for block in base.transformer.h:
+        layers.append(LoopAmole(block.attn.c_attn, 768, 3 * 768))  # pyright: ignore
+        block.attn.c_attn = layers[-1]  # pyright: ignore
+    return lambda ids: (
+        language_model_loss(base, ids) + BETA * torch.stack([m.balance for m in layers]).sum()
+    )
+
+
+def ours(precision: Precision) -> Loss:
+    base = gpt2(precision)
+    layout = AmoleLayout(experts=EXPERTS, rank=RANK, alpha=ALPHA, top_k=TOP_K)
+    held = dict.fromkeys(targets(base, layout), range(EXPERTS))
+    adapter = AmoleAdapter(base, layout, 0, held)
+    adapter.attach(base)
+    return lambda ids: language_model_loss(base, ids) + BETA * adapter.load_balance()
+
+
+def measure(precision: Precision, rounds: int) -> dict[str, float]:
+    """The shortest seconds per step of each contestant, after one round to warm up."""
+    runners = {
+        "PEFT LoRA": peft(precision),
+        "loop over experts": loop(precision),
+        "ours": ours(precision),
+    }
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(rounds + 1):
+        for name, loss in runners.items():
+            start = time.perf_counter()
+            with autocast(precision, "cpu"):
+                value = loss(ids)
+            value.backward()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: min(values[1:]) for name, values in seconds.items()}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of a client that holds the mean number of experts, per round and in bytes."""
+
+    experts: int
+    held: int
+    upload: int
+    """Values after training and, by module, the mean embeddings of experts and tokens."""
+    download: int
+
+
+def traffic(experts: int) -> Traffic:
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        base = LlamaForCausalLM(config)
+    layout = AmoleLayout(experts=experts, rank=RANK)
+    held, paths = experts * CHOSEN // CLIENTS, targets(base, layout)
+    tensors = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).tensors()
+    values = sum(tensor.nbytes for tensor in tensors.values())
+    embeddings = len(paths) * (held + 1) * RANK * 4
+    return Traffic(experts, held, values + embeddings, values)
+
+
+def show(seconds: dict[str, float], precision: Precision) -> None:
+    table = Table(title=f"One step, {precision}, CPU, {torch.get_num_threads()} threads")
+    table.add_column("contestant")
+    for column in ("ms", "ours is", "at most"):
+        table.add_column(column, justify="right")
+    for name, least in seconds.items():
+        limit = f"{LIMITS[name]:.2f} x" if name in LIMITS else ""
+        table.add_row(name, f"{1000 * least:.0f}", f"{seconds['ours'] / least:.2f} x", limit)
+    Console().print(table)
+
+
+def show_traffic(rows: list[Traffic]) -> None:
+    table = Table(title="Llama-3.2-1B, mean per client and round, MiB (2^20 bytes)")
+    for column in ("experts", "held", "upload", "download"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        sizes = [f"{size / 2**20:.3f}" for size in (row.upload, row.download)]
+        table.add_row(str(row.experts), str(row.held), *sizes)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    seconds: dict[str, dict[str, float]] = {}
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    for precision in precisions:
+        seconds[precision] = measure(precision, options.rounds)
+        show(seconds[precision], precision)
+    rows = [traffic(experts) for experts in (15, 20, 25, 30)]
+    show_traffic(rows)
+    if options.json:
+        record = {
+            "threads": options.threads,
+            "seconds": seconds,
+            "limits": LIMITS,
+            "traffic": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""FDLoRA (arXiv 2406.07925): a shared LoRA and a private one, fused by two weights per client.
+
+In round 0 every client trains a private adapter alone; the mean of these is the first shared one.
+From then on a round is an inner loop, a client's AdamW steps on the shared adapter, and an outer
+step of the server, SGD with Nesterov momentum on `shared - mean(uploads)`. For its own model a
+client adds both adapters, weighted by what a gradient-free search finds on its training text:
+
+    A = w1 A_shared + w2 A_private,    B = w1 B_shared + w2 B_private
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.aggregation import RunningMean
+from coterie.chance import generator
+from coterie.data import sample_batch
+from coterie.errors import CoterieError
+from coterie.exchange import Message, State
+from coterie.methods.adapter import AdapterClient, AdapterServer, copy
+from coterie.methods.base import ClientContext, ServerContext
+from coterie.methods.fedit import FedIT
+from coterie.training.local import LocalTraining
+from coterie.training.loss import language_model_loss
+from coterie.training.precision import autocast
+
+BATCHES = 5
+"""Of training text, to score weights on."""
+SEARCHES = 5
+"""Weights that are tried."""
+LARGEST = 1.5
+"""Of a weight, either sign."""
+SPARSITY = 0.05
+"""What the mean size of the weights costs, in nats."""
+
+
+class FDLora(FedIT):
+    """A shared adapter, a private one, and their weighted sum."""
+
+    name: ClassVar[str] = "fdlora"
+    paper: ClassVar[str] = "arXiv 2406.07925"
+    summary: ClassVar[str] = "a shared LoRA is averaged, and fused with a private one"
+
+    local_steps: int | None = Field(
+        default=None, ge=1, description="steps of a client's first stage; none: training.steps"
+    )
+    private: Literal["snapshot", "trained"] = Field(
+        default="snapshot",
+        description="the private adapter: the shared one as trained here every sync_every rounds, "
+        "as released; or trained by itself in every round, as in the paper",
+    )
+    sync_every: int = Field(default=5, ge=1, description="rounds between snapshots")
+    outer_learning_rate: float = Field(default=1.0, gt=0, description="of the server's SGD")
+    outer_momentum: float = Field(default=0.5, ge=0, lt=1, description="Nesterov's")
+
+    def client(self, context: ClientContext) -> "FDLoraClient":
+        """Two adapters."""
+        return FDLoraClient(self, context)
+
+    def server(self, context: ServerContext) -> "FDLoraServer":
+        """The outer steps."""
+        return FDLoraServer(self, context)
+
+
+class FDLoraClient(AdapterClient):
+    """Trains the shared adapter, keeps a private one, and is scored with their sum."""
+
+    method: FDLora
+
+    def __init__(self, method: FDLora, context: ClientContext) -> None:
+        super().__init__(method, context)
+        self.private, self.fused = (
+            method.adapter(context.base.model, context.seed, context.name) for _ in range(2)
+        )
+        self.private_training = self._training_alone(context, "private")
+        self.began = False
+        """Whether the private adapter has been trained alone, whatever the round it was in."""
+        self.weights = [1.0, 0.0]
+        """Of the shared and of the private adapter."""
+
+    def step(self, download: Message) -> Message:
+        """The first stage alone, where it is not done; then the shared adapter's local steps."""
+        _nevergrad()  # before the work is done in vain
+        super().finish(download)
+        if not self.began:
+            self._begin()
+        if download.round == 0:
+            copy(self.private.parameters(), self.adapter.parameters())
+        else:
+            self.training.round(download.round)
+            self._keep(download.round)
+        self._fuse(download.round)
+        return Message(download.round, {n: p.detach().clone() for n, p in self.shared.items()})
+
+    def finish(self, download: Message) -> None:
+        """Replace the shared adapter by the server's, and weigh both anew."""
+        super().finish(download)
+        self._fuse(download.round)
+
+    def model(self) -> PreTrainedModel:
+        """The base with the weighted sum of both adapters attached."""
+        shared, private = self.adapter.parameters(), self.private.parameters()
+        w1, w2 = self.weights
+        copy(
+            {n: w1 * p.detach() + w2 * private[n] for n, p in shared.items()},
+            self.fused.parameters(),
+        )
+        return self.fused.attach(self.context.base.model)
+
+    def state(self) -> State:
+        """The private adapter, its moments and the weights too."""
+        private = {f"private/{name}": p for name, p in self.private.parameters().items()}
+        mine = private | self.private_training.tensors()
+        copied = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        values = {"fusion": list(self.weights), "began": self.began}
+        return State({**super().state().tensors, **copied}, values)
+
+    def restore(self, state: State) -> None:
+        """Take all of it back."""
+        super().restore(state)
+        mine = self.private.parameters()
+        copy({name: state.tensors[f"private/{name}"] for name in mine}, mine)
+        self.private_training.restore(state.tensors)
+        self.weights, self.began = list(state.values["fusion"]), state.values["began"]
+
+    def _training_alone(self, context: ClientContext, name: str) -> LocalTraining:
+        """The private adapter's training, on batches of its own."""
+        levels = self.method.levels(context, self.private)
+        return LocalTraining(context, self.private, [replace(lv, name=name) for lv in levels])
+
+    def _begin(self) -> None:
+        """Train the private adapter alone, from the shared first values: a round 0 by itself."""
+        training = self.context.training
+        steps = self.method.local_steps or training.steps
+        training = training.model_copy(update={"steps": steps})
+        self._training_alone(replace(self.context, training=training), "alone").round(0)
+        self.began = True
+
+    def _keep(self, round: int) -> None:
+        """Bring the private adapter up to date after a round's local steps."""
+        if self.method.private == "trained":
+            self.private_training.round(round)
+        elif round % self.method.sync_every == 0:
+            copy(self.adapter.parameters(), self.private.parameters())
+
+    @torch.no_grad()
+    def _fuse(self, round: int) -> None:
+        """Search weights that minimise `loss + 0.05 mean(|w1|, |w2|)` on training text."""
+        context = self.context
+        chance = generator(context.seed, "fusion", context.name, round)
+        batch = context.training.batch
+        samples = sample_batch(context.data.train, BATCHES * batch, context.window, chance)
+        batches = list(samples.to(context.base.device).split(batch))
+
+        def cost(weights: Any) -> float:
+            self.weights = [float(weight) for weight in weights]
+            model = self.model()
+            with autocast(context.base.precision, context.base.device.type):
+                loss = fmean(language_model_loss(model, *part).item() for part in batches)
+            return loss + SPARSITY * fmean(map(abs, self.weights))
+
+        ng = _nevergrad()
+        with _numpy_seeded(int(torch.randint(2**31, (), generator=chance))):
+            space = ng.p.Array(init=[0.0, 0.0], lower=-LARGEST, upper=LARGEST)
+            found = ng.optimizers.NGOpt(space, budget=SEARCHES).minimize(cost)
+        self.weights = [float(weight) for weight in found.value]
+        context.log("fusion", self.weights)
+
+
+class FDLoraServer(AdapterServer):
+    """The mean after round 0; then one step of SGD with Nesterov momentum for every round."""
+
+    method: FDLora
+
+    def __init__(self, method: FDLora, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.momentum: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        """Take the outer step: with delta = shared - mean, m <- mu m + delta and
+        shared <- shared - lr (delta + mu m)."""
+        lr, mu = self.method.outer_learning_rate, self.method.outer_momentum
+        for name, mean in self.mean.result().items():
+            if self.round == 0:
+                self.shared[name] = mean
+                continue
+            delta = self.shared[name] - mean
+            m = self.momentum[name] = (
+                mu * self.momentum[name] + delta if name in self.momentum else delta
+            )
+            self.shared[name] = self.shared[name] - lr * (delta + mu * m)
+        self.mean = RunningMean()  # it is taken in
+        super().close()
+
+    def state(self) -> State:
+        """The momentum too."""
+        state = super().state()
+        momentum = {f"momentum/{name}": m for name, m in self.momentum.items()}
+        return State({**state.tensors, **momentum}, state.values)
+
+    def restore(self, state: State) -> None:
+        """Take the momentum back too."""
+        super().restore(state)
+        momentum = {n: t for n, t in self.shared.items() if n.startswith("momentum/")}
+        self.shared = {n: t for n, t in self.shared.items() if n not in momentum}
+        self.momentum = {n.removeprefix("momentum/"): t for n, t in momentum.items()}
+
+
+@contextmanager
+def _numpy_seeded(seed: int) -> Iterator[None]:
+    """NumPy's own generator, from a seed inside and untouched after.
+
+    nevergrad seeds its parameters' generator from it, and some of its searches draw from it.
+    """
+    before = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a search's own settings are odd to SciPy
+            yield
+    finally:
+        np.random.set_state(before)
+
+
+def _nevergrad() -> Any:
+    try:
+        import nevergrad
+    except ImportError:
+        raise CoterieError(
+            "The method 'fdlora' searches its weights with nevergrad; install it with "
+            "pip install 'coterie[fdlora]'."
+        ) from None
+    return nevergrad

@@ -1,0 +1,105 @@
+"""Federated soft prompts: the base is untouched, a few vectors before the text are averaged.
+
+FedPrompt (arXiv 2208.12268) averages the vectors. Federated P-tuning averages the whole encoder
+that makes them; averaging only what it makes, as published comparisons do, would train encoders
+that never meet.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import nn
+
+from coterie.adapters import Role
+from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
+from coterie.errors import CoterieError
+from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.base import ClientContext, ClientId
+
+STD = 0.02
+"""Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""
+
+
+class PromptMethod(AdapterMethod):
+    """What stands before the text is trained and averaged."""
+
+    shares: ClassVar[tuple[Role, ...]] = ("prompt",)
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+
+    virtual_tokens: int = Field(default=20, ge=1, description="vectors before the text")
+
+    def client(self, context: ClientContext) -> AdapterClient:
+        """A prompt and its training; raises CoterieError if the base's context has no room."""
+        longest = getattr(context.base.model.config, "max_position_embeddings", None)
+        if longest is not None and context.window + self.virtual_tokens > longest:
+            raise CoterieError(
+                f"data.window is {context.window} tokens and the method's virtual_tokens are "
+                f"{self.virtual_tokens} more, but the base reads at most {longest}; lower one of "
+                "them."
+            )
+        return AdapterClient(self, context)
+
+
+class FedPrompt(PromptMethod):
+    """Prompt tuning; the averaged prompt is the result.
+
+    What is trained, sent and averaged is the prompt's distance from the embeddings of `init_text`:
+    it begins as zero, so that a server without the base's weights has the same first values.
+    """
+
+    name: ClassVar[str] = "fedprompt"
+    paper: ClassVar[str] = "arXiv 2208.12268"
+    summary: ClassVar[str] = "a soft prompt is averaged; one model for all"
+
+    init_text: str | None = Field(
+        default="Answer the question.",
+        min_length=1,
+        description="the prompt begins as this text, repeated or cut; none: as random vectors",
+    )
+
+    def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
+        """A soft prompt, still without its text."""
+        return soft_prompt(base, self.virtual_tokens, seed, STD if self.init_text is None else 0.0)
+
+    def client(self, context: ClientContext) -> AdapterClient:
+        """Gives the prompt its text, which takes a tokenizer and weights."""
+        client = super().client(context)
+        if self.init_text is not None:
+            assert isinstance(client.adapter, PromptAdapter)
+            prompt = client.adapter.encoder
+            assert isinstance(prompt, SoftPrompt)
+            ids = context.base.tokenizer(self.init_text)["input_ids"]
+            prompt.start_from(context.base.model.get_input_embeddings(), list(ids))
+        return client
+
+
+class FedPromptFT(FedPrompt):
+    """FedPrompt, then fine-tuning: the result is the model after local training."""
+
+    name: ClassVar[str] = "fedprompt-ft"
+    summary: ClassVar[str] = "as fedprompt; the result is each client's model after local training"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+
+
+class FedPTuning(PromptMethod):
+    """P-tuning; the averaged encoder's prompt is the result."""
+
+    name: ClassVar[str] = "fedptuning"
+    paper: ClassVar[str] = "arXiv 2103.10385"
+    summary: ClassVar[str] = "the encoder of a soft prompt is averaged; one model for all"
+
+    encoder_hidden_size: int | None = Field(
+        default=None, ge=1, description="width of the prompt's encoder; none: the base's"
+    )
+
+    def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
+        """A prompt encoder."""
+        return prompt_encoder(base, self.virtual_tokens, self.encoder_hidden_size, seed)
+
+
+class FedPTuningFT(FedPTuning):
+    """Federated P-tuning, then fine-tuning: the result is the model after local training."""
+
+    name: ClassVar[str] = "fedptuning-ft"
+    summary: ClassVar[str] = "as fedptuning; the result is each client's model after local training"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"

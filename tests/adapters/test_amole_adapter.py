@@ -1,0 +1,374 @@
+"""FedAMoLE's layers against a loop over tokens and experts, and adapters over one base."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, targets
+from coterie.adapters.layout import Layout
+from coterie.adapters.padding import real_tokens
+from coterie.errors import CoterieError
+
+LAYOUT = AmoleLayout(experts=9, rank=3, alpha=7.0)
+CASES: dict[str, tuple[AmoleLayout, list[int]]] = {
+    "four, top 2": (LAYOUT, [1, 4, 5, 8]),
+    "four, top 1": (replace(LAYOUT, top_k=1), [0, 2, 3, 8]),
+    "four, top 3, paper": (replace(LAYOUT, top_k=3, renormalise=False, score_scale="dim"),
+                           [1, 4, 5, 8]),
+    "four, gate": (replace(LAYOUT, router="vanilla"), [1, 4, 5, 8]),
+    "four, gate, paper": (replace(LAYOUT, router="vanilla", renormalise=False), [0, 4, 5, 7]),
+    "four, none shared": (replace(LAYOUT, shared=False), [1, 4, 5, 8]),
+    "two": (LAYOUT, [3, 7]),
+    "one": (LAYOUT, [6]),
+    "none": (LAYOUT, []),
+    "none at all": (replace(LAYOUT, shared=False), []),
+}  # fmt: skip
+
+
+class NaiveAmole(nn.Module):
+    """The formula, one token and one expert at a time; p: what travels, by name."""
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        path: str,
+        layout: AmoleLayout,
+        held: Sequence[int],
+        p: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__()
+        self.linear, self.path, self.layout, self.held, self.p = linear, path, layout, held, p
+        self.scores: list[Tensor] = []
+        self.chosen: list[list[int]] = []
+        self.weights: list[list[float]] = []
+
+    def score(self, x: Tensor, expert: int) -> Tensor:
+        p, path, layout = self.p, self.path, self.layout
+        if layout.router == "vanilla":
+            return p[f"gate/{path}"][expert] @ x
+        product = (p[f"projection/{path}"] @ x) @ (p[f"domain.{expert}/{path}.A"] @ x)
+        return product / (layout.rank if layout.score_scale == "rank" else len(x)) ** 0.5
+
+    def correction(self, x: Tensor) -> Tensor:
+        """x: (in,), to the (out,) that all experts add."""
+        p, path = self.p, self.path
+        y = torch.zeros(self.linear(x).shape, dtype=x.dtype)
+        if self.layout.shared:
+            y = y + p[f"shared/{path}.B"] @ (p[f"shared/{path}.A"] @ x)
+        if self.held:
+            softmax = torch.stack([self.score(x, e) for e in self.held]).softmax(0)
+            best = sorted(range(len(self.held)), key=lambda j: -softmax[j].item())
+            best = best[: self.layout.top_k]
+            total = sum(softmax[j] for j in best) if self.layout.renormalise else 1
+            self.scores.append(softmax)
+            self.chosen.append(best)
+            self.weights.append([0.0] * len(self.held))
+            for j in best:
+                A, B = (p[f"domain.{self.held[j]}/{path}.{end}"] for end in "AB")
+                y = y + softmax[j] / total * (B @ (A @ x))
+                self.weights[-1][j] = float((softmax[j] / total).detach())
+        return self.layout.alpha / self.layout.rank * y
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scores, self.chosen, self.weights = [], [], []
+        tokens = x.flatten(0, -2)
+        added = torch.stack([self.correction(token) for token in tokens])
+        return self.linear(x) + added.view(*x.shape[:-1], -1)
+
+    def load_balance(self, real: Sequence[int]) -> Tensor:
+        n = len(self.held)
+        chosen = [j for i in real for j in self.chosen[i]]
+        P = torch.stack([self.scores[i] for i in real]).mean(0)
+        return n * sum((chosen.count(j) / len(chosen) * P[j] for j in range(n)), torch.tensor(0.0))
+
+
+def adapter_of(
+    base: PreTrainedModel, layout: AmoleLayout = LAYOUT, held: Sequence[int] = (1, 4, 5, 8)
+) -> AmoleAdapter:
+    """With one expert fewer on the last layer, where there are any, and random values."""
+    paths = list(targets(base, layout))
+    choice = dict.fromkeys(paths[:-1], held) | {paths[-1]: held[:-1]}
+    adapter = AmoleAdapter(base, layout, 3, choice)
+    randomise(adapter, 0)
+    return adapter
+
+
+def randomise(adapter: AmoleAdapter, seed: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    for tensor in adapter.tensors().values():
+        tensor.normal_(std=0.5, generator=chance)
+
+
+def put_naive(base: PreTrainedModel, adapter: AmoleAdapter) -> dict[str, Tensor]:
+    """Stand naive layers in the base; the values they are given, by name, ready for gradients."""
+    p = {name: t.clone().requires_grad_() for name, t in adapter.tensors().items()}
+    for path, linear in targets(base, adapter.layout).items():
+        held = [int(name[7:].split("/")[0]) for name in p if name.startswith("domain.")
+                and name.endswith(f"/{path}.A")]  # fmt: skip
+        base.set_submodule(path, NaiveAmole(linear, path, adapter.layout, held, p))
+    return p
+
+
+def naive_layers(base: PreTrainedModel) -> dict[str, NaiveAmole]:
+    return {path: m for path, m in base.named_modules() if isinstance(m, NaiveAmole)}
+
+
+def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
+    """By the names that travel."""
+    ids = {path: module.held for path, module in adapter._stand_ins.items()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in adapter.parameters().items():
+        assert parameter.grad is not None, name
+        role, _, rest = name.partition("/")
+        if role == "domain":
+            path = rest[:-2]
+            found |= {
+                f"domain.{e}/{rest}": g for e, g in zip(ids[path], parameter.grad, strict=True)
+            }
+        else:
+            found[name] = parameter.grad
+    return found
+
+
+def masked_loss(base: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
+    """Mean cross-entropy of the tokens after real ones, where these are real too."""
+    with real_tokens(real):
+        logits = base(ids).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.mean() if real is None else losses[real[:, 1:].flatten()].mean()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_the_formula_s(
+    make: Callable[[], PreTrainedModel], ids: Tensor, case: str
+) -> None:
+    torch.manual_seed(0)
+    base = make().double()
+    layout, held = CASES[case]
+    real = torch.ones(3, 8, dtype=torch.bool)
+    real[0, 5:] = real[2, 7:] = False
+    adapter = adapter_of(base, layout, held)
+    adapter.attach(base)
+    adapter.require_grad(*adapter.roles.values())
+    mine = masked_loss(base, ids, real)
+    balance, routing = adapter.load_balance(), adapter.routing()
+    (mine + 0.1 * balance).backward()
+
+    adapter.detach(base)
+    p = put_naive(base, adapter)
+    theirs = masked_loss(base, ids, real)
+    rows = real.flatten().nonzero().flatten().tolist()
+    layers = naive_layers(base)
+    terms = [m.load_balance(rows) for m in layers.values() if len(m.held) > layout.top_k]
+    expected = sum(terms, torch.tensor(0.0, dtype=torch.double))
+    assert adapter.balances == bool(terms)
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)
+    torch.testing.assert_close(balance.double(), expected, rtol=1e-10, atol=0)
+    for path, layer in layers.items():
+        weights = torch.tensor(layer.weights or [[]] * 24, dtype=torch.double)
+        torch.testing.assert_close(routing[path], weights[rows].mean(0), rtol=1e-10, atol=1e-12)
+    if theirs.requires_grad:
+        (theirs + 0.1 * expected).backward()
+    found = gradients(adapter)
+    assert found.keys() == p.keys()
+    for name, value in p.items():
+        grad = torch.zeros_like(value) if value.grad is None else value.grad
+        torch.testing.assert_close(found[name], grad, rtol=1e-8, atol=1e-12)
+    if len(held) > 2:
+        assert all(g.any() for name, g in found.items() if not name.startswith("domain."))
+
+
+def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None:
+    torch.manual_seed(0)
+    base = make()
+    # All experts work, since rounding may tip a choice between two.
+    adapter = adapter_of(base, replace(LAYOUT, top_k=4))
+    for tensor in adapter.tensors().values():
+        tensor.mul_(0.3)  # large corrections make attention sharp, and that amplifies rounding
+    adapter.attach(base)
+    adapter.require_grad(*adapter.roles.values())
+    exact = base(ids).logits
+    masked_loss(base, ids, None).backward()
+    grads = {name: p.grad for name, p in adapter.parameters().items()}
+    for p in adapter.parameters().values():
+        p.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = base(ids).logits
+        loss = masked_loss(base, ids, None)
+    loss.backward()
+    assert not torch.equal(logits, exact)
+    assert (logits.float() - exact).norm() < 0.02 * exact.norm()
+    for name, p in adapter.parameters().items():
+        grad = grads[name]
+        assert grad is not None
+        assert p.grad is not None
+        assert p.grad.dtype == torch.float32
+        assert (p.grad - grad).norm() < 0.03 * grad.norm(), name
+
+
+def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
+    def figures(ids: Tensor, real: Tensor | None) -> list[Tensor]:
+        adapter = adapter_of(base)
+        adapter.attach(base)
+        adapter.require_grad(*adapter.roles.values())
+        loss = masked_loss(base, ids, real)
+        balance = adapter.load_balance()
+        routing = list(adapter.routing().values())
+        (loss + balance).backward()
+        with adapter.recording() as recording, real_tokens(real):
+            base(ids)
+        adapter.detach(base)
+        recorded = [*recording.sums.values(), recording.counts.double()]
+        return [loss.detach(), balance.detach(), *routing, *gradients(adapter).values(), *recorded]
+
+    real = torch.tensor([True] * 8 + [False] * 5).expand(3, 13)
+    plain, padded = figures(ids, None), figures(F.pad(ids, (0, 5), value=7), real)
+    for one, other in zip(plain, padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor) -> None:
+    adapter = adapter_of(base)
+    adapter.attach(base)
+    adapter.require_grad(*adapter.roles.values())
+    real = torch.ones(3, 8, dtype=torch.bool)
+    real[0, 5:] = real[2, 1:] = False
+    inputs: dict[str, Tensor] = {}
+    for path, module in adapter._stand_ins.items():
+
+        def keep(_: nn.Module, x: tuple[Tensor], path: str = path) -> None:
+            inputs[path] = x[0]
+
+        module.register_forward_pre_hook(keep)
+    with adapter.recording() as recording:
+        for rows in ([0, 1], [2]):
+            with real_tokens(real[rows]):
+                base(ids[rows])
+    base(ids)  # after it, nothing is recorded any more; and all inputs at once, for the test
+    assert recording.counts.tolist() == [5, 8, 1]
+    p = adapter.tensors()
+    for path, sums in recording.sums.items():
+        held = adapter._stand_ins[path].held
+        matrices = [p[f"domain.{e}/{path}.A"] for e in held] + [p[f"projection/{path}"]]
+        assert sums.shape == (3, len(held) + 1, 3)
+        assert not sums.requires_grad
+        for i, count in enumerate((5, 8, 1)):
+            for j, A in enumerate(matrices):
+                expected = sum(A @ x for x in inputs[path][i, :count])
+                torch.testing.assert_close(sums[i, j], expected)
+
+
+def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tensor) -> None:
+    adapter, other = adapter_of(base), adapter_of(base)
+    randomise(other, 1)
+    tensors = load(save(adapter.tensors()))
+    paths = list(targets(base, LAYOUT))
+    last, d = paths[-1], base.config.hidden_size
+    assert tensors[f"domain.4/{last}.A"].shape == (3, d)
+    assert tensors[f"projection/{last}"].shape == (3, d)
+    assert f"domain.8/{paths[0]}.B" in tensors
+    assert f"domain.8/{last}.B" not in tensors
+    assert list(adapter.tensors()) == sorted(tensors)
+    adapter.attach(base)
+    expected = base(ids).logits
+    other.attach(base)
+    assert not torch.equal(base(ids).logits, expected)
+    other.load(tensors)
+    assert torch.equal(base(ids).logits, expected)
+    assert all(torch.equal(t, tensors[name]) for name, t in other.tensors().items())
+    with pytest.raises(CoterieError, match=r"'domain.4/.*' is missing"):
+        other.load({n: t for n, t in tensors.items() if not n.startswith("domain.4")})
+    with pytest.raises(CoterieError, match="'extra' is unknown"):
+        other.load(tensors | {"extra": torch.ones(1)})
+
+
+def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, ids: Tensor) -> None:
+    bare = base(ids).logits
+    adapters = [adapter_of(base), adapter_of(base, replace(LAYOUT, router="vanilla"), [0, 3])]
+    alone = []
+    for i, adapter in enumerate(adapters):
+        randomise(adapter, i)
+        alone.append(adapter.attach(base)(ids).logits)
+    for i in (0, 1, 0):
+        assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])
+    assert not torch.equal(alone[0], alone[1])
+    assert list(targets(base, LAYOUT)) == list(adapters[0]._stand_ins)  # while one is attached
+    before = adapters[1].tensors()
+    copies = {name: t.clone() for name, t in before.items()}
+    adapters[0].require_grad("domain")
+    optimizer = torch.optim.SGD(adapters[0].parameters("domain").values(), lr=1.0)
+    masked_loss(adapters[0].attach(base), ids, None).backward()
+    optimizer.step()
+    assert not torch.equal(base(ids).logits, alone[0])
+    assert all(torch.equal(t, copies[name]) for name, t in before.items())
+    assert all(p.grad is None for p in base.parameters() if not p.requires_grad)
+    assert all(p.grad is None for p in adapters[0].parameters("shared", "projection").values())
+    adapters[0].detach(base)
+    assert torch.equal(base(ids).logits, bare)
+
+
+@pytest.mark.parametrize("router", ["token", "vanilla"])
+def test_first_values_are_the_expert_s_own(
+    make: Callable[[], PreTrainedModel], ids: Tensor, router: str
+) -> None:
+    layout = replace(LAYOUT, router=router)
+    with torch.device("meta"):
+        hollow = make()
+    base = make()
+    paths = list(targets(base, layout))
+    server = AmoleAdapter(hollow, layout, 3, dict.fromkeys(paths, range(9)))
+    every = server.tensors()
+    assert len(every) == len(paths) * (2 + 18 + 1)
+    for held in ([2], [0, 2, 8], []):
+        client = AmoleAdapter(base, layout, 3, dict.fromkeys(paths, held))
+        for name, tensor in client.tensors().items():
+            assert torch.equal(tensor, every[name])
+    assert all(t.device.type == "cpu" for t in every.values())
+    for name, tensor in every.items():
+        if name.endswith(".B"):
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
+            assert 0.5 * bound < tensor.abs().max().item() <= bound
+    assert not torch.equal(every[f"domain.1/{paths[0]}.A"], every[f"domain.2/{paths[0]}.A"])
+    assert not torch.equal(every[f"domain.1/{paths[0]}.A"], every[f"domain.1/{paths[-1]}.A"])
+    other = AmoleAdapter(base, layout, 4, dict.fromkeys(paths, (2,))).tensors()
+    assert not torch.equal(other[f"domain.2/{paths[0]}.A"], every[f"domain.2/{paths[0]}.A"])
+    bare = base(ids).logits
+    server.attach(base)
+    torch.testing.assert_close(base(ids).logits, bare)
+
+
+def test_targets(base: PreTrainedModel) -> None:
+    family = base.config.model_type
+    names = {"gpt2": {"c_attn"}, "llama": {"q_proj", "v_proj"}}[family]
+    assert {path.rpartition(".")[2] for path in targets(base, LAYOUT)} == names
+    up = {"gpt2": "c_fc", "llama": "up_proj"}[family]
+    assert len(targets(base, replace(LAYOUT, targets="up_.*|c_fc"))) == 2
+    linear = next(iter(targets(base, LAYOUT).values()))
+    base.set_submodule(next(iter(targets(base, LAYOUT))), LoraLinear(linear, Layout()))
+    assert next(iter(targets(base, LAYOUT).values())) is linear
+    with pytest.raises(CoterieError, match=up):
+        targets(base, replace(LAYOUT, targets="proj"))
+
+
+def test_what_is_refused(base: PreTrainedModel) -> None:
+    paths = list(targets(base, LAYOUT))
+    with pytest.raises(CoterieError, match="at least 1"):
+        replace(LAYOUT, top_k=0)
+    with pytest.raises(CoterieError, match="missing"):
+        AmoleAdapter(base, LAYOUT, 3, dict.fromkeys(paths[1:], (0,)))
+    for wrong in ([9], [1, 0], [1, 1]):
+        with pytest.raises(CoterieError, match="from 0 to 8, ascending"):
+            AmoleAdapter(base, LAYOUT, 3, dict.fromkeys(paths, wrong))
+    adapter = adapter_of(base, replace(LAYOUT, router="vanilla"))
+    with pytest.raises(CoterieError, match="no token embedding"), adapter.recording():
+        pass
+    with pytest.raises(CoterieError, match="first forward pass"):
+        adapter.load_balance()

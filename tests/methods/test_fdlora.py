@@ -1,0 +1,232 @@
+"""FDLoRA: the stage alone, the server's outer steps, the private adapter and the fusion."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.api import Session
+from coterie.chance import generator
+from coterie.data import sample_batch
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.exchange import Message
+from coterie.methods.fdlora import FDLora
+from coterie.methods.fedit import FedIT
+from coterie.runs import RunFolder, Watch
+from coterie.training.loss import language_model_loss
+
+
+def sides(run, method) -> Any:
+    run = run.model_copy(update={"method": method})
+    session = Session(run)
+    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+
+
+def values_of(adapter) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in adapter.parameters().items()}
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture
+def unfused(monkeypatch) -> None:
+    """For tests of what does not depend on the weights."""
+    monkeypatch.setattr("coterie.methods.fdlora.FDLoraClient._fuse", lambda *_: None)
+
+
+def rounds(local, count: int, first: int = 0):
+    """Rounds of the poet and the whaler, with what was sent down and up in each."""
+    for number in range(first, first + count):
+        local.server.open(number, ["poet", "whaler"])
+        down = local.server.download("poet").tensors
+        ups = {n: local.clients[n].step(local.server.download(n)) for n in ("poet", "whaler")}
+        for name, upload in ups.items():
+            local.server.receive(name, upload)
+        local.server.close()
+        yield number, down, {name: upload.tensors for name, upload in ups.items()}
+
+
+def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
+    local = sides(config(), FDLora(outer_learning_rate=0.7, outer_momentum=0.4))
+    server = local.server
+    chance = torch.Generator().manual_seed(0)
+    first = server.download("poet").tensors
+    naive = {}
+    for number in range(4):
+        server.open(number, ["diarist", "poet"])
+        uploads = [
+            {n: torch.randn(t.shape, generator=chance) for n, t in first.items()} for _ in range(2)
+        ]
+        for name, tensors in zip(("diarist", "poet"), uploads, strict=True):
+            server.receive(name, Message(number, tensors))
+        if number == 2:  # momentum survives a restart
+            state, server = server.state(), sides(config(), local.config.method).server
+            server.restore(state)
+            server.open(number, ["diarist", "poet"])
+            for name, tensors in zip(("diarist", "poet"), uploads, strict=True):
+                server.receive(name, Message(number, tensors))
+        server.close()
+        for name in first:
+            mean = (uploads[0][name].double() + uploads[1][name].double()) / 2
+            if number == 0:
+                parameter = mean.clone().requires_grad_()
+                naive[name] = (parameter, torch.optim.SGD([parameter], 0.7, 0.4, nesterov=True))
+            else:
+                parameter, optimiser = naive[name]
+                parameter.grad = parameter.detach() - mean
+                optimiser.step()
+            assert torch.allclose(server.shared[name].double(), naive[name][0].detach(), atol=1e-5)
+
+
+def test_the_defaults_of_the_outer_step() -> None:
+    method = FDLora()
+    assert (method.outer_learning_rate, method.outer_momentum, method.sync_every) == (1.0, 0.5, 5)
+    pairs = {"attention_rank", "alpha", "scale", "targets", "generalists", "specialists"}
+    assert method.model_dump(include=pairs) == FedIT().model_dump(include=pairs)
+
+
+def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeypatch) -> None:
+    local = sides(config(), FDLora(local_steps=3))
+    client = local.clients["poet"]
+    start = values_of(client.private)
+    assert same(start, values_of(client.adapter))
+    assert same(start, values_of(local.clients["whaler"].private))
+    logged = []
+    monkeypatch.setattr(local.recorder, "log", lambda *_: None)
+    object.__setattr__(client.context, "log", lambda name, value: logged.append(name))
+    (one,) = rounds(local, 1)
+    assert logged == ["loss/alone"] * 3 + ["fusion"]
+    _, down, ups = one
+    assert same(down, start)
+    assert same(ups["poet"], values_of(client.private))
+    assert not same(ups["poet"], start)
+    mean = {n: (t + ups["whaler"][n]) / 2 for n, t in ups["poet"].items()}
+    after = local.server.download("poet").tensors
+    assert all(torch.allclose(after[n], t, atol=1e-7) for n, t in mean.items())
+
+
+def test_a_snapshot_is_taken_every_so_many_rounds(config, unfused) -> None:
+    local = sides(config(rounds=6), FDLora(sync_every=2))
+    private = local.clients["poet"].private
+    before = None
+    for number, down, ups in rounds(local, 5):
+        now = values_of(private)
+        assert not same(ups["poet"], down)
+        if number in (0, 2, 4):
+            assert same(now, ups["poet"])
+        else:
+            assert before is not None
+            assert same(now, before)
+        before = now
+
+
+def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
+    local = sides(config(rounds=6), FDLora(private="trained", sync_every=1))
+    client = local.clients["poet"]
+    seen = [(values_of(client.private), ups["poet"]) for _, _, ups in rounds(local, 3)]
+    assert all(not same(one[0], other[0]) for one, other in pairwise(seen))
+    assert not any(same(private, upload) for private, upload in seen[1:])
+    # What the server sends changes nothing in it.
+    again = sides(config(rounds=6), FDLora(private="trained")).clients["poet"]
+    for number in range(3):
+        noise = {n: torch.full_like(t, 0.01) for n, t in seen[0][0].items()}
+        again.step(Message(number, noise))
+    assert same(values_of(again.private), seen[-1][0])
+
+
+def cost(client, weights, round: int) -> float:
+    """The loss of a sum of both adapters, written into a third one, and the weights' price."""
+    context = client.context
+    chance = generator(context.seed, "fusion", context.name, round)
+    size = context.training.batch
+    batch = sample_batch(context.data.train, 5 * size, context.window, chance)
+    sum_of = client.method.adapter(context.base.model, context.seed, context.name)
+    shared, private = values_of(client.adapter), values_of(client.private)
+    w1, w2 = weights
+    with torch.no_grad():
+        for name, parameter in sum_of.parameters().items():
+            parameter.copy_(w1 * shared[name] + w2 * private[name])
+        model = sum_of.attach(context.base.model)
+        loss = sum(
+            language_model_loss(model, batch.ids[i * size : (i + 1) * size]).item()
+            for i in range(5)
+        )
+    return loss / 5 + 0.05 * (abs(w1) + abs(w2)) / 2
+
+
+LEARNS: Any = {"steps": 10, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
+"""Enough for an adapter to be worth its weight's price."""
+
+
+def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
+    run = config(training=LEARNS)
+    method = FDLora(sync_every=9)
+    local = sides(run, method)
+    list(rounds(local, 3))
+    client = local.clients["poet"]
+    client.step(Message(3, local.server.download("poet").tensors))
+    w1, w2 = client.weights
+    assert max(abs(w1), abs(w2)) <= 1.5
+    assert w1 != 0 or w2 != 0
+    assert cost(client, (w1, w2), 3) < cost(client, (0.0, 0.0), 3)
+    model = client.model()
+    shared, private = values_of(client.adapter), values_of(client.private)
+    assert not same(shared, private)
+    for name, p in client.fused.parameters().items():
+        assert torch.allclose(p, w1 * shared[name] + w2 * private[name], atol=1e-7)
+        stand_in, _, end = name.removeprefix("dense/").rpartition(".")
+        assert getattr(model.get_submodule(stand_in).lora, end) is p
+    # A model that is restored needs no text to be fused.
+    ids = torch.arange(3, 15)[None]
+    logits = client.model()(input_ids=ids).logits
+    state = client.state()
+    assert state.values["fusion"] == [w1, w2]
+    other = sides(run, method).clients["poet"]
+    object.__setattr__(other.context, "data", None)
+    other.restore(state)
+    assert torch.equal(other.model()(input_ids=ids).logits, logits)
+    assert same(other.state().tensors, state.tensors)
+
+
+def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        local = sides(config(training=LEARNS), FDLora())
+        list(rounds(local, 2))
+        client = local.clients["poet"]
+        trained = client.weights
+        client.finish(local.server.download("poet"))
+        found.append((trained, client.weights))
+        assert np.random.random() == np.random.RandomState(seed).random()  # nothing was drawn
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) -> None:
+    local = sides(config(rounds=6), FDLora())
+    list(rounds(local, 2))
+    download = local.server.download("diarist")
+    assert download.round == 2
+    late = local.clients["diarist"]
+    upload = late.step(download)
+    early = sides(config(rounds=6), FDLora()).clients["diarist"]
+    alone = early.step(Message(0, values_of(early.adapter))).tensors
+    assert same(values_of(late.private), alone)
+    assert not same(upload.tensors, alone)
+    assert all((t - download.tensors[n]).abs().max() < 0.02 for n, t in upload.tensors.items())
+
+
+def test_without_nevergrad_it_says_what_to_install(config, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "nevergrad", None)
+    client = sides(config(), FDLora()).clients["poet"]
+    with pytest.raises(CoterieError, match=r"coterie\[fdlora\]"):
+        client.step(Message(0, values_of(client.adapter)))

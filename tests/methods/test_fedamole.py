@@ -1,0 +1,297 @@
+"""FedAMoLE against naive versions: what clients tell of their samples, and what the server does."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from coterie.api import Session
+from coterie.base import EMBEDDED
+from coterie.config import parse
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.exchange import Message, MessageError
+from coterie.methods import Setting, method_from
+from coterie.runs import RunFolder, Watch
+
+WRITERS = ("diarist", "poet", "whaler")
+PATHS = ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
+Start = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def start(values) -> Start:
+    """A run's sides, joined; keyword arguments are the method's."""
+
+    def make(**method: object) -> LocalRun:
+        settings = {"name": "fedamole", "experts": 6, "rank": 4, **method}
+        run = parse(values(method=settings, rounds=4))
+        session = Session(run)
+        return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+
+    return make
+
+
+def play(local: LocalRun, round: int, names: tuple[str, ...] = WRITERS) -> dict[str, Message]:
+    """A round; returns the uploads."""
+    local.server.open(round, sorted(names))
+    uploads = {n: local.clients[n].step(local.server.download(n)) for n in names}
+    for name, upload in uploads.items():
+        local.server.receive(name, local.schema.receive("up", local.schema.send("up", upload)))
+    local.server.close()
+    return uploads
+
+
+def held(local: LocalRun, client: str, path: str) -> list[int]:
+    tensors = local.server.download(client).tensors
+    return [j for j in range(6) if f"domain.{j}/{path}.A" in tensors]
+
+
+def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> None:
+    local = start(clients_per_expert=2, least_experts=3, most_experts=5)
+    for round in range(2):
+        local.server.open(round, list(WRITERS))
+        for path in PATHS:
+            of = {name: held(local, name, path) for name in WRITERS}
+            assert all(3 <= len(experts) <= 5 for experts in of.values())
+            assert all(sum(j in experts for experts in of.values()) == 2 for j in range(6))
+        play(local, round)
+
+
+def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start) -> None:
+    local = start()
+    before = dict(local.server.values)
+    uploads = play(local, 0)
+    for name, value in local.server.values.items():
+        sent = [upload.tensors[name] for upload in uploads.values() if name in upload.tensors]
+        assert len(sent) == (2 if name.startswith("domain.") else 3)
+        assert torch.allclose(value, torch.stack(sent).mean(0), atol=1e-7)
+        assert name.startswith("projection/") or not torch.equal(value, before[name])
+
+
+def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> None:
+    local = start(clients_per_expert=1, least_experts=1)
+    play(local, 0)
+    before, embeddings = dict(local.server.values), dict(local.server.embeddings)
+    local.server.open(1, sorted(WRITERS))
+    away = {f"domain.{j}/{path}" for path in PATHS for j in held(local, "poet", path)}
+    for name in ("diarist", "whaler"):  # the poet's upload is lost
+        local.server.receive(name, local.clients[name].step(local.server.download(name)))
+    local.server.close()
+    for name, value in local.server.values.items():
+        if name.rpartition(".")[0] in away:
+            assert torch.equal(value, before[name])
+            embedding = name.rpartition(".")[0].replace("domain", "embedding")
+            assert torch.equal(local.server.embeddings[embedding], embeddings[embedding])
+        elif name.startswith("domain."):
+            assert not torch.equal(value, before[name])
+
+
+def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
+    local = start()
+    upload = play(local, 0)["poet"]
+    client = local.clients["poet"]
+    seen = {path: [] for path in PATHS}
+    model = client.model()
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda module, inputs, path=path: seen[path].append(inputs[0][0])
+        )
+        for path in PATHS
+    ]
+    with torch.no_grad():
+        for row in client._samples().ids:
+            model(row[None, :-1])
+    for hook in hooks:
+        hook.remove()
+    for path in PATHS:
+        tokens = torch.cat(seen[path])
+        W = upload.tensors[f"projection/{path}"]
+        mean = torch.stack([W @ x for x in tokens]).mean(0)
+        assert torch.allclose(upload.tensors[f"tokens/{path}"], mean, atol=1e-5)
+        for j in (j for j in range(6) if f"domain.{j}/{path}.A" in upload.tensors):
+            A = upload.tensors[f"domain.{j}/{path}.A"]
+            mean = torch.stack([A @ x for x in tokens]).mean(0)
+            assert torch.allclose(upload.tensors[f"embedding.{j}/{path}"], mean, atol=1e-5)
+
+
+def test_experts_choose_by_relevance(start) -> None:
+    """Against the best of all assignments, tried one by one."""
+    local = start(experts=3, clients_per_expert=1, least_experts=1, most_experts=1, top_k=1)
+    play(local, 0)
+    server = local.server
+    for path in PATHS:
+        scores = []
+        for j in range(3):
+            e = server.embeddings[f"embedding.{j}/{path}"].tolist()
+            tokens = [server.embeddings[f"tokens/{path} {name}"].tolist() for name in WRITERS]
+            dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(4) for t in tokens]
+            total = sum(math.exp(dot) for dot in dots)
+            scores.append([math.exp(dot) / total for dot in dots])
+        orders = [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]
+        best = max(
+            (order for order in orders if len(set(order)) == 3),
+            key=lambda order: sum(scores[j][client] for j, client in enumerate(order)),
+        )
+        assert [held(local, name, path) for name in WRITERS] == [[best.index(i)] for i in range(3)]
+
+
+def test_assignments_depend_on_round_and_participants_alone(start) -> None:
+    one, other = start(), start()
+    play(one, 0)
+    play(other, 0)
+    one.server.open(1, list(WRITERS))
+    other.server.open(1, ["diarist", "poet"])  # too few uploads; the round is opened again
+    other.server.open(1, list(WRITERS))
+    fresh = start()
+    fresh.server.restore(one.server.state())
+    fresh.server.open(1, list(WRITERS))
+    for name in WRITERS:
+        messages = [run.server.download(name).encode() for run in (one, other, fresh)]
+        assert messages[0] == messages[1] == messages[2]
+
+
+def test_bounds_relax_when_clients_are_missing(start) -> None:
+    local = start(clients_per_expert=2, least_experts=2, most_experts=4)
+    play(local, 0)
+    local.server.open(1, ["poet"])  # k_c falls to 1, and b rises to 6
+    assert held(local, "poet", PATHS[0]) == list(range(6))
+    play(local, 2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"assignment": "random"},
+        {"assignment": "random-once"},
+        {"assignment": "homogeneous", "most_experts": 6, "least_experts": 1},
+        {"shared_expert": False},
+        {"router": "vanilla", "assignment": "random"},
+    ],
+)
+def test_ablations(start, method) -> None:
+    local = start(**method)
+    first = {n: held(local, n, PATHS[0]) for n in WRITERS if not local.server.open(0, [*WRITERS])}
+    up = play(local, 0)["poet"].tensors
+    second = {name: held(local, name, PATHS[0]) for name in WRITERS}
+    if method.get("assignment") == "random-once":
+        assert first == second
+    if method.get("assignment") == "random":
+        assert first != second
+    if method.get("assignment") == "homogeneous":
+        assert all(len(experts) == 4 for experts in second.values())
+    assert any(n.startswith("embedding.") for n in up) == local.config.method.chooses
+    assert any(n.startswith("shared/") for n in up) == method.get("shared_expert", True)
+    assert any(n.startswith("gate/") for n in up) == (method.get("router") == "vanilla")
+
+
+def test_private_means_are_clipped_and_noisy(start) -> None:
+    plain, private = start(), start(privacy={"epsilon": 1e9, "clip": 1e-3})
+    mean, hidden = (play(local, 0)["poet"].tensors for local in (plain, private))
+    told = [name for name in mean if name.startswith(("embedding.", "tokens/"))]
+    whole = lambda tensors: torch.cat([tensors[name] for name in told])  # noqa: E731
+    assert whole(mean).norm() > 0.01
+    assert whole(hidden).norm() < 1.1e-3  # of vectors no longer than 0.001
+    same = torch.cosine_similarity(whole(mean), whole(hidden), dim=0)
+    assert same > 0.5  # with this epsilon there is next to no noise
+    noisy = play(start(privacy={"epsilon": 0.1, "clip": 1e-3}), 0)["poet"].tensors
+    assert whole(noisy).norm() > 10 * whole(hidden).norm()
+    again = play(start(privacy={"epsilon": 0.1, "clip": 1e-3}), 0)["poet"].tensors
+    assert not torch.equal(whole(noisy), whole(again))  # the run's seed does not give it away
+
+
+def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
+    local = start(privacy={"epsilon": 1.0})
+    client = local.clients["poet"]
+    local.server.open(0, [*WRITERS])
+    state = client.state()
+    upload = client.step(local.server.download("poet"))
+    other = start(privacy={"epsilon": 1.0}).clients["poet"]
+    other.restore(state)
+    assert other.step(local.server.download("poet")).encode() == upload.encode()
+
+
+def test_a_download_of_unknown_experts_is_refused(start) -> None:
+    local = start()
+    local.server.open(0, [*WRITERS])
+    good = local.server.download("poet")
+    client = local.clients["poet"]
+    name = next(name for name in good.tensors if name.startswith("domain."))
+    for bad in (
+        Message(0, good.tensors, {}),
+        Message(0, good.tensors, {"experts": 10**9}),
+        Message(0, good.tensors, {"experts": 1}),
+        Message(0, {**good.tensors, name: good.tensors[name][:1]}, good.values),
+        Message(0, {**good.tensors, "domain.3/lm_head.A": good.tensors[name]}, good.values),
+    ):
+        with pytest.raises(CoterieError):
+            client.finish(bad)
+    upload = client.step(good)
+    with pytest.raises(MessageError, match="was not expected"):
+        local.server.receive("whaler", upload)
+
+
+@pytest.mark.parametrize(
+    ("settings", "clients", "sentence"),
+    [
+        ({"experts": 30}, 3, "30 experts"),
+        ({"clients_per_expert": 5}, 3, "5 of 3 clients"),
+        ({"experts": 2}, 10, "2 experts"),
+    ],
+)
+def test_what_cannot_be_assigned_is_refused_at_the_start(settings, clients, sentence) -> None:
+    method = method_from({"name": "fedamole", **settings})
+    with pytest.raises(CoterieError, match=sentence):
+        method.check(Setting(tuple(map(str, range(clients))), public=False))
+
+
+def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="top_k is 9, but there are 6 experts"):
+        method_from({"name": "fedamole", "experts": 6, "top_k": 9})
+    with pytest.raises(ValidationError, match="vanilla router gives no embeddings"):
+        method_from({"name": "fedamole", "router": "vanilla"})
+
+
+def test_on_instructions_only_answers_are_learnt_and_all_tokens_are_told_of(
+    values, tmp_path
+) -> None:
+    """With samples of different lengths: padding is in no mean."""
+    import json
+
+    lines = (EMBEDDED / "demo-writers" / "poet.txt").read_text(encoding="utf-8").split()
+    draw = random.Random(0)
+    for name in WRITERS:
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for _ in range(60):
+                words = " ".join(draw.choices(lines, k=draw.randint(1, 6)))
+                record = {"instruction": words, "output": draw.choice(["yes", "no"])}
+                file.write(json.dumps(record) + "\n")
+    run = parse(
+        values(
+            method={"name": "fedamole", "experts": 6, "rank": 4, "embedding_share": 0.3},
+            data_root=str(tmp_path),
+            data={"window": 48, "instructions": {"template": "plain"}},
+            clients=[{"name": name, "path": f"{name}.jsonl"} for name in WRITERS],
+        )
+    )
+    session = Session(run)
+    local = LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    upload = play(local, 0)["poet"]
+    client = local.clients["poet"]
+    samples = client._samples()
+    assert samples.real is not None
+    assert not samples.real.all()
+    model, seen = client.model(), []
+    hook = model.get_submodule(PATHS[0]).register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0][0])
+    )
+    with torch.no_grad():
+        for row, real in zip(samples.ids, samples.real, strict=True):
+            model(row[None, : int(real.sum())])
+    hook.remove()
+    mean = (torch.cat(seen) @ upload.tensors[f"projection/{PATHS[0]}"].t()).mean(0)
+    assert torch.allclose(upload.tensors[f"tokens/{PATHS[0]}"], mean, atol=1e-5)

@@ -1,0 +1,229 @@
+"""Soft prompts against a forward pass on embeddings that the test puts together itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from coterie.api import Session
+from coterie.base import load_base, load_skeleton
+from coterie.data.batch import Batch
+from coterie.engines.local import LocalRun
+from coterie.errors import CoterieError
+from coterie.methods import ServerContext
+from coterie.methods.fedit import FedIT
+from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
+from coterie.runs import RunFolder, Watch
+from coterie.training.loss import language_model_loss, token_losses
+from coterie.training.precision import autocast
+
+METHODS = {
+    "text": FedPrompt(virtual_tokens=5),
+    "drawn": FedPrompt(virtual_tokens=5, init_text=None),
+    "encoder": FedPTuning(virtual_tokens=5, encoder_hidden_size=24),
+}
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+each_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
+
+
+def sides(run, method) -> Any:
+    run = run.model_copy(update={"method": method})
+    session = Session(run)
+    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+
+
+def trained(run, method) -> Any:
+    """A client after a round, and its upload."""
+    local = sides(run, method)
+    local.server.open(0, ["poet"])
+    client = local.clients["poet"]
+    return client, client.step(local.server.download("poet"))
+
+
+def prompt_of(client) -> torch.Tensor:
+    """The vectors before the text, (tokens, dim), from the parameters alone."""
+    p = {n.removeprefix("prompt/"): t for n, t in client.adapter.parameters().items()}
+    x = p["embedding.weight"]
+    if len(p) == 1:
+        return client.adapter.encoder.start + x
+    for layer in (0, 2):
+        x = (x @ p[f"mlp_head.{layer}.weight"].T + p[f"mlp_head.{layer}.bias"]).relu()
+    return x @ p["mlp_head.4.weight"].T + p["mlp_head.4.bias"]
+
+
+def naive_logits(model, prompt, ids) -> torch.Tensor:
+    """ids: (time,) to (time, vocabulary)."""
+    words = model.get_input_embeddings()(ids)
+    return model(inputs_embeds=torch.cat([prompt, words])[None]).logits[0, len(prompt) :]
+
+
+@each_family
+@each_method
+def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> None:
+    client, _ = trained(config(base=str(bases / family)), method)
+    chance = torch.Generator().manual_seed(1)
+    lengths = (9, 6, 12)
+    rows = [torch.randint(3, 400, (n,), generator=chance) for n in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    inside = torch.arange(12) < torch.tensor(lengths)[:, None]
+    batch = Batch(ids, (inside & (torch.arange(12) >= 4))[:, 1:], inside[:, 1:])
+    client.adapter.require_grad("prompt")
+    parameters = client.adapter.parameters()
+    plain = AutoModelForCausalLM.from_pretrained(bases / family)
+
+    def naive() -> torch.Tensor:
+        losses = [
+            F.cross_entropy(
+                naive_logits(plain, prompt_of(client), row[:-1])[3:], row[4:], reduction="none"
+            )
+            for row in rows
+        ]
+        return torch.cat(losses)
+
+    expected = torch.autograd.grad(naive().mean(), list(parameters.values()))
+    loss = language_model_loss(client.model(), *batch)
+    found = torch.autograd.grad(loss, list(parameters.values()))
+    assert torch.allclose(loss, naive().mean(), atol=1e-5)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0
+        assert torch.allclose(mine, theirs, atol=1e-5 * float(theirs.abs().max()) + 1e-7)
+    assert batch.counted is not None
+    scored = token_losses(client.model(), *batch)[batch.counted]
+    assert torch.allclose(scored, naive().detach(), atol=1e-5)
+
+
+@each_method
+def test_a_server_without_weights_draws_the_clients_first_values(config, bases, method) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    client = sides(config(), method).clients["poet"]
+    client.model()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    skeleton = load_skeleton(str(bases / "gpt2"))
+    context = ServerContext(client.context.seed, skeleton, ("poet",), lambda *_: None)
+    server = method.server(context)
+    server.join("poet", client.hello())
+    first = client.adapter.parameters()
+    assert server.shared.keys() == first.keys()
+    assert all(torch.equal(server.shared[name], p) for name, p in first.items())
+    other = method.adapter(skeleton, client.context.seed + 1, "poet").parameters()
+    drawn = [name for name, p in first.items() if not torch.equal(other[name], p)]
+    assert drawn == ([] if method == METHODS["text"] else list(first))
+
+
+def test_a_prompt_begins_as_the_embeddings_of_its_text(config) -> None:
+    for text, tokens in (("Answer the question.", 20), ("Answer the question, please.", 2)):
+        client, upload = trained(config(), FedPrompt(init_text=text, virtual_tokens=tokens))
+        base = client.context.base
+        ids = base.tokenizer(text)["input_ids"]
+        rows = base.model.get_input_embeddings().weight[[ids[i % len(ids)] for i in range(tokens)]]
+        assert torch.equal(client.adapter.encoder.start, rows)
+        (offset,) = upload.tensors.values()
+        assert 0 < offset.abs().max() < 0.1
+        prompt = client.model().get_prompt(1)[0]
+        assert torch.allclose(prompt, rows + offset)
+
+
+def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
+    local = sides(config(), METHODS["encoder"])
+    local.server.open(0, sorted(local.clients))
+    first = local.server.download("poet").tensors
+    uploads = {n: c.step(local.server.download(n)) for n, c in sorted(local.clients.items())}
+    sizes = {"embedding.weight": (5, 32)}
+    for layer, (out, width) in {0: (24, 32), 2: (24, 24), 4: (32, 24)}.items():
+        sizes |= {f"mlp_head.{layer}.weight": (out, width), f"mlp_head.{layer}.bias": (out,)}
+    for name, upload in uploads.items():
+        assert {n: tuple(t.shape) for n, t in upload.tensors.items()} == {
+            f"prompt/{n}": shape for n, shape in sizes.items()
+        }
+        assert all(not torch.equal(t, first[n]) for n, t in upload.tensors.items())
+        local.server.receive(name, upload)
+    local.server.close()
+    for name, tensor in local.server.download("poet").tensors.items():
+        mean = torch.stack([u.tensors[name].double() for u in uploads.values()]).mean(0)
+        assert torch.allclose(tensor.double(), mean, atol=1e-7)
+
+
+@each_method
+def test_clients_take_turns_on_one_base(config, method) -> None:
+    local = sides(config(), method)
+    one, other = local.clients["poet"], local.clients["whaler"]
+    base = one.context.base.model
+    digest, ids = one.context.base.digest, torch.arange(3, 15)
+    for name, client in (("poet", one), ("whaler", other)):
+        local.server.open(0, [name])
+        client.step(local.server.download(name))
+    with torch.no_grad():
+        bare = base(input_ids=ids[None]).logits
+        lora = FedIT().adapter(base, 0, "poet")
+        lora.parameters()["dense/transformer.h.0.attn.c_attn.B"].fill_(0.1)
+        found = {}
+        for _ in range(2):
+            for client in (one, other):
+                lora.attach(base)
+                logits = client.model()(input_ids=ids[None], logits_to_keep=12).logits[0]
+                assert torch.allclose(logits, naive_logits(base, prompt_of(client), ids), atol=1e-5)
+                found[client.context.name] = logits
+        assert not torch.equal(found["poet"], found["whaler"])
+        assert torch.equal(base(input_ids=ids[None]).logits, bare)
+    assert not base.training
+    assert not any(p.requires_grad for p in base.parameters())
+    del one.context.base.__dict__["digest"]
+    assert one.context.base.digest == digest
+
+
+@each_family
+@each_method
+def test_generation_takes_the_likeliest_token_each_time(config, bases, method, family) -> None:
+    client, _ = trained(config(base=str(bases / family)), method)
+    base = client.context.base.model
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)  # else one token is likeliest anywhere
+        ids = torch.randint(3, 400, (3, 7), generator=torch.Generator().manual_seed(2))
+        rows = ids
+        for _ in range(6):
+            logits = [naive_logits(base, prompt_of(client), row)[-1] for row in rows]
+            rows = torch.cat([rows, torch.stack(logits).argmax(-1, keepdim=True)], 1)
+    found = client.model().generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert len(set(rows[:, 7:].flatten().tolist())) > 3
+    assert torch.equal(found, rows)
+
+
+@each_method
+def test_bf16_and_a_restored_model(values, config, bases, method) -> None:
+    training = {**values()["training"], "precision": "bf16"}
+    client, _ = trained(config(training=training), method)
+    ids = torch.arange(3, 15)[None]
+    with autocast("bf16", "cpu"):
+        figures = token_losses(client.model(), ids)
+    run = config()
+    base = load_base(run.base, "fp32", run.data.window)
+    other = sides(run, method).clients["poet"]
+    other.restore(client.state())
+    exact = token_losses(other.model(), ids)
+    assert all(p.dtype == torch.float32 for p in client.adapter.parameters().values())
+    assert torch.allclose(figures, exact, atol=0.05)
+    assert not torch.equal(exact, token_losses(base.model, ids))
+
+
+def test_a_base_without_room_for_the_prompt_is_refused(config) -> None:
+    sides(config(), FedPrompt(virtual_tokens=48))
+    with pytest.raises(CoterieError, match=r"16 tokens .* 49 more, .* at most 64"):
+        sides(config(), FedPTuning(virtual_tokens=49))
+
+
+def test_which_model_is_the_result() -> None:
+    assert {m.reports for m in (FedPrompt, FedPTuning)} == {"aggregated"}
+    assert {m.reports for m in (FedPromptFT, FedPTuningFT)} == {"trained"}
