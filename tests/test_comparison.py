@@ -133,7 +133,8 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
         ({"run": {"method": "local"}}, "leave 'method' out"),
         ({"seeds": 0}, "seeds should be"),
-        ({"shows": "colours"}, "shows should be 'perplexity', 'jaccard' or 'messages'"),
+        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'messages'"),
+        ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(changes, sentence, table) -> None:
@@ -198,6 +199,12 @@ def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
     row, other = own["columns"][0]["rows"][0], trained["columns"][0]["rows"][0]
     assert row["perplexity"] == pytest.approx(row["aggregated"])
     assert other["perplexity"] == pytest.approx(row["trained"])
+
+
+def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
+    path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
+    for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:
+        assert column["figure"] == "perplexity"
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:

@@ -36,8 +36,9 @@ class Run:
     """result.json by method: baselines first, the run's own method last."""
 
     def table(self) -> Table:
-        """Perplexity and bits per byte per client and method."""
-        return run_table(self.results, self.config.evaluation.split)
+        """Each client's score by method."""
+        scored = self.config.evaluation
+        return run_table(self.results, scored.split, scored.figure)
 
     def model(self, client: str) -> PreTrainedModel:
         """A client's model; see `load`."""
@@ -116,12 +117,12 @@ def compare(
     session = Session(config)
     session.check(*(cell for cell, _ in cells))
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
-    split = config.evaluation.split
+    split, figure = config.evaluation.split, config.evaluation.figure
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
             results[name].append(session.cell(cell, name, seed, path, watch, report))
-            write_comparison(Comparison(config.name, _filled(results), split), path)
-    return Comparison(config.name, results, split)
+            write_comparison(Comparison(config.name, _filled(results), split, figure), path)
+    return Comparison(config.name, results, split, figure)
 
 
 def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
@@ -217,7 +218,8 @@ class Session:
     def _folder(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
         """The folder of one run of a comparison: found again if it is the same run, or made."""
         description = self.description(config, self.participants(config))
-        folder = RunFolder(path / f"{config.name}-{config.digest()}")
+        same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
+        folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
         if folder.is_run:
             if not _changed(folder, self.participants(config)):
                 if folder.result is not None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from coterie.api import Session
 from coterie.complaints import sentence
-from coterie.config import RunConfig, apply_setting, parse, read_mapping
+from coterie.config import RunConfig, apply_setting, parse, read_mapping, run_file
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
 from coterie.report.messages import MessagesTable, traffic
@@ -23,6 +23,9 @@ from coterie.runs import Watch
 
 Shown = PaperTable | OverlapTable | MessagesTable
 """What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
+
+
+Shows = Literal["perplexity", "accuracy", "written", "rouge_l", "jaccard", "messages"]
 
 
 class _Spec(BaseModel):
@@ -35,7 +38,13 @@ class RowSpec(_Spec):
     name: str = Field(default="", description="of the row; default: the method's name")
     method: str | dict[str, Any] = Field(description="as in a run file")
     paper: tuple[float | None, ...] = Field(
-        default=(), description="the paper's figure for each column, null where it has none"
+        default=(),
+        description="the paper's figure for each column, shares in per cent; null where it has"
+        " none",
+    )
+
+    point: Literal["trained", "aggregated"] | None = Field(
+        default=None, description="which models are scored, in place of the table's"
     )
 
     @property
@@ -65,8 +74,9 @@ class TableSpec(_Spec):
 
     table: str = Field(description="what the table is; its title")
     paper: str = Field(default="", description="what the paper's figures were measured on")
-    shows: Literal["perplexity", "jaccard", "messages"] = Field(
-        default="perplexity", description="what is measured"
+    shows: Shows | None = Field(
+        default=None,
+        description="what is measured; default: each column's evaluation.figure, or what suits it",
     )
     seeds: int = Field(default=1, ge=1, description="runs per cell")
     point: Literal["trained", "aggregated"] | None = Field(
@@ -79,7 +89,7 @@ class TableSpec(_Spec):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if not self.rows and self.shows != "jaccard":
-            raise ValueError(f"a table that shows {self.shows} needs `rows`")
+            raise ValueError(f"a table that shows {self.shows or 'scores'} needs `rows`")
         for what, names in (
             ("rows", [row.label for row in self.rows]),
             ("columns", [column.name for column in self.columns]),
@@ -119,7 +129,7 @@ class Column:
 
 def is_table(path: Path) -> bool:
     """Whether a file describes a table rather than a run."""
-    return not {"rows", "shows"}.isdisjoint(read_mapping(path))
+    return not {"rows", "shows"}.isdisjoint(read_mapping(run_file(path)))
 
 
 def slug(name: str) -> str:
@@ -179,7 +189,13 @@ def _column(
             method = merged(row.settings, column.methods.get(row.label, {}))
             where = f"column {column.name!r}, row {row.label!r}"
             cells[row.label] = _parse({**run, "name": slug(row.label), "method": method}, where)
-    return Column(column, _parse(run, f"column {column.name!r}"), cells)
+    common = _parse(run, f"column {column.name!r}")
+    if spec.shows in ("written", "rouge_l") and common.evaluation.generate is None:
+        raise CoterieError(
+            f"In column {column.name!r}: {spec.shows} is of answers that models write; set"
+            " evaluation.generate to how many tokens they may have."
+        )
+    return Column(column, common, cells)
 
 
 def _parse(run: Mapping[str, Any], where: str) -> RunConfig:
@@ -231,8 +247,8 @@ def compare_table(
                 for c, s in sessions
             }
             shown = MessagesTable(spec.table, weights)
-        case "perplexity":
-            return _perplexity(spec, sessions, seeds or spec.seeds, folder, watch, report)
+        case _:
+            return _scores(spec, sessions, seeds or spec.seeds, folder, watch, report)
     write_table(shown, folder)
     return shown
 
@@ -271,7 +287,7 @@ def _base(run: RunConfig) -> tuple[object, ...]:
     return run.base, run.training.precision, run.data.window, run.root
 
 
-def _perplexity(
+def _scores(
     spec: TableSpec,
     sessions: Sequence[tuple[Column, Session]],
     seeds: int,
@@ -292,14 +308,15 @@ def _perplexity(
         },
         notes={column.spec.name: column.spec.note for column, _ in sessions},
         results=results,
+        asked={c.spec.name: spec.shows or c.run.evaluation.figure for c, _ in sessions},
     )
+    points = {row.label: row.point or spec.point for row in spec.rows}
     for column, session in sessions:
         path = folder / slug(column.spec.name)
         for seed in range(column.run.seed, column.run.seed + seeds):
             for name, cell in column.cells.items():
                 result = session.cell(cell, cell.name, seed, path, watch, report)
-                results[column.spec.name][name].append(
-                    result if spec.point is None else {**result, "reports": spec.point}
-                )
+                point = points[name] or result["reports"]
+                results[column.spec.name][name].append({**result, "reports": point})
                 write_table(shown, folder)
     return shown

@@ -21,9 +21,13 @@ def written(tmp_path: Path) -> Written:
         figures: Iterable[tuple[int, str | None, str, Any]] = (),
         perplexities: tuple[float, float] | None = (10.0, 20.0),
         clients: dict[str, Any] | None = None,
+        accuracies: tuple[float, float] | None = None,
         **config: Any,
     ) -> Path:
-        """perplexities: of anna and ben at the end; None: the run is not finished."""
+        """perplexities: of anna and ben at the end; None: the run is not finished.
+
+        accuracies: theirs at the end; with them, the clients hold prompts with answers.
+        """
         folder = tmp_path / name
         folder.mkdir(parents=True)
         settings = {
@@ -46,6 +50,8 @@ def written(tmp_path: Path) -> Written:
         if perplexities is not None:
             pairs = zip(("anna", "ben"), perplexities, strict=True)
             scores = {n: {"perplexity": p, "bits_per_byte": p / 10} for n, p in pairs}
+            for score, accuracy in zip(scores.values(), accuracies or (), strict=False):
+                score |= {"samples": 4, "accuracy": accuracy}
             figures += [(3, client, "test/trained", score) for client, score in scores.items()]
             result = {
                 "method": method["name"],

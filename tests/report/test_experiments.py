@@ -6,6 +6,7 @@ import pytest
 
 from coterie import CoterieError
 from coterie.report.experiments import experiments, mean_series, over_seeds
+from coterie.report.measures import PERPLEXITY
 
 LOCAL = {"name": "local", "rank": 8}
 
@@ -52,7 +53,7 @@ def test_a_run_in_progress_counts_only_while_none_is_finished(written, tmp_path)
     (experiment,) = experiments([tmp_path / "cmp"])
     (run,) = experiment.drawn["local"]
     assert run.progress == "seed 0: 1 of 4 rounds"
-    assert run.perplexities() == {"anna": {1: 99.0}}
+    assert run.series(PERPLEXITY) == {"anna": {1: 99.0}}
     written("cmp/b", LOCAL, 1)
     (experiment,) = experiments([tmp_path / "cmp"])
     assert [run.config["seed"] for run in experiment.drawn["local"]] == [1]

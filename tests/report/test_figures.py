@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from coterie.methods import available
+from coterie.report.assignment import assignment, holdings
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
 from coterie.report.experiments import Experiment, experiments
+from coterie.report.measures import ACCURACY, PERPLEXITY
 from coterie.report.routing import expert_names, routing
 from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
@@ -52,6 +54,66 @@ def test_perplexity_over_rounds_is_the_point_that_the_method_reports(written) ->
     perplexity, loss = curves(one(folder))
     assert table_of([perplexity]).rows == [["local", "81.00", "61.00", "41.00", "21.00"]]
     assert isinstance(loss, LeftOut)
+
+
+def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_path) -> None:
+    for name, accuracies in (("local", (0.5, 0.75)), ("fedavg", (0.9, 0.8))):
+        begun = [
+            (0, client, "test/trained", {"perplexity": 9.0, "samples": 4, "accuracy": 0.1})
+            for client in ("anna", "ben")
+        ]
+        written(f"cmp/{name}", {"name": name}, figures=begun, accuracies=accuracies)
+    experiment = one(tmp_path / "cmp")
+    assert (experiment.measure, experiment.instructed) == (ACCURACY, True)
+    accuracy, _ = curves(experiment)
+    assert drawn([accuracy]).title == "Test accuracy (%) over rounds"
+    assert table_of([accuracy]).rows == [["local", "10.00", "62.50"], ["fedavg", "10.00", "85.00"]]
+    assert "logarithmic" not in drawn([accuracy]).caption
+    assert "More is better" in drawn([accuracy]).caption
+
+
+def test_a_run_says_which_figure_is_drawn(written) -> None:
+    asked = {"every": None, "split": "test", "figure": "perplexity"}
+    run = written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)
+    assert one(run).measure is PERPLEXITY
+
+
+@pytest.fixture
+def assigned(written):
+    """Two rounds, two layers, three clients; the last round is not over on the second layer."""
+    found = [
+        [{"anna": [0, 1], "ben": [1], "carl": [3]}, {"anna": [0], "ben": [0], "carl": [2]}],
+        [{"anna": [0, 1, 2], "ben": [1, 2], "carl": []}, {"anna": [3], "ben": [3], "carl": [3]}],
+        [{"anna": [4], "ben": [4], "carl": [4]}],
+    ]
+    figures = [
+        (round, None, f"assignment/h.{layer}.c_attn", given)
+        for round, layers in enumerate(found)
+        for layer, given in enumerate(layers)
+    ]
+    return written("run", {"name": "fedamole"}, figures=figures)
+
+
+def test_assignments_become_who_held_what(assigned) -> None:
+    one_run = holdings(one(assigned).all[0])
+    assert one_run.clients == ["anna", "ben", "carl"]
+    assert one_run.layers == ["h.0.c_attn", "h.1.c_attn"]
+    assert one_run.rounds == [1, 2]
+    assert one_run.held.shape == (2, 2, 3, 4)
+    assert np.flatnonzero(one_run.held[1, 0, 0]).tolist() == [0, 1, 2]
+    assert one_run.counts().tolist() == [[1.5, 1, 1], [2, 1.5, 0.5]]
+    # Of anna and ben 2 of 3 on the first layer, 1 of 1 on the second; carl holds none on the first.
+    expected = [[1, (2 / 3 + 1) / 2, 1 / 2], [(2 / 3 + 1) / 2, 1, 1 / 2], [1 / 2, 1 / 2, 1]]
+    assert one_run.shared() == pytest.approx(np.array(expected))
+
+
+def test_assignments_are_drawn_with_their_tables(assigned) -> None:
+    who, how_many, common = assignment(one(assigned))
+    assert table_of([who]).rows == [
+        ["anna", "0, 1, 2", "3"], ["ben", "1, 2", "3"], ["carl", "none", "3"],
+    ]  # fmt: skip
+    assert table_of([how_many]).rows[0] == ["anna", "1.50", "2.00"]
+    assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
 
 
 def test_a_final_evaluation_alone_is_drawn_as_dots(written) -> None:
@@ -144,7 +206,7 @@ def test_traffic_counts_the_first_download_of_a_round(written) -> None:
 
 def test_what_runs_do_not_hold_is_left_out(written) -> None:
     empty = one(written("run", LOCAL, perplexities=None))
-    for figures in (curves, routing, trust, sweep, division, traffic):
+    for figures in (curves, routing, trust, assignment, sweep, division, traffic):
         assert all(isinstance(item, LeftOut) for item in figures(empty))
 
 

@@ -6,16 +6,18 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import coterie
 import coterie.cli
 from coterie.config import parse
+from coterie.data import Examples, Instruction, Tokens
 from coterie.federation import federation
 from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report
-from coterie.report.texts import _layers, _pieces
+from coterie.report.texts import _beginning, _layers, _pieces
 from coterie.report.trust import trust
 from coterie.runs import RunFolder
 
@@ -94,6 +96,16 @@ def test_pieces_are_the_text_and_whole_characters(runs) -> None:
     assert "".join(piece for piece, _ in pieces) == text
     assert len(pieces) < len(ids)  # the clef is several tokens
     assert "\ufffd" not in "".join(piece for piece, _ in pieces)
+
+
+def test_prompts_with_answers_are_read_one_by_one() -> None:
+    starts = torch.tensor([0, 100, 160, 200])
+    items = (Instruction("q", "a"),) * 3
+    samples = Examples(torch.arange(200, dtype=torch.int32), starts, starts[:-1] + 5, 9, items)
+    parts = _beginning(samples, 7)
+    assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 99), (100, 21)]  # 120 but for firsts
+    (text,) = _beginning(Tokens(torch.arange(200, dtype=torch.int32), 9), 7)
+    assert text.tolist() == [7, *range(120)]
 
 
 def command(monkeypatch, *arguments: object) -> int:

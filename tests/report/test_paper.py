@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,51 @@ def test_a_correlation_that_is_not_defined() -> None:
     assert correlation([]) is None
     assert correlation([{"perplexity": 1, "paper": 2}]) is None
     assert correlation([{"perplexity": p, "paper": 2} for p in (1, 3)]) is None
+
+
+def accurate(*accuracies: float) -> dict[str, Any]:
+    """Prompts with answers; the perplexity is the better, the lower the accuracy."""
+    scores = {
+        f"client-{n}": {"perplexity": 9 * a, "bits_per_byte": a, "accuracy": a, "samples": 4}
+        for n, a in enumerate(accuracies)
+    }
+    return {"reports": "trained", "trained": scores, "aggregated": scores}
+
+
+def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
+    rows = {
+        "a": [accurate(0.8, 0.9), accurate(0.7, 0.8)],
+        "b": [accurate(0.6, 0.5)],
+        "c": [accurate(0.7, 0.7)],
+    }
+    example = table({"X": rows}, X={"a": 83.06, "b": 75.5, "c": 70})
+    (column,) = example.summary()["columns"]
+    assert column["figure"] == "accuracy"
+    found = {row["row"]: (row["rank"], row["paper_rank"]) for row in column["rows"]}
+    assert found == {"a": (1, 1), "b": (3, 2), "c": (2, 3)}
+    assert column["rows"][0]["accuracy"] == pytest.approx(0.8)
+    assert column["correlation"] == pytest.approx(1 - 6 * (0 + 1 + 1) / (3 * 8))
+    layout, clients = example.tables()
+    assert layout.rows[0] == ["a", "80.00 (7.07)", "1", "83.06", "1"]
+    assert layout.note.startswith("Mean test accuracy (%) over clients (standard deviation), 1 to")
+    assert "More is better." in layout.note
+    assert clients.title == "X: test accuracy (%)"
+    assert clients.columns == ["method", "client-0", "client-1", "mean (std)", "rank"]
+    assert clients.rows[1] == ["b", "60.00", "50.00", "55.00", "3"]
+
+
+def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:
+    results = {"X": {"a": [result(3)], "b": [result(2)]},
+               "Y": {"a": [accurate(0.3)], "b": [accurate(0.2)]}}  # fmt: skip
+    example = table(results, X={}, Y={})
+    layout = example.tables()[0]
+    assert layout.rows == [["a", "3.00", "2", "30.00", "1"], ["b", "2.00", "1", "20.00", "2"]]
+    assert layout.note == (
+        "Means over clients, 1 seed. X: test perplexity. Less is better. Y: test accuracy (%). "
+        "More is better. X: other texts."
+    )
+    asked = replace(example, asked=dict.fromkeys("XY", "perplexity"))
+    assert [row[3:] for row in asked.tables()[0].rows] == [["2.70", "2"], ["1.80", "1"]]
 
 
 def test_the_layout(example) -> None:

@@ -44,6 +44,41 @@ def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
     assert "16.00 (1.41)" in shown(Comparison("x", found).table())[4]
 
 
+def answered(**accuracies: float) -> dict:
+    found = result(**{name: 1 + value for name, value in accuracies.items()})
+    for name, value in accuracies.items():
+        found["trained"][name] |= {"samples": 3, "accuracy": value, "rouge_l": value / 2}
+    return found
+
+
+def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
+    results = {"local": answered(a=0.5, b=1), "fedavg": answered(a=0.25, b=0.8306)}
+    table = run_table(results)
+    assert table.title == "Each client's model on its own test text: accuracy (%)"
+    assert table.rows == [
+        ["a", "50.00", "25.00"],
+        ["b", "100.00", "83.06"],
+        ["mean", "75.00", "54.03"],
+    ]
+    assert table.note == "More is better."
+    assert run_table(results, figure="rouge_l").rows[0] == ["a", "25.00", "12.50"]
+    assert run_table(results, figure="perplexity").rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125"]
+    mixed = results | {"other": result(a=3, b=5)}  # one method has no accuracy
+    assert run_table(mixed).rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125", "3.00 / 0.300"]
+
+
+def test_a_comparison_of_answers_ranks_the_most_first() -> None:
+    found = {"local": [answered(a=0.5), answered(a=0.7)], "fedavg": [answered(a=0.75)]}
+    comparison = Comparison("x", found)
+    assert [row["rank"] for row in comparison.summary()] == [2, 1]
+    table = comparison.table()
+    assert table.columns == ["method", "a", "mean (std)", "rank"]
+    assert table.rows[0] == ["local", "60.00", "60.00 (14.14)", "2"]
+    assert table.note.endswith("More is better.")
+    asked = Comparison("x", found, figure="perplexity")
+    assert [row["rank"] for row in asked.summary()] == [1, 2]
+
+
 def test_figures_are_never_cut_or_wrapped_however_many_there_are() -> None:
     figures = [f"{1000 + n}.25" for n in range(12)]
     table = Table("T", ["method", *(f"lexicographer-{n}" for n in range(12))], [["m", *figures]])

@@ -19,6 +19,7 @@ from coterie.exchange import Json, State
 from coterie.federation import Participant
 from coterie.files import writing
 from coterie.methods import ClientId, ServerContext
+from coterie.report.measures import measure_of
 from coterie.runs import Recorder, RunFolder, Watch
 
 
@@ -119,10 +120,13 @@ class Rounds(ABC):
     def _note(self, figures: list[dict[str, Json]]) -> str:
         """The mean over texts of what the round's models were scored, if they were."""
         scored = f"test/{self.config.method.reports}"
-        found = [line["value"]["perplexity"] for line in figures if line["name"] == scored]
+        found = [line["value"] for line in figures if line["name"] == scored]
         if not found:
             return ""
-        return f"{self.config.evaluation.split} perplexity {sum(found) / len(found):.2f}  "
+        measure = measure_of(found, self.config.evaluation.figure)
+        mean = sum(score[measure.key] for score in found) / len(found)
+        unit = " %" if measure.share else ""
+        return f"{self.config.evaluation.split} {measure.name} {measure.cell(mean)}{unit}  "
 
 
 class LocalRun(Rounds):

@@ -128,6 +128,8 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
         listed(dict.fromkeys(n[place] for n in every if len(n) > place)) for place in range(most)
     ]
 
+    long = " Every sample is counted as long as the window." if experiment.instructed else ""
+
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
         for place, (label, mine) in enumerate(costs.items()):
@@ -161,7 +163,7 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
         "Floating-point operations per round",
         "Matrix products of the forward and backward passes, counted on a real step of each level "
         "and scaled to a round of all clients; a router phase counts by how often it comes. "
-        "Beside the bars: how much more than FedAvg.",
+        f"Beside the bars: how much more than FedAvg.{long}",
         f"Bars of operations per round by level for {listed(costs)}; the table has the figures.",
         draw,
         Table(

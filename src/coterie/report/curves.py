@@ -1,4 +1,4 @@
-"""Test perplexity over rounds or at the end, and training loss over steps."""
+"""Scores over rounds or at the end, and training loss over steps."""
 
 from collections.abc import Iterator
 
@@ -14,6 +14,7 @@ from coterie.report.experiments import (
     mean_series,
     over_seeds,
 )
+from coterie.report.measures import Measure
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
 from coterie.report.tables import Table
 
@@ -26,10 +27,8 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """What the runs of an experiment allow of these figures."""
     best = _best(experiment)
     if not best:
-        yield LeftOut(
-            f"{experiment.split} perplexity".capitalize(), "no run has been evaluated yet"
-        )
-    elif any(len(_mean(run)) > 1 for run in experiment.all):
+        yield LeftOut(_title(experiment), "no run has been evaluated yet")
+    elif any(len(_mean(run, experiment.measure)) > 1 for run in experiment.all):
         yield _over_rounds(experiment, best)
     else:
         yield _final(experiment, best)
@@ -40,16 +39,24 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Training loss", "no run has trained yet")
 
 
-def _mean(run: ReportedRun) -> Series:
-    return mean_series(run.perplexities().values())
+def _title(experiment: Experiment) -> str:
+    return f"{experiment.split.capitalize()} {experiment.measure.label}"
+
+
+def _mean(run: ReportedRun, measure: Measure) -> Series:
+    return mean_series(run.series(measure).values())
 
 
 def _best(experiment: Experiment) -> list[str]:
-    """Labels that have scores, at most MOST: those with the lowest last mean; in table order."""
-    last = {
-        label: float(np.mean([mean[max(mean)] for run in runs if (mean := _mean(run))]))
+    """Labels that have scores, at most MOST: those with the best last mean; in table order."""
+    means = {
+        label: [mean for run in runs if (mean := _mean(run, experiment.measure))]
         for label, runs in experiment.drawn.items()
-        if any(map(_mean, runs))
+    }
+    last = {
+        label: experiment.measure.order(float(np.mean([mean[max(mean)] for mean in found])))
+        for label, found in means.items()
+        if found
     }
     kept = sorted(last, key=lambda label: last[label])[:MOST]
     return [label for label in last if label in kept]
@@ -60,45 +67,50 @@ def _some(experiment: Experiment, best: list[str]) -> str:
     return f" The {len(best)} best of {len(experiment.runs)} are drawn." if left > 0 else ""
 
 
-def _series(run: ReportedRun, client: str) -> Series:
-    return _mean(run) if client == "mean" else run.perplexities().get(client, {})
+def _series(run: ReportedRun, client: str, measure: Measure) -> Series:
+    return _mean(run, measure) if client == "mean" else run.series(measure).get(client, {})
 
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
-    panels = ["mean", *experiment.clients]
-    look = looks(list(experiment.runs))
+    panels, measure = ["mean", *experiment.clients], experiment.measure
+    look, what = looks(list(experiment.runs)), measure.label
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
-            len(panels), 2.1, 2 if canvas.narrow else 3, "round", f"{experiment.split} perplexity"
+            len(panels), 2.1, 2 if canvas.narrow else 3, "round", f"{experiment.split} {what}"
         )
         for axis, client in zip(axes, panels, strict=True):
             for label in best:
                 runs = experiment.drawn[label]
-                x, mean, spread = over_seeds(_series(run, client) for run in runs)
+                x, mean, spread = over_seeds(_series(run, client, measure) for run in runs)
                 style, colour = look[label], canvas.colour(look[label])
                 axis.plot(
                     x, mean, color=colour, marker=style.marker, linestyle=style.dash, label=label
                 )
                 axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
             axis.set_title("mean over clients" if client == "mean" else client)
-            axis.set_yscale("log")
-            _plain_log(axis.yaxis, 4)
+            if not measure.share:
+                axis.set_yscale("log")
+                _plain_log(axis.yaxis, 4)
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         canvas.legend(figure, axes[0], max(map(len, best)))
         return figure
 
     return Picture(
-        "perplexity",
-        f"{experiment.split} perplexity over rounds".capitalize(),
+        measure.key,
+        f"{_title(experiment)} over rounds",
         f"Each client's model on its own {experiment.split} text after every evaluated round, as "
-        f"the method reports it; the scale is logarithmic. {SPREAD} Less is better."
+        f"the method reports it{_scale(measure)}. {SPREAD} {measure.better}"
         f"{_some(experiment, best)}",
-        f"Lines of perplexity by round for {listed(best)}: a panel for the mean and one for "
+        f"Lines of {what} by round for {listed(best)}: a panel for the mean and one for "
         f"each of {listed(experiment.clients)}. The table has the means.",
         draw,
         _rounds_table(experiment),
     )
+
+
+def _scale(measure: Measure) -> str:
+    return "" if measure.share else "; the scale is logarithmic"
 
 
 def _plain_log(axis: Axis, count: int) -> None:
@@ -113,11 +125,11 @@ def _plain_log(axis: Axis, count: int) -> None:
 
 
 def _rounds_table(experiment: Experiment) -> Table:
-    found = {
-        label: over_seeds(map(_mean, runs))
+    means = {
+        label: [mean for run in runs if (mean := _mean(run, experiment.measure))]
         for label, runs in experiment.drawn.items()
-        if any(map(_mean, runs))
     }
+    found = {label: over_seeds(one) for label, one in means.items() if one}
     every = sorted({x for at, _, _ in found.values() for x in at})
     rounds = (
         every if len(every) <= 10 else [every[round(n)] for n in np.linspace(0, len(every) - 1, 10)]
@@ -126,20 +138,22 @@ def _rounds_table(experiment: Experiment) -> Table:
     for label, (at, means, _) in found.items():
         values = dict(zip(at, means, strict=True))
         rows.append([label, *(f"{values[r]:.2f}" if r in values else "" for r in rounds)])
-    return Table("Mean over clients by round", ["method", *map(str, rounds)], rows)
+    unit = " (%)" if experiment.measure.share else ""
+    return Table(f"Mean over clients by round{unit}", ["method", *map(str, rounds)], rows)
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
-    panels = ["mean", *experiment.clients]
-    look = looks(list(experiment.runs))
+    panels, measure = ["mean", *experiment.clients], experiment.measure
+    look, what = looks(list(experiment.runs)), measure.label
 
     def draw(canvas: Canvas) -> Figure:
         across = 2 if canvas.narrow else min(len(panels), 5)
         height = 0.25 * len(best) + 0.55
-        figure, axes = canvas.panels(len(panels), height, across, "perplexity", sharey=True)
+        figure, axes = canvas.panels(len(panels), height, across, what, sharey=True)
         for axis, client in zip(axes, panels, strict=True):
             for place, label in enumerate(best):
-                last = [s[max(s)] for run in experiment.drawn[label] if (s := _series(run, client))]
+                runs = experiment.drawn[label]
+                last = [s[max(s)] for run in runs if (s := _series(run, client, measure))]
                 _, mean, spread = over_seeds({1: value} for value in last)
                 colour = canvas.colour(look[label])
                 axis.errorbar(
@@ -149,18 +163,18 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             axis.set_title("mean over clients" if client == "mean" else client)
             axis.set_yticks(range(len(best)), best)
             axis.margins(x=0.12, y=0.12)
-            axis.set_xscale("log")
-            _plain_log(axis.xaxis, 3)
+            if not measure.share:
+                axis.set_xscale("log")
+                _plain_log(axis.xaxis, 3)
         axes[0].invert_yaxis()
         return figure
 
     return Picture(
-        "perplexity",
-        f"{experiment.split} perplexity at the end".capitalize(),
-        f"Each client's model on its own {experiment.split} text, as the method reports it; the "
-        "scale is logarithmic. "
-        f"{SPREAD} Less is better.{_some(experiment, best)}",
-        f"Dots of final perplexity for {listed(best)}: a panel for the mean and one for each "
+        measure.key,
+        f"{_title(experiment)} at the end",
+        f"Each client's model on its own {experiment.split} text, as the method reports "
+        f"it{_scale(measure)}. {SPREAD} {measure.better}{_some(experiment, best)}",
+        f"Dots of final {what} for {listed(best)}: a panel for the mean and one for each "
         f"of {listed(experiment.clients)}. The summary's table has the figures.",
         draw,
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
+from coterie.report.measures import PERPLEXITY, Measure, measure_of
 from coterie.runs import RunFolder
 
 Series = dict[int, float]
@@ -82,10 +83,29 @@ class ReportedRun:
         found = (line["name"] for line in self.metrics)
         return list(dict.fromkeys(name for name in found if name.startswith(prefix)))
 
-    def perplexities(self) -> dict[str, Series]:
-        """The method's own perplexity by client and round."""
+    def by_round(self, name: str) -> dict[int, Any]:
+        """Values of one figure of the run itself, by round."""
+        return {
+            line["round"] + 1: line["value"]
+            for line in self.metrics
+            if line["name"] == name and line["client"] is None
+        }
+
+    @property
+    def scores(self) -> list[Mapping[str, float]]:
+        """The method's own scores: those at the end or, without an end, all there are."""
+        if self.result is not None:
+            return list(self.result[self.result["reports"]].values())
+        return [score for s in self.by_client(f"test/{self.reports}").values() for _, score in s]
+
+    def series(self, measure: Measure) -> dict[str, Series]:
+        """The method's own figure by client and round, in the unit that is shown."""
         scores = self.by_client(f"test/{self.reports}")
-        return {c: {r: score["perplexity"] for r, score in s} for c, s in scores.items()}
+        found = {
+            client: {r: measure.shown(s[measure.key]) for r, s in one if measure.key in s}
+            for client, one in scores.items()
+        }
+        return {client: one for client, one in found.items() if one}
 
 
 @dataclass(frozen=True)
@@ -115,9 +135,22 @@ class Experiment:
         return self.all[0].split
 
     @cached_property
+    def measure(self) -> Measure:
+        """What figures show of the scores: what a run asks for, or what suits them."""
+        asked = (run.config["evaluation"].get("figure") for run in self.all)
+        scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
+        return measure_of(scores, next(filter(None, asked), None))
+
+    @cached_property
+    def instructed(self) -> bool:
+        """Whether the clients hold prompts with answers, which are samples, rather than text."""
+        scores = [score for run in self.all for score in run.scores]
+        return bool(scores) and all("samples" in score for score in scores)
+
+    @cached_property
     def clients(self) -> list[str]:
         """Names of the clients whose test texts are scored; without scores, of those in the run."""
-        tested = {client for run in self.all for client in run.perplexities()}
+        tested = {client for run in self.all for client in run.series(PERPLEXITY)}
         return sorted(tested or {client for run in self.all for client in run.clients})
 
     @property

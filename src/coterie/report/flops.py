@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from coterie.adapters import Adapter
+from coterie.adapters import Trainable
 from coterie.base import Base, load_base
 from coterie.config import RunConfig
 from coterie.data import ClientData, Tokens
 from coterie.federation import Participant, client_context
-from coterie.methods.lora import LoraClient
+from coterie.methods.adapter import AdapterClient
 from coterie.training.loss import language_model_loss
 from coterie.training.schedule import Level
 
@@ -54,7 +54,7 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
         participant = Participant(name, data, dict.fromkeys(tests, nothing))
         context = client_context(config, base, participant, lambda *_: None)
         side = config.method.client(context)
-        if not isinstance(side, LoraClient):
+        if not isinstance(side, AdapterClient):
             return None
         side.adapter.attach(base.model)
         for level in side.training.levels:
@@ -65,7 +65,7 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
     return Cost(levels)
 
 
-def step_flops(base: Base, adapter: Adapter, level: Level, window: int) -> int:
+def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:
     """Operations of one update of a level on one sample, with the adapter attached to the base."""
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
     adapter.require_grad(*level.roles)

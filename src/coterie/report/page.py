@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coterie.files import path_part, write_bytes, write_text, writing
+from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
 from coterie.report.division import division
@@ -33,6 +34,7 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,
     routing,
     trust,
+    assignment,
     sweep,
     division,
     traffic,
@@ -94,7 +96,9 @@ def _prefix(section: Section, sections: Sequence[Section]) -> str:
 def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:
     found = [item for figures in FIGURES for item in figures(experiment)]
     found += texts(experiment, layer) if with_texts else ()
-    comparison = Comparison(experiment.name, experiment.finished, experiment.split)
+    comparison = Comparison(
+        experiment.name, experiment.finished, experiment.split, experiment.measure.key
+    )
     return Section(
         experiment,
         _about(experiment),

@@ -16,15 +16,21 @@ from coterie.report.style import Canvas, LeftOut, Picture, listed
 from coterie.report.tables import Table
 
 PREFIX = "routing/"
+ASSIGNED = "assignment/"
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """A figure per label whose runs have routers."""
-    routed = [label for label, run in experiment.first if run.names(PREFIX)]
+    routed = [label for label, run in experiment.first if has_routers(run)]
     if not routed:
-        yield LeftOut("Expert scores", "no run has a router, or recorded what it chose")
+        yield LeftOut("Expert scores", "no run recorded a router whose experts stay the same")
     for label in routed:
-        yield _scores(label, [r for r in experiment.drawn[label] if r.names(PREFIX)])
+        yield _scores(label, [r for r in experiment.drawn[label] if has_routers(r)])
+
+
+def has_routers(run: ReportedRun) -> bool:
+    """Whether a run recorded its routers' weights, of experts that stay with their clients."""
+    return bool(run.names(PREFIX)) and not run.names(ASSIGNED)
 
 
 def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:

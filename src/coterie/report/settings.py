@@ -69,7 +69,8 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     ancestors = [k.model_fields for k in model.__mro__ if issubclass(k, BaseModel)]
     described = (f[name].description for f in ancestors if name in f)
     text = (next(filter(None, described), "")).rstrip(".")
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    kinds = (field.annotation, *get_args(field.annotation))  # itself, or each of a union
+    choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return f"{text} ({', '.join(map(str, choices))})" if choices else text
 
 

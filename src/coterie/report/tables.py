@@ -1,7 +1,7 @@
 """Tables of results: on screen, in Markdown, and as plain data for JSON."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
+
+from coterie.report.measures import PERPLEXITY, Measure, measure_of
 
 Result = Mapping[str, Any]
 """What a run's result.json holds."""
@@ -88,23 +90,35 @@ def mean(result: Result, figure: str) -> float:
     return fmean(score[figure] for score in scores(result).values())
 
 
-def run_table(results: Mapping[str, Result], split: str = "test") -> Table:
-    """Perplexity and bits per byte, a row per client and a column per method; then the means."""
+def shown_of(results: Iterable[Result], asked: str | None = None) -> Measure:
+    """What to show of results; see `measure_of`."""
+    return measure_of((score for r in results for score in scores(r).values()), asked)
+
+
+def run_table(
+    results: Mapping[str, Result], split: str = "test", figure: str | None = None
+) -> Table:
+    """A row per client and a column per method; then the means.
+
+    Cells are perplexity and bits per byte, or the one figure that suits the data or that is asked
+    for (see `measure_of`).
+    """
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
-    rows = [[client, *(_pair(scores(r)[client]) for r in found)] for client in clients]
-    figures = ("perplexity", "bits_per_byte")
-    rows.append(["mean", *(_pair({figure: mean(r, figure) for figure in figures}) for r in found)])
-    return Table(
-        f"Each client's model on its own {split} text: perplexity per token / bits per byte",
-        ["client", *results],
-        rows,
-        "Less is better.",
-    )
+    measure = shown_of(found, figure)
+    pair = measure is PERPLEXITY
+    figures = ("perplexity", "bits_per_byte") if pair else (measure.key,)
+    rows = [[client, *(_cell(scores(r)[client], measure) for r in found)] for client in clients]
+    means = [{figure: mean(r, figure) for figure in figures} for r in found]
+    rows.append(["mean", *(_cell(score, measure) for score in means)])
+    what = "perplexity per token / bits per byte" if pair else measure.label
+    title = f"Each client's model on its own {split} text: {what}"
+    return Table(title, ["client", *results], rows, measure.better)
 
 
-def _pair(score: Mapping[str, float]) -> str:
-    return f"{score['perplexity']:.2f} / {score['bits_per_byte']:.3f}"
+def _cell(score: Mapping[str, float], measure: Measure) -> str:
+    cell = measure.cell(score[measure.key])
+    return f"{cell} / {score['bits_per_byte']:.3f}" if measure is PERPLEXITY else cell
 
 
 @dataclass(frozen=True)
@@ -115,55 +129,78 @@ class Comparison:
     results: Mapping[str, Sequence[Result]]
     split: str = "test"
     """Which text the models are scored on: test or validation."""
+    figure: str | None = None
+    """What is asked for of the scores; see `measure_of`."""
+
+    @property
+    def measure(self) -> Measure:
+        """What is shown of the scores."""
+        return shown_of((r for results in self.results.values() for r in results), self.figure)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Per method: perplexity per client; over clients, its mean; over seeds, its deviation."""
-        rows = [self._row(method, results) for method, results in self.results.items()]
-        best_first = sorted(rows, key=lambda row: row["perplexity"])
+        """Per method: its figure per client; over clients, the mean; over seeds, the deviation.
+
+        The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1.
+        """
+        measure = self.measure
+        rows = [self._row(name, results, measure.key) for name, results in self.results.items()]
+        best_first = sorted(rows, key=lambda row: measure.order(row[measure.key]))
         for row in rows:
             row["rank"] = 1 + best_first.index(row)
         return rows
 
     def table(self) -> Table:
         """A row per method, in the given order."""
-        rows = self.summary()
+        rows, measure = self.summary(), self.measure
+        bits = measure is PERPLEXITY
         clients = list(rows[0]["clients"]) if rows else []
         counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
         seeds = " to ".join(map(str, counts))
         spread = any(count > 1 for count in counts)
         return Table(
-            f"{self.name}: {self.split} perplexity",
-            ["method", *clients, "mean (std)" if spread else "mean", "bits/byte", "rank"],
+            f"{self.name}: {self.split} {measure.label}",
+            [
+                "method",
+                *clients,
+                "mean (std)" if spread else "mean",
+                *(["bits/byte"] if bits else []),
+                "rank",
+            ],
             [
                 [
                     row["method"],
-                    *(f"{row['clients'][client]:.2f}" for client in clients),
-                    f"{row['perplexity']:.2f}"
-                    + (f" ({row['std']:.2f})" if row["seeds"] > 1 else ""),
-                    f"{row['bits_per_byte']:.3f}",
+                    *(measure.cell(row["clients"][client]) for client in clients),
+                    with_spread(row, measure),
+                    *([f"{row['bits_per_byte']:.3f}"] if bits else []),
                     str(row["rank"]),
                 ]
                 for row in rows
             ],
-            f"Mean over clients; {seeds} seed{'s' if spread else ''}. Less is better.",
+            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {measure.better}",
         )
 
-    def _row(self, method: str, results: Sequence[Result]) -> dict[str, Any]:
-        means = [mean(result, "perplexity") for result in results]
+    def _row(self, method: str, results: Sequence[Result], figure: str) -> dict[str, Any]:
+        means = [mean(result, figure) for result in results]
         return {
             "method": method,
             "clients": {
-                client: fmean(scores(result)[client]["perplexity"] for result in results)
+                client: fmean(scores(result)[client][figure] for result in results)
                 for client in scores(results[0])
             },
-            "perplexity": fmean(means),
+            figure: fmean(means),
             "std": stdev(means) if len(means) > 1 else 0.0,
             "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
             "seeds": len(results),
-            "trained": fmean(_mean_at(result, "trained") for result in results),
-            "aggregated": fmean(_mean_at(result, "aggregated") for result in results),
+            "trained": fmean(_mean_at(result, "trained", figure) for result in results),
+            "aggregated": fmean(_mean_at(result, "aggregated", figure) for result in results),
         }
 
 
-def _mean_at(result: Result, point: str) -> float:
-    return fmean(score["perplexity"] for score in result[point].values())
+def with_spread(row: Mapping[str, Any], measure: Measure) -> str:
+    """A row's mean over clients and, of several seeds, its standard deviation."""
+    spread = f" ({measure.cell(row['std'])})" if row["seeds"] > 1 else ""
+    return measure.cell(row[measure.key]) + spread
+
+
+def _mean_at(result: Result, point: str, figure: str) -> float:
+    return fmean(score[figure] for score in result[point].values())

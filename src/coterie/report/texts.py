@@ -5,6 +5,7 @@ This shows private text, so a report holds it only where it is asked for (CoMiGS
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from matplotlib.axes import Axes
@@ -17,11 +18,12 @@ from coterie.adapters import first_experts
 from coterie.api import load, tokenizer
 from coterie.base import Tokenizer, context_token
 from coterie.config import parse
+from coterie.data import Examples, Tokens
 from coterie.errors import CoterieError
 from coterie.federation import federation
 from coterie.files import path_part
 from coterie.report.experiments import Experiment, ReportedRun
-from coterie.report.routing import PREFIX, expert_names
+from coterie.report.routing import PREFIX, expert_names, has_routers
 from coterie.report.style import Canvas, LeftOut, Picture
 
 LENGTH = 120
@@ -70,7 +72,7 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
     """
     found = False
     for label, run in experiment.first:
-        if not run.names(PREFIX):
+        if not has_routers(run):
             continue
         found = True
         title = f"Experts of each token, {label}"
@@ -82,7 +84,9 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
         for client in dict.fromkeys(one.model_of for one in coloured):
             yield _picture(label, client, [one for one in coloured if one.model_of == client])
     if not found:
-        yield LeftOut("Experts of each token", "no run has a router, or recorded what it chose")
+        yield LeftOut(
+            "Experts of each token", "no run recorded a router whose experts stay the same"
+        )
 
 
 def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPicture:
@@ -107,8 +111,7 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
     for place, client in enumerate(names):
         model = load(run.path, client)
         for text_of in dict.fromkeys((client, names[(place + 1) % len(names)])):
-            ids = tests[text_of].ids[:LENGTH].long()
-            chosen = _read(model, context_token(words), ids)
+            ids, chosen = _read(model, _beginning(tests[text_of], context_token(words)))
             for number in _layers(layer, len(chosen)):
                 path = list(chosen)[number]
                 count = len(run.by_client(PREFIX + path)[client][-1][1])
@@ -121,13 +124,32 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
                 )
 
 
+def _beginning(text: Tokens | Examples, context: int) -> list[Tensor]:
+    """The first LENGTH tokens of a text, as the model reads them: after a token that begins it.
+
+    Prompts with their answers are read one by one, as in training.
+    """
+    if isinstance(text, Tokens):
+        return [torch.cat([torch.tensor([context]), text.ids[:LENGTH].long()])]
+    found, left = [], LENGTH
+    for start, end in pairwise(text.starts.tolist()):
+        if left > 0:
+            found.append(text.ids[start:end][: left + 1].long())
+            left -= len(found[-1]) - 1
+    return found
+
+
 @torch.no_grad()
-def _read(model: PreTrainedModel, context: int, ids: Tensor) -> dict[str, Tensor]:
-    """The best-scored expert of every token of a text by layer; `context` stands before it."""
-    longest = getattr(model.config, "max_position_embeddings", len(ids) + 1)
-    read = torch.cat([torch.tensor([context]), ids])[:longest]
-    model(input_ids=read[None].to(model.device), use_cache=False)
-    return {path: experts[1:].cpu() for path, experts in first_experts(model).items()}
+def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """All texts' tokens, their first ones left out, and the best-scored expert of each by layer."""
+    longest = getattr(model.config, "max_position_embeddings", LENGTH + 1)
+    ids, chosen = [], []
+    for text in texts:
+        read = text[:longest]
+        model(input_ids=read[None].to(model.device), use_cache=False)
+        ids.append(read[1:])
+        chosen.append({path: experts[1:].cpu() for path, experts in first_experts(model).items()})
+    return torch.cat(ids), {path: torch.cat([one[path] for one in chosen]) for path in chosen[0]}
 
 
 def _layers(layer: str | None, count: int) -> list[int]:

@@ -1,0 +1,64 @@
+"""The figures that models are scored by: what people call them, which way is better, how written.
+
+Of a text there is perplexity; of prompts with answers there may be others beside it, all of them
+shares from 0 to 1, which are written in per cent.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a score."""
+
+    key: str
+    """In scores, as result.json holds them."""
+    name: str
+    share: bool = True
+    """Whether it is a share from 0 to 1, of which more is better; else less is."""
+
+    @property
+    def label(self) -> str:
+        """For a title or an axis: the name, with its unit."""
+        return f"{self.name} (%)" if self.share else self.name
+
+    @property
+    def better(self) -> str:
+        """For a caption."""
+        return "More is better." if self.share else "Less is better."
+
+    def shown(self, value: float) -> float:
+        """In the unit that tables and plots have: shares in per cent."""
+        return 100 * value if self.share else value
+
+    def cell(self, value: float) -> str:
+        """A cell of a table: 12.34, or 83.06 for a share of 0.8306."""
+        return f"{self.shown(value):.2f}"
+
+    def order(self, value: float) -> float:
+        """What the best comes first by, and the worst last."""
+        return -value if self.share else value
+
+
+PERPLEXITY = Measure("perplexity", "perplexity", share=False)
+ACCURACY = Measure("accuracy", "accuracy")
+ROUGE_L = Measure("rouge_l", "ROUGE-L")
+MEASURES = {
+    measure.key: measure
+    for measure in (PERPLEXITY, ACCURACY, ROUGE_L, Measure("written", "exact match"))
+}
+
+
+def measure_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -> Measure:
+    """What to show of scores: what was asked for, or what suits them, where all of them have it.
+
+    Accuracy suits best, then ROUGE-L, else perplexity, which every score has. Without any score it
+    is what was asked for, or perplexity.
+    """
+    found = list(scores)
+    if not found:
+        return MEASURES[asked or PERPLEXITY.key]
+    wanted = [MEASURES[asked]] if asked else []
+    choices = (*wanted, ACCURACY, ROUGE_L, PERPLEXITY)
+    return next(m for m in choices if m is PERPLEXITY or all(m.key in score for score in found))
