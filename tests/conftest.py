@@ -1,5 +1,7 @@
 """A small base and small texts that every room's tests can use."""
 
+import json
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +60,21 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("diarist", "poet", "whaler"):
         text = (WRITERS / f"{name}.txt").read_text(encoding="utf-8")
         (folder / f"{name}.txt").write_text(text[:30_000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with questions of different lengths and their answers, for each of three writers."""
+    folder = tmp_path_factory.mktemp("questions")
+    draw = random.Random(0)
+    for name in ("diarist", "poet", "whaler"):
+        words = (WRITERS / f"{name}.txt").read_text(encoding="utf-8").split()
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for _ in range(60):
+                question = " ".join(draw.choices(words, k=draw.randint(1, 6)))
+                record = {"instruction": question, "output": draw.choice(["yes", "no"])}
+                file.write(json.dumps(record) + "\n")
     return folder
 
 

@@ -50,6 +50,10 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("divide={source: x.jsonl, by: label}", "exclude each other"),
         ("name=../x", "name should be up to 64 letters"),
         ("data.window=5000", "limit of 2000 train tokens is too small"),
+        ("evaluation.figure=accuracy", "set data.instructions"),
+        ("evaluation.generate=9", "set data.instructions"),
+        ("data.instructions.template=ask.jinja", "there is no file"),
+        ("data.instructions={choices: [yes, no]}", "put them in quotes"),
         ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
         ("clients.poet.path=x", "'clients' is not a mapping of keys; set it as a whole."),
@@ -162,3 +166,28 @@ def test_other_methods_take_over_what_makes_them_comparable(config) -> None:
     other = run.with_method("comigs-2g").method
     assert other.model_dump() == CoMiGS2G(rank=4, router_every=7).model_dump()
     assert run.with_method("pretrained").method.model_dump() == {}
+
+
+def test_what_is_written_can_be_shown_only_where_it_is_written(values) -> None:
+    data = {"window": 48, "instructions": {"template": "plain"}}
+    with pytest.raises(CoterieError, match="set evaluation\\.generate"):
+        parse(values(data=data, evaluation={"figure": "rouge_l"}))
+    parse(values(data=data, evaluation={"figure": "rouge_l", "generate": 8}))
+
+
+def test_a_templates_file_becomes_part_of_the_run(values, tmp_path) -> None:
+    (tmp_path / "ask.jinja").write_text("{{ question }} Answer:\n", encoding="utf-8")
+    data = {"window": 48, "instructions": {"template": "ask.jinja"}}
+    run = parse(values(data=data, data_root=str(tmp_path)))
+    assert run.data.instructions is not None
+    assert run.data.instructions.template == "{{ question }} Answer:"
+    assert parse(run.as_dict()).digest() == run.digest()
+
+
+def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("who-wrote-this")).method.name == "fedamole"
+    (tmp_path / "who-wrote-this").write_text("clients: [{name: a, path: x}]", encoding="utf-8")
+    assert load_config(Path("who-wrote-this")).method.name == "comigs-1g1s"  # one's own comes first
+    with pytest.raises(CoterieError, match="There is no run file"):
+        load_config(Path("elsewhere/who-wrote-this"))

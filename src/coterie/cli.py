@@ -93,6 +93,7 @@ def run(
     """
     from coterie import api
     from coterie.config import load_config
+    from coterie.data.templates import fields
     from coterie.runs import ConsoleWatch
 
     watch = partial(ConsoleWatch, console)
@@ -113,7 +114,10 @@ def run(
     client = min(next(iter(finished.results.values()))["trained"])
     console.print(finished.table())
     _say(f"\nThe run is in {finished.path}. Write with a client's model:")
-    _say(f'  coterie generate {finished.path} --client {client} --prompt "..."')
+    given = '--prompt "..."'
+    if (instructions := finished.config.data.instructions) is not None:
+        given = " ".join(f'--field {name}="..."' for name in fields(instructions.template))
+    _say(f"  coterie generate {finished.path} --client {client} {given}")
 
 
 @app.command()

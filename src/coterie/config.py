@@ -176,6 +176,20 @@ class RunConfig(BaseModel):
                 raise ValueError(f"the client {name!r} is named twice in `clients`")
         return self
 
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> "RunConfig":
+        figure, generate = self.evaluation.figure, self.evaluation.generate
+        if figure not in (None, "perplexity") or generate is not None:
+            what = "evaluation.generate" if generate else f"evaluation.figure: {figure}"
+            if self.data.instructions is None:
+                raise ValueError(f"{what} is for prompts with answers; set data.instructions")
+        if figure in ("written", "rouge_l") and generate is None:
+            raise ValueError(
+                f"{figure} is of answers that models write; set evaluation.generate to how many"
+                " tokens they may have"
+            )
+        return self
+
     @property
     def label(self) -> str:
         """The method's name for tables."""

@@ -16,6 +16,7 @@ import torch
 from loop import Loop, assert_as_local, deploy, folder, own, server, workers
 
 import coterie
+from coterie.config import parse
 from coterie.engines import server as engine
 from coterie.engines.server import ServerWatch
 from coterie.engines.worker import Worker
@@ -68,6 +69,37 @@ def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -
     assert server_folder.result is not None
     assert set(server_folder.result["trained"]) == set(NAMES)
     assert {m["client"] for m in server_folder.metrics() if "loss" in m["name"]} == set(NAMES)
+
+
+def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> None:
+    """The template is a file that clients do not have; what they write is not the server's."""
+    template = tmp_path / "ask.jinja"
+    template.write_text("{{ instruction }}? Yes or no:\n")
+    run = parse(
+        values(
+            method={"name": "fedamole", "experts": 6},
+            rounds=2,
+            data_root=str(questions),
+            data={
+                "window": 48,
+                "instructions": {"template": str(template), "choices": ["yes", "no"]},
+            },
+            clients=[{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
+            evaluation={"generate": 3},
+        )
+    )
+    template.unlink()
+    local = coterie.run(run, out=tmp_path / "local")
+    deploy(run, tmp_path)
+    assert_as_local(run, tmp_path, RunFolder(local.path))
+    shared = deployed(run, share_metrics=True)
+    deploy(shared, tmp_path / "shared")
+    result = RunFolder(tmp_path / "shared" / "server").result
+    assert result is not None
+    for name in NAMES:
+        score = result["trained"][name]
+        assert score == local.results["fedamole"]["trained"][name]
+        assert {"accuracy", "written", "rouge_l", "perplexity"} <= score.keys()
 
 
 def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:

@@ -15,6 +15,7 @@ from coterie.base import Base
 from coterie.engines.local import LocalRun
 from coterie.exchange import Message, MessageError
 from coterie.methods.adapter import AdapterClient
+from coterie.methods.exact import ExactClient
 from coterie.runs import RunFolder, Watch
 
 METHODS: list[dict[str, Any]] = [
@@ -159,6 +160,7 @@ def test_models_have_the_mean_of_the_updates(
             expected = naive(client, base, means, ids)
             got = client.model()(ids).logits
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+            assert isinstance(client, ExactClient)
             client.adapter.set_residual({})  # the means of A and B alone are something else
             assert (client.model()(ids).logits - expected).abs().max() > 1e-2
         for pair, mean in means.items():

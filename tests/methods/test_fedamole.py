@@ -1,7 +1,6 @@
 """FedAMoLE against naive versions: what clients tell of their samples, and what the server does."""
 
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,12 @@ import torch
 from pydantic import ValidationError
 
 from coterie.api import Session
-from coterie.base import EMBEDDED
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
 from coterie.methods import Setting, method_from
+from coterie.methods.fedamole import FedAMoLEClient
 from coterie.runs import RunFolder, Watch
 
 WRITERS = ("diarist", "poet", "whaler")
@@ -256,24 +255,11 @@ def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:
         method_from({"name": "fedamole", "router": "vanilla"})
 
 
-def test_on_instructions_only_answers_are_learnt_and_all_tokens_are_told_of(
-    values, tmp_path
-) -> None:
-    """With samples of different lengths: padding is in no mean."""
-    import json
-
-    lines = (EMBEDDED / "demo-writers" / "poet.txt").read_text(encoding="utf-8").split()
-    draw = random.Random(0)
-    for name in WRITERS:
-        with (tmp_path / f"{name}.jsonl").open("w") as file:
-            for _ in range(60):
-                words = " ".join(draw.choices(lines, k=draw.randint(1, 6)))
-                record = {"instruction": words, "output": draw.choice(["yes", "no"])}
-                file.write(json.dumps(record) + "\n")
+def test_padding_is_in_no_mean(values, questions) -> None:
     run = parse(
         values(
             method={"name": "fedamole", "experts": 6, "rank": 4, "embedding_share": 0.3},
-            data_root=str(tmp_path),
+            data_root=str(questions),
             data={"window": 48, "instructions": {"template": "plain"}},
             clients=[{"name": name, "path": f"{name}.jsonl"} for name in WRITERS],
         )
@@ -282,6 +268,7 @@ def test_on_instructions_only_answers_are_learnt_and_all_tokens_are_told_of(
     local = LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
     upload = play(local, 0)["poet"]
     client = local.clients["poet"]
+    assert isinstance(client, FedAMoLEClient)
     samples = client._samples()
     assert samples.real is not None
     assert not samples.real.all()

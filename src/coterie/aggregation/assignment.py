@@ -43,22 +43,22 @@ class Bounds:
         E, C, k_c = experts, clients, self.clients_per_expert
         if k_c > C:
             raise CoterieError(
-                f"More clients chosen than exist: each expert is to choose k_c = {k_c} of {C} "
-                f"clients; lower k_c to at most {C}."
+                f"More clients chosen than exist: each expert is to choose {k_c} of {C} clients; "
+                f"lower clients_per_expert (k_c) to at most {C}."
             )
         if C * self.least > E * k_c:
             raise CoterieError(
                 f"Too few experts for all clients: C * k_e <= E * k_c fails, as {C} clients * at "
                 f"least {self.least} experts = {C * self.least}, but {E} experts * {k_c} clients "
-                f"= {E * k_c}; lower k_e to at most {E * k_c // C}, or raise k_c or the number of "
-                "experts."
+                f"= {E * k_c}; lower least_experts (k_e) to at most {E * k_c // C}, or raise "
+                "clients_per_expert (k_c) or experts (E)."
             )
         if E * k_c > C * self.most:  # never for b >= E, as k_c <= C here
             raise CoterieError(
                 f"Too many experts for all clients: E * k_c <= C * min(b, E) fails, as {E} "
                 f"experts * {k_c} clients = {E * k_c}, but {C} clients * at most {self.most} "
-                f"experts = {C * self.most}; raise b to at least {-(-E * k_c // C)}, or lower k_c "
-                "or the number of experts."
+                f"experts = {C * self.most}; raise most_experts (b) to at least "
+                f"{-(-E * k_c // C)}, or lower clients_per_expert (k_c) or experts (E)."
             )
 
     def relaxed(self, experts: int, clients: int) -> "Bounds":

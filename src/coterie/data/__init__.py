@@ -14,7 +14,7 @@ from coterie.data.spec import (
 from coterie.data.templates import inlined, render
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, pooled, public_tokens, tokenise
-from coterie.data.windows import evaluation_windows, sample_batch
+from coterie.data.windows import evaluation_windows, sample_batch, tokens_per_sample
 
 __all__ = [
     "Batch",
@@ -39,4 +39,5 @@ __all__ = [
     "render",
     "sample_batch",
     "tokenise",
+    "tokens_per_sample",
 ]

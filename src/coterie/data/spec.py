@@ -5,9 +5,9 @@ of range is a pydantic `ValidationError` whose message is a sentence for the use
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PIECE = 2000
 """Characters of the pieces, about, into which a text file is cut before it is split."""
@@ -77,6 +77,16 @@ class InstructionSpec(_Spec):
         description="Answers to choose from, for accuracy: a list, or the field that holds it;"
         " without it, the 2 to 20 answers of a source's records with the same `instruction`.",
     )
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def _are_text(cls, choices: Any) -> Any:
+        if isinstance(choices, list) and any(isinstance(choice, bool) for choice in choices):
+            raise ValueError(
+                "data.instructions.choices holds true or false, which is how YAML reads yes and no;"
+                ' put them in quotes: ["yes", "no"]'
+            )
+        return choices
 
 
 class DataSpec(_Spec):

@@ -74,6 +74,11 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     return Record(where, {"prompt": prompt}).text(["prompt"])
 
 
+def fields(template: str) -> list[str]:
+    """Names of the fields that a template may use, sorted."""
+    return sorted(_compiled(template)[1])
+
+
 def is_text(template: str) -> bool:
     """Whether it is Jinja text rather than a name."""
     return "{{" in template or "{%" in template
@@ -91,5 +96,6 @@ def _compiled(template: str) -> tuple[Template, frozenset[str]]:
         return _JINJA.from_string(template), frozenset(names)
     except TemplateSyntaxError as error:
         raise CoterieError(
-            f"The template is not Jinja, line {error.lineno}: {error.message}; mend that line."
+            f"The template is not Jinja, line {error.lineno}: {(error.message or '').rstrip('.')};"
+            " mend that line."
         ) from error

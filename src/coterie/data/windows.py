@@ -26,6 +26,11 @@ def sample_batch(
     return Batch(windows[starts].long())
 
 
+def tokens_per_sample(tokens: Tokens | Examples, window: int) -> float:
+    """Tokens that a training sample reads, on average."""
+    return len(tokens.ids) / len(tokens) if isinstance(tokens, Examples) else window
+
+
 def evaluation_windows(
     tokens: Tokens, window: int, context: int, batch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from coterie.base import Base
 from coterie.config import RunConfig
+from coterie.data import tokens_per_sample
 from coterie.engines.client import ClientPart, due, result
 from coterie.exchange import Json, State
 from coterie.federation import Participant
@@ -40,6 +42,8 @@ class Rounds(ABC):
         self.config, self.folder, self.watch = config, folder, watch
         self.names = [p.name for p in participants]
         self.texts = sum(len(p.tests) for p in participants)
+        window = config.data.window
+        self.sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
         self.recorder = Recorder(folder, watch.seen)
         self.schema = config.method.schema()
         log = partial(self.recorder.log, None)
@@ -74,7 +78,7 @@ class Rounds(ABC):
         """All rounds that are left; the folder then holds the result."""
         done = self._restore()
         config = self.config
-        tokens = config.training.batch * config.data.window * (self.texts if config.pooled else 1)
+        tokens = int(config.training.batch * self.sample * (self.texts if config.pooled else 1))
         with self.watch as watch, TemporaryDirectory() as spool:
             watch.start(config.label, config.rounds, done, len(self.names), tokens)
             for round in range(done, config.rounds):
