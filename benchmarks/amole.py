@@ -1,6 +1,7 @@
 """FedAMoLE's layers: how long a training step takes, and what a client sends and gets.
 
-Time: GPT-2 (124M, random weights, no dropout), a batch of 8 x 128 tokens, forward and backward,
+Time: GPT-2 (124M, random weights, no dropout), batches of 8 x 128 tokens and, as in the paper, of
+one sample (here 128 tokens), forward and backward,
 with a shared and 8 domain experts (top 2) on attention's fused input layer; against PEFT's LoRA of
 the same rank on the same layers, and against experts that each gather their tokens in a loop. All
 have the same base and loss, and take turns; ratios are of the shortest times.
@@ -27,7 +28,7 @@ from coterie.adapters import AmoleAdapter, AmoleLayout, targets
 from coterie.training.loss import language_model_loss
 from coterie.training.precision import Precision, autocast, prepare
 
-BATCH, TIME = 8, 128
+BATCHES, TIME = (8, 1), 128
 EXPERTS, TOP_K, RANK, ALPHA = 8, 2, 8, 16.0
 BETA = 1e-3
 CLIENTS, CHOSEN = 10, 2
@@ -36,7 +37,8 @@ LIMITS = {"PEFT LoRA": 1.6, "loop over experts": 0.6}
 
 
 class LoopAmole(nn.Module):
-    """The same layer, one module per expert, each working on the tokens gathered for it."""
+    """The same layer as research code has it: tokens are copied for each expert that works on
+    them and sorted by it, every expert's LoRA runs on its part, and the results are sorted back."""
 
     def __init__(self, base: nn.Module, inside: int, outside: int) -> None:
         super().__init__()
@@ -55,13 +57,14 @@ class LoopAmole(nn.Module):
         p = scores.softmax(-1)
         best, chosen = p.topk(TOP_K, dim=-1)
         best = (best / best.sum(-1, keepdim=True)).to(y.dtype)
-        load = chosen.flatten().bincount(minlength=EXPERTS) / chosen.numel()
-        self.balance = EXPERTS * (load * p.mean(0)).sum()
-        added = self.up[EXPERTS](self.down[EXPERTS](tokens))
-        for j in range(EXPERTS):
-            rows, slot = torch.where(chosen == j)
-            output = self.up[j](embeddings[rows, j]) * best[rows, slot, None]
-            added = added.index_add(0, rows, output)
+        load = chosen.flatten().bincount(minlength=EXPERTS)
+        self.balance = EXPERTS * (load / chosen.numel() * p.mean(0)).sum()
+        order = chosen.flatten().argsort()
+        parts = tokens.repeat_interleave(TOP_K, dim=0)[order].split(load.tolist())
+        weights = best.flatten()[order].unsqueeze(1).split(load.tolist())
+        outputs = [self.up[j](self.down[j](parts[j])) * weights[j] for j in range(EXPERTS)]
+        added = torch.cat(outputs)[order.argsort()].unflatten(0, (-1, TOP_K)).sum(1)
+        added = added + self.up[EXPERTS](self.down[EXPERTS](tokens))
         return y + ALPHA / RANK * added.view_as(y)
 
 
@@ -103,7 +106,7 @@ def ours(precision: Precision) -> Loss:
     return lambda ids: language_model_loss(base, ids) + BETA * adapter.load_balance()
 
 
-def measure(precision: Precision, rounds: int) -> dict[str, float]:
+def measure(precision: Precision, batch: int, rounds: int) -> dict[str, float]:
     """The shortest seconds per step of each contestant, after one round to warm up."""
     runners = {
         "PEFT LoRA": peft(precision),
@@ -111,7 +114,7 @@ def measure(precision: Precision, rounds: int) -> dict[str, float]:
         "ours": ours(precision),
     }
     chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
+    ids = torch.randint(50257, (batch, TIME + 1), generator=chance)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds + 1):
         for name, loss in runners.items():
@@ -149,8 +152,8 @@ def traffic(experts: int) -> Traffic:
     return Traffic(experts, held, values + embeddings, values)
 
 
-def show(seconds: dict[str, float], precision: Precision) -> None:
-    table = Table(title=f"One step, {precision}, CPU, {torch.get_num_threads()} threads")
+def show(seconds: dict[str, float], what: str) -> None:
+    table = Table(title=f"One step of {what}, CPU, {torch.get_num_threads()} threads")
     table.add_column("contestant")
     for column in ("ms", "ours is", "at most"):
         table.add_column(column, justify="right")
@@ -181,8 +184,10 @@ def main() -> None:
     seconds: dict[str, dict[str, float]] = {}
     precisions: tuple[Precision, ...] = ("bf16", "fp32")
     for precision in precisions:
-        seconds[precision] = measure(precision, options.rounds)
-        show(seconds[precision], precision)
+        for batch in BATCHES:
+            what = f"{batch} x {TIME} tokens, {precision}"
+            seconds[what] = measure(precision, batch, options.rounds)
+            show(seconds[what], what)
     rows = [traffic(experts) for experts in (15, 20, 25, 30)]
     show_traffic(rows)
     if options.json:

@@ -103,7 +103,7 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
         for path in PATHS
     ]
     with torch.no_grad():
-        for row in client._samples().ids:
+        for row in client.samples().ids:
             model(row[None, :-1])
     for hook in hooks:
         hook.remove()
@@ -269,7 +269,7 @@ def test_padding_is_in_no_mean(values, questions) -> None:
     upload = play(local, 0)["poet"]
     client = local.clients["poet"]
     assert isinstance(client, FedAMoLEClient)
-    samples = client._samples()
+    samples = client.samples()
     assert samples.real is not None
     assert not samples.real.all()
     model, seen = client.model(), []

@@ -11,6 +11,7 @@ programme per layer).
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 import numpy as np
@@ -23,7 +24,7 @@ from coterie.adapters import AmoleAdapter, AmoleLayout, Role
 from coterie.adapters.bases import chosen_linears
 from coterie.aggregation import Bounds, RunningMean, assign_all, relevance
 from coterie.chance import generator
-from coterie.data import Batch, Examples, sample_batch
+from coterie.data import Batch
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
 from coterie.methods.base import (
@@ -35,9 +36,8 @@ from coterie.methods.base import (
     ServerSide,
     Setting,
 )
+from coterie.training.embeddings import embedding_set, mean_embeddings
 from coterie.training.local import LocalTraining
-from coterie.training.loss import hidden_states
-from coterie.training.precision import autocast
 from coterie.training.privacy import noise_for, private_mean
 from coterie.training.schedule import Level, learning_rate
 
@@ -220,43 +220,30 @@ class FedAMoLEClient(ClientSide):
         check_shapes(download, shapes)
         self.adapter.load(download.tensors)
 
-    @torch.no_grad()
     def _means(self, round: int) -> dict[str, Tensor]:
-        """`embedding.ID/PATH` and `tokens/PATH`: (r,), means over the samples' real tokens.
-
-        With privacy, means over samples of each one's mean, clipped together, and noise.
-        """
+        """`embedding.ID/PATH` and `tokens/PATH`: (r,), the means over the embedding set."""
         context, privacy = self.context, self.method.privacy
-        base = context.base
-        model = self.adapter.attach(base.model)
-        with self.adapter.recording() as seen, autocast(base.precision, base.device.type):
-            for part in self._samples().split(context.training.batch):
-                hidden_states(model, part.ids.to(base.device), part.to(base.device).real)
-        sums = {path: tensor.cpu() for path, tensor in seen.sums.items()}
-        counts = seen.counts.cpu()
-        if privacy is None:
-            means = {path: tensor.sum(0) / counts.sum() for path, tensor in sums.items()}
-        else:
-            rows = torch.cat([(t / counts[:, None, None]).flatten(1) for t in sums.values()], dim=1)
+        private = None
+        if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
             chance = generator(self.secret, "embedding noise", round)
-            flat = private_mean(rows, privacy.clip, noise, chance)
-            parts = flat.split([tensor[0].numel() for tensor in sums.values()])
-            means = {p: m.view(sums[p].shape[1:]) for p, m in zip(sums, parts, strict=True)}
-        found = {f"tokens/{path}": mean[-1] for path, mean in means.items()}
+            private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
+        samples = self.samples()
+        means = mean_embeddings(
+            context.base, self.adapter, samples, context.training.batch, private
+        )
+        found = {f"tokens/{path}": mean[-1].clone() for path, mean in means.items()}
         for path, experts in held(self.adapter.tensors()).items():
-            found |= {f"embedding.{j}/{path}": means[path][i] for i, j in enumerate(experts)}
-        return {name: tensor.float().clone() for name, tensor in found.items()}
+            rows = zip(experts, means[path][:-1], strict=True)
+            found |= {f"embedding.{j}/{path}": mean.clone() for j, mean in rows}
+        return found
 
-    def _samples(self) -> Batch:
+    def samples(self) -> Batch:
         """The embedding set: the same training samples in every round."""
-        context, method, train = self.context, self.method, self.context.data.train
+        context, method = self.context, self.method
         chance = generator(context.seed, "embedding", context.name)
-        whole = len(train) if isinstance(train, Examples) else len(train.ids) // context.window
-        count = min(method.embedding_samples, max(1, round(method.embedding_share * whole)))
-        if isinstance(train, Examples):
-            return train.batch(torch.randperm(whole, generator=chance)[:count])
-        return sample_batch(train, count, context.window, chance)
+        share, most = method.embedding_share, method.embedding_samples
+        return embedding_set(context.data.train, context.window, share, most, chance)
 
     def model(self) -> PreTrainedModel:
         """The base with the experts that are held."""

@@ -56,7 +56,6 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
         side = config.method.client(context)
         if not isinstance(side, AdapterClient):
             return None
-        side.adapter.attach(base.model)
         for level in side.training.levels:
             updates = level.steps * context.training.steps / level.every
             flops = step_flops(base, side.adapter, level, config.data.window)
@@ -66,12 +65,13 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
 
 
 def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:
-    """Operations of one update of a level on one sample, with the adapter attached to the base."""
+    """Operations of one update of a level on one sample, with the adapter on the base."""
+    model = adapter.attach(base.model)
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
     adapter.require_grad(*level.roles)
     with FlopCounterMode(display=False) as counter:
         # A level's penalty is left aside: it holds no products of a forward pass's size.
-        language_model_loss(base.model, ids).backward()
+        language_model_loss(model, ids).backward()
     for parameter in adapter.parameters().values():
         parameter.grad = None
     return counter.get_total_flops()

@@ -1,0 +1,53 @@
+"""What a client tells of its samples so that experts can choose it: mean embeddings.
+
+FedAMoLE (arXiv 2411.19128): on every layer, the mean over an embedding set's tokens of each
+expert's embedding A_j x and of the router's token embedding W_t x.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coterie.adapters import AmoleAdapter
+from coterie.base import Base
+from coterie.data import Batch, Examples, Split, sample_batch
+from coterie.training.loss import hidden_states
+from coterie.training.precision import autocast
+
+
+def embedding_set(
+    train: Split, window: int, share: float, most: int, chance: torch.Generator
+) -> Batch:
+    """A share of the training samples, at least one and at most `most`; of a text, windows."""
+    whole = len(train) if isinstance(train, Examples) else len(train.ids) // window
+    count = min(most, max(1, round(share * whole)))
+    if isinstance(train, Examples):
+        return train.batch(torch.randperm(whole, generator=chance)[:count])
+    return sample_batch(train, count, window, chance)
+
+
+@torch.no_grad()
+def mean_embeddings(
+    base: Base,
+    adapter: AmoleAdapter,
+    samples: Batch,
+    at_once: int,
+    private: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """By layer, the mean embeddings of its n experts and last of the tokens: (n + 1, r) float32.
+
+    Means are over all real tokens. `private` takes a mean of its own over samples: of (samples,
+    any), each sample's means on all layers in a row; to (any,).
+    """
+    model = adapter.attach(base.model)
+    with adapter.recording() as seen, autocast(base.precision, base.device.type):
+        for part in samples.to(base.device).split(at_once):
+            hidden_states(model, part.ids, part.real)
+    counts = seen.counts.cpu()
+    sums = {path: tensor.cpu() for path, tensor in seen.sums.items()}
+    if private is None:
+        return {path: (tensor.sum(0) / counts.sum()).float() for path, tensor in sums.items()}
+    rows = torch.cat([(t / counts[:, None, None]).flatten(1) for t in sums.values()], dim=1)
+    parts = private(rows).split([tensor[0].numel() for tensor in sums.values()])
+    return {p: part.view(sums[p].shape[1:]) for p, part in zip(sums, parts, strict=True)}
