@@ -191,18 +191,21 @@ def _how_many(label: str, one: Holdings) -> Picture:
 
 def _in_common(label: str, one: Holdings) -> Picture:
     shares, clients = one.shared(), len(one.clients)
+    others = np.where(np.eye(clients, dtype=bool), np.nan, shares)
+    highest = max(float(np.nan_to_num(others).max()), 1e-9)
 
     def draw(canvas: Canvas) -> Figure:
         names = 0.075 * max(map(len, one.clients))  # inches
         side = min(canvas.width - names - 1.2, 0.45 * clients + 0.4)
         figure = canvas.figure(side + names + 0.4)
         axis = figure.subplots()
-        image = axis.imshow(shares, cmap=canvas.heat(), vmin=0, vmax=1)
+        image = axis.imshow(others, cmap=canvas.heat(), vmin=0, vmax=highest)
         axis.set_xticks(range(clients), one.clients, rotation=90)
         axis.set_yticks(range(clients), one.clients)
         _cells(axis, canvas, clients, clients)
         if side / clients > 0.33:
-            annotate(axis, shares, canvas, np.vectorize("{:.2f}".format)(shares))
+            words = np.where(np.isnan(others), "", np.vectorize("{:.2f}".format)(others))
+            annotate(axis, np.nan_to_num(others) / highest, canvas, words)
         figure.colorbar(image, ax=axis, label="share of experts in common")
         return figure
 
