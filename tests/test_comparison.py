@@ -201,6 +201,19 @@ def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
     assert other["perplexity"] == pytest.approx(row["trained"])
 
 
+def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) -> None:
+    rows = [
+        {"name": "Averaged", "method": {"name": "fedavg", "rank": 2}},
+        {"name": "Tuned", "method": {"name": "fedavg", "rank": 2}, "point": "trained"},
+    ]
+    path = table(rows=rows)
+    shown = coterie.compare_table(path, columns=["two"], out=tmp_path / "out")
+    assert counted == ["averaged-seed0"]
+    averaged, tuned = shown.summary()["columns"][0]["rows"]
+    assert averaged["perplexity"] == averaged["aggregated"] == tuned["aggregated"]
+    assert tuned["perplexity"] == tuned["trained"] != averaged["perplexity"]
+
+
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
     for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:

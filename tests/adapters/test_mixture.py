@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, Layout, Mixture
+from coterie.adapters import Adapter, Layout, Mixture, first_experts
+from coterie.adapters.padding import real_tokens
 from coterie.errors import CoterieError
 
 LAYOUTS = {
@@ -229,3 +230,25 @@ def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout:
     assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
     assert all(p.grad is not None and p.grad.dtype == torch.float32
                for p in adapter.parameters().values())  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
+def test_padding_is_in_no_figure_of_the_routing(
+    base: PreTrainedModel, ids: Tensor, layout: Layout
+) -> None:
+    adapter = filled(base, layout)
+    adapter.attach(base)
+    short = ids[:1, :-4]
+    base(short)
+    expected = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
+    first = first_experts(base)
+    real = torch.ones_like(ids[:1], dtype=torch.bool)
+    real[:, -4:] = False
+    with real_tokens(real):
+        base(ids[:1])
+    found = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    assert all(torch.equal(first_experts(base)[path], chosen) for path, chosen in first.items())
+    base(ids[:1])  # without the mask the padding would count
+    assert not all(torch.allclose(adapter.routing()[path], expected[path]) for path in first)

@@ -88,6 +88,25 @@ def test_loss_and_gradients_equal_cross_entropy(base: PreTrainedModel, ids: Tens
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
+def test_padded_samples_are_as_each_by_itself(base: PreTrainedModel, ids: Tensor) -> None:
+    """Of two samples, the last three tokens of the one and the last two of the shorter one."""
+    base.double()
+    adapter = trained(base)
+    ids[1, 5:] = 0
+    counted = torch.zeros(3, 7, dtype=torch.bool)
+    counted[0, 4:] = counted[1, 2:4] = True
+    real = torch.ones(3, 7, dtype=torch.bool)
+    real[1, 4:] = False
+    expected = torch.cat([plain(base, ids[:1])[0, 4:], plain(base, ids[1:2, :5])[0, 2:4]])
+    loss = language_model_loss(base, ids, counted, real)
+    torch.testing.assert_close(loss, expected.mean(), rtol=0, atol=1e-9)
+    for a, b in zip(gradients(loss, adapter), gradients(expected.mean(), adapter), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    losses = token_losses(base, ids, counted, real)
+    torch.testing.assert_close(losses[counted], expected.float(), rtol=0, atol=1e-6)
+    assert not losses[~counted].any()
+
+
 def test_without_gradient(base: PreTrainedModel, ids: Tensor) -> None:
     base.double()
     trained(base)
