@@ -101,8 +101,15 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     assert layout.note.startswith("Mean test accuracy (%) over clients (standard deviation), 1 to")
     assert "More is better." in layout.note
     assert clients.title == "X: test accuracy (%)"
-    assert clients.columns == ["method", "client-0", "client-1", "mean (std)", "rank"]
-    assert clients.rows[1] == ["b", "60.00", "50.00", "55.00", "3"]
+    assert clients.columns == [
+        "method",
+        "client-0",
+        "client-1",
+        "mean (std)",
+        "over clients",
+        "rank",
+    ]
+    assert clients.rows[1] == ["b", "60.00", "50.00", "55.00", "± 7.07", "3"]
 
 
 def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:

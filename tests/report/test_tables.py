@@ -59,6 +59,7 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
         ["a", "50.00", "25.00"],
         ["b", "100.00", "83.06"],
         ["mean", "75.00", "54.03"],
+        ["std over clients", "35.36", "41.05"],  # of 50 and 100: 25 times the square root of 2
     ]
     assert table.note == "More is better."
     assert run_table(results, figure="rouge_l").rows[0] == ["a", "25.00", "12.50"]
@@ -68,12 +69,15 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
 
 
 def test_a_comparison_of_answers_ranks_the_most_first() -> None:
-    found = {"local": [answered(a=0.5), answered(a=0.7)], "fedavg": [answered(a=0.75)]}
+    found = {
+        "local": [answered(a=0.5, b=0.5), answered(a=0.7, b=0.9)],
+        "fedavg": [answered(a=0.75, b=0.85)],
+    }
     comparison = Comparison("x", found)
     assert [row["rank"] for row in comparison.summary()] == [2, 1]
     table = comparison.table()
-    assert table.columns == ["method", "a", "mean (std)", "rank"]
-    assert table.rows[0] == ["local", "60.00", "60.00 (14.14)", "2"]
+    assert table.columns == ["method", "a", "b", "mean (std)", "over clients", "rank"]
+    assert table.rows[0] == ["local", "60.00", "70.00", "65.00 (21.21)", "± 7.07", "2"]
     assert table.note.endswith("More is better.")
     asked = Comparison("x", found, figure="perplexity")
     assert [row["rank"] for row in asked.summary()] == [1, 2]

@@ -101,7 +101,7 @@ def run_table(
     """A row per client and a column per method; then the means.
 
     Cells are perplexity and bits per byte, or the one figure that suits the data or that is asked
-    for (see `measure_of`).
+    for (see `measure_of`); of a share, its standard deviation over clients follows.
     """
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
@@ -111,6 +111,9 @@ def run_table(
     rows = [[client, *(_cell(scores(r)[client], measure) for r in found)] for client in clients]
     means = [{figure: mean(r, figure) for figure in figures} for r in found]
     rows.append(["mean", *(_cell(score, measure) for score in means)])
+    if measure.share and len(clients) > 1:
+        values = [[score[measure.key] for score in scores(r).values()] for r in found]
+        rows.append(["std over clients", *(measure.cell(stdev(v)) for v in values)])
     what = "perplexity per token / bits per byte" if pair else measure.label
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, measure.better)
@@ -138,7 +141,8 @@ class Comparison:
         return shown_of((r for results in self.results.values() for r in results), self.figure)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Per method: its figure per client; over clients, the mean; over seeds, the deviation.
+        """Per method: its figure per client; over clients, the mean and the standard deviation
+        (`spread`); over seeds, the mean's (`std`).
 
         The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1.
         """
@@ -163,7 +167,7 @@ class Comparison:
                 "method",
                 *clients,
                 "mean (std)" if spread else "mean",
-                *(["bits/byte"] if bits else []),
+                "bits/byte" if bits else "over clients",
                 "rank",
             ],
             [
@@ -171,7 +175,7 @@ class Comparison:
                     row["method"],
                     *(measure.cell(row["clients"][client]) for client in clients),
                     with_spread(row, measure),
-                    *([f"{row['bits_per_byte']:.3f}"] if bits else []),
+                    f"{row['bits_per_byte']:.3f}" if bits else f"± {measure.cell(row['spread'])}",
                     str(row["rank"]),
                 ]
                 for row in rows
@@ -181,12 +185,14 @@ class Comparison:
 
     def _row(self, method: str, results: Sequence[Result], figure: str) -> dict[str, Any]:
         means = [mean(result, figure) for result in results]
+        clients = {
+            client: fmean(scores(result)[client][figure] for result in results)
+            for client in scores(results[0])
+        }
         return {
             "method": method,
-            "clients": {
-                client: fmean(scores(result)[client][figure] for result in results)
-                for client in scores(results[0])
-            },
+            "clients": clients,
+            "spread": stdev(clients.values()) if len(clients) > 1 else 0.0,
             figure: fmean(means),
             "std": stdev(means) if len(means) > 1 else 0.0,
             "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
