@@ -154,6 +154,22 @@ def test_assignments_depend_on_round_and_participants_alone(start) -> None:
         assert messages[0] == messages[1] == messages[2]
 
 
+def test_a_client_that_comes_after_the_last_round_changes_nothing_for_others(start) -> None:
+    local = start()
+    server = local.server
+    server.joined.discard("whaler")
+    play(local, 0, ("diarist", "poet"))
+    before = {name: server.download(name).encode() for name in ("diarist", "poet")}
+    server.join("whaler", Message())
+    local.clients["whaler"].finish(server.download("whaler"))
+    assert before == {name: server.download(name).encode() for name in ("diarist", "poet")}
+    alone = start()
+    alone.server.restore(server.state())
+    for run in (server, alone.server):  # nor for what comes after a restart
+        run.open(1, list(WRITERS))
+    assert server.download("poet").encode() == alone.server.download("poet").encode()
+
+
 def test_bounds_relax_when_clients_are_missing(start) -> None:
     local = start(clients_per_expert=2, least_experts=2, most_experts=4)
     play(local, 0)

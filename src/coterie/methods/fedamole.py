@@ -278,6 +278,8 @@ class FedAMoLEServer(ServerSide):
         """The last means: `embedding.ID/PATH`, and `tokens/PATH CLIENT`."""
         self.joined: set[ClientId] = set()
         self.assigned: dict[ClientId, Held] = {}
+        self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
+        """The round, and who takes part in it."""
         self.mean = RunningMean()
 
     def join(self, client: ClientId, hello: Message) -> None:
@@ -288,14 +290,17 @@ class FedAMoLEServer(ServerSide):
         """Assign experts to those who take part."""
         super().open(round, participants)
         self.mean = RunningMean()
-        if self.assigned.keys() != set(participants):  # else they are those of `close`
-            self.assigned = self._assign(participants)
+        if self.assigned_for != (round, participants):  # else they are those of `close`
+            self._assign(participants)
         for path in self.paths:
-            held = {client: layers[path] for client, layers in self.assigned.items()}
-            self.log(f"assignment/{path}", held)
+            of = {client: layers[path] for client, layers in self.assigned.items()}
+            self.log(f"assignment/{path}", of)
 
     def download(self, client: ClientId) -> Message:
         """The shared parts, and the client's experts."""
+        if client not in self.assigned:  # it came when all the others had theirs
+            late = self._choices(sorted(self.joined))[client]
+            self.assigned = self.assigned | {client: late}
         names = self._names(client)
         return Message(self.round, {n: self.values[n] for n in names}, {"experts": self.experts})
 
@@ -317,7 +322,7 @@ class FedAMoLEServer(ServerSide):
         for name, tensor in self.mean.result().items():
             (self.values if name in self.values else self.embeddings)[name] = tensor
         super().close()
-        self.assigned = self._assign(sorted(self.joined))
+        self._assign(sorted(self.joined))
 
     def _names(self, client: ClientId) -> list[str]:
         """Of all tensors, those that a client holds."""
@@ -334,7 +339,11 @@ class FedAMoLEServer(ServerSide):
             yield f"tokens/{path}"
             yield from (f"embedding.{j}/{path}" for j in experts)
 
-    def _assign(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
+    def _assign(self, participants: Sequence[ClientId]) -> None:
+        self.assigned_for = self.round, participants
+        self.assigned = self._choices(participants)
+
+    def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
         """Every layer's experts choose among these clients; depends on the round and them alone."""
         bounds = self.method.bounds(self.experts, len(participants))
         scores = {path: self._scores(path, participants) for path in self.paths}
@@ -375,7 +384,7 @@ class FedAMoLEServer(ServerSide):
         self.values = {name: state.tensors[name] for name in self.values}
         self.embeddings = {n: t for n, t in state.tensors.items() if n not in self.values}
         self.round = state.values["round"]
-        self.assigned = self._assign(sorted(self.joined))
+        self._assign(sorted(self.joined))
 
 
 def held(names: Iterable[str]) -> Held:
