@@ -46,6 +46,7 @@ class Participant:
             if isinstance(tokens, Examples):
                 digest.update(tokens.starts.numpy().tobytes())
                 digest.update(tokens.answers.numpy().tobytes())
+                digest.update(repr([item.choices for item in tokens.items]).encode())
         return digest.hexdigest()
 
     def described(self) -> dict[str, Any]:
