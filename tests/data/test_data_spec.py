@@ -50,7 +50,7 @@ from coterie.data.spec import SourceSpec
         (DataSpec, {"instructions": {"templates": "alpaca"}}, "Extra inputs"),
         (DataSpec, {"instructions": {"template": ""}}, "at least 1 character"),
         (DataSpec, {"instructions": {"choices": ["yes"]}}, "at least 2 items"),
-        (DataSpec, {"instructions": {"choices": [True, False]}}, "valid string"),
+        (DataSpec, {"instructions": {"choices": [True, False]}}, "put them in quotes"),
         (DataSpec, {"limits": {"public": 128}}, "128 public tokens is too small.*needs 129"),
     ],
 )
