@@ -230,6 +230,19 @@ def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
     assert other.step(local.server.download("poet")).encode() == upload.encode()
 
 
+def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None:
+    """With equal noise, the difference of the two uploads would have none."""
+    local = start(privacy={"epsilon": 1e-3, "clip": 1e-6})  # as good as nothing but noise
+    client = local.clients["poet"]
+    state, told = client.state(), []
+    for names in (["diarist", "poet", "whaler"], ["poet", "whaler"]):
+        local.server.open(0, names)
+        client.restore(state)
+        upload = client.step(local.server.download("poet"))
+        told.append(torch.cat([upload.tensors[f"tokens/{path}"] for path in PATHS]))
+    assert not torch.allclose(*told, rtol=0.1, atol=0)
+
+
 def test_a_download_of_unknown_experts_is_refused(start) -> None:
     local = start()
     local.server.open(0, [*WRITERS])

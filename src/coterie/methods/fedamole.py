@@ -10,8 +10,9 @@ programme per layer).
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import ClassVar, Literal, Self
 
 import numpy as np
@@ -197,18 +198,19 @@ class FedAMoLEClient(ClientSide):
     def step(self, download: Message) -> Message:
         """Take experts in, train them, and say how they see some samples."""
         self.finish(download)
-        context, adapter, method = self.context, self.adapter, self.method
-        penalty = None
-        if adapter.balances:
-            penalty = lambda start: method.load_balance_weight * adapter.load_balance()  # noqa: E731
+        context, adapter = self.context, self.adapter
         rate = learning_rate(context.training, context.rounds)
+        penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
         LocalTraining(context, adapter, [level]).round(download.round)
         for layer, weights in adapter.routing().items():
             context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
         tensors = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
-        means = self._means(download.round) if method.chooses else {}
+        means = self._means(download) if self.method.chooses else {}
         return Message(download.round, tensors | means)
+
+    def _load_balance(self, start: Mapping[str, Tensor]) -> Tensor:
+        return self.method.load_balance_weight * self.adapter.load_balance()
 
     def finish(self, download: Message) -> None:
         """Hold the experts that the server hands out."""
@@ -220,13 +222,15 @@ class FedAMoLEClient(ClientSide):
         check_shapes(download, shapes)
         self.adapter.load(download.tensors)
 
-    def _means(self, round: int) -> dict[str, Tensor]:
+    def _means(self, download: Message) -> dict[str, Tensor]:
         """`embedding.ID/PATH` and `tokens/PATH`: (r,), the means over the embedding set."""
         context, privacy = self.context, self.method.privacy
         private = None
         if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
-            chance = generator(self.secret, "embedding noise", round)
+            # A round may be opened again with other experts: equal noise would cancel out.
+            digest = blake2b(download.encode(), digest_size=16).hexdigest()
+            chance = generator(self.secret, "embedding noise", digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
         samples = self.samples()
         means = mean_embeddings(
