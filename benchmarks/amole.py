@@ -24,7 +24,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from coterie.adapters import AmoleAdapter, AmoleLayout, targets
+from coterie.adapters import AmoleAdapter, AmoleLayout
+from coterie.adapters.bases import chosen_linears
 from coterie.training.loss import language_model_loss
 from coterie.training.precision import Precision, autocast, prepare
 
@@ -100,7 +101,7 @@ def loop(precision: Precision) -> Loss:
 def ours(precision: Precision) -> Loss:
     base = gpt2(precision)
     layout = AmoleLayout(experts=EXPERTS, rank=RANK, alpha=ALPHA, top_k=TOP_K)
-    held = dict.fromkeys(targets(base, layout), range(EXPERTS))
+    held = dict.fromkeys(chosen_linears(base, layout.targets), range(EXPERTS))
     adapter = AmoleAdapter(base, layout, 0, held)
     adapter.attach(base)
     return lambda ids: language_model_loss(base, ids) + BETA * adapter.load_balance()
@@ -145,7 +146,7 @@ def traffic(experts: int) -> Traffic:
     with torch.device("meta"):
         base = LlamaForCausalLM(config)
     layout = AmoleLayout(experts=experts, rank=RANK)
-    held, paths = experts * CHOSEN // CLIENTS, targets(base, layout)
+    held, paths = experts * CHOSEN // CLIENTS, chosen_linears(base, layout.targets)
     tensors = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).tensors()
     values = sum(tensor.nbytes for tensor in tensors.values())
     embeddings = len(paths) * (held + 1) * RANK * 4

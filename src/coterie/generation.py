@@ -33,7 +33,7 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
     """
     words: Any = tokenizer(run)
     ids = words(prompt or words.bos_token or words.eos_token)["input_ids"]
-    found = _continued(run, client, ids, how)
+    found = _continued(run, client, ids, words.eos_token_id, how)
     return words.decode(found, skip_special_tokens=True)
 
 
@@ -50,12 +50,12 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
     words: Any = tokenizer(run)
     ids = [context_token(words), *words(prompt, add_special_tokens=False)["input_ids"]]
-    found = _continued(run, client, ids, how)
+    found = _continued(run, client, ids, words.eos_token_id, how)
     return words.decode(found[len(ids) :], skip_special_tokens=True).strip()
 
 
-def _continued(run: Path, client: str, ids: list[int], how: Writing) -> list[int]:
-    """The tokens and those that the model writes after them."""
+def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -> list[int]:
+    """The tokens and those that the model writes after them, up to the end token."""
     model = load(run, client)
     longest = context_length(model)
     if longest is not None and len(ids) + how.tokens > longest:
@@ -67,7 +67,6 @@ def _continued(run: Path, client: str, ids: list[int], how: Writing) -> list[int
     warm = how.temperature > 0
     sampling = {"temperature": how.temperature, "top_p": how.top_p} if warm else {}
     prompt = torch.tensor([ids], device=model.device)
-    end = tokenizer(run).eos_token_id
     found = generated(
         model,
         prompt,

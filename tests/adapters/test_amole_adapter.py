@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, targets
+from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear
+from coterie.adapters.bases import chosen_linears
 from coterie.adapters.layout import Layout
 from coterie.adapters.padding import real_tokens
 from coterie.errors import CoterieError
@@ -92,7 +93,7 @@ def adapter_of(
     base: PreTrainedModel, layout: AmoleLayout = LAYOUT, held: Sequence[int] = (1, 4, 5, 8)
 ) -> AmoleAdapter:
     """With one expert fewer on the last layer, where there are any, and random values."""
-    paths = list(targets(base, layout))
+    paths = list(chosen_linears(base, layout.targets))
     choice = dict.fromkeys(paths[:-1], held) | {paths[-1]: held[:-1]}
     adapter = AmoleAdapter(base, layout, 3, choice)
     randomise(adapter, 0)
@@ -108,7 +109,7 @@ def randomise(adapter: AmoleAdapter, seed: int) -> None:
 def put_naive(base: PreTrainedModel, adapter: AmoleAdapter) -> dict[str, Tensor]:
     """Stand naive layers in the base; the values they are given, by name, ready for gradients."""
     p = {name: t.clone().requires_grad_() for name, t in adapter.tensors().items()}
-    for path, linear in targets(base, adapter.layout).items():
+    for path, linear in chosen_linears(base, adapter.layout.targets).items():
         held = [int(name[7:].split("/")[0]) for name in p if name.startswith("domain.")
                 and name.endswith(f"/{path}.A")]  # fmt: skip
         base.set_submodule(path, NaiveAmole(linear, path, adapter.layout, held, p))
@@ -268,7 +269,7 @@ def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tenso
     adapter, other = adapter_of(base), adapter_of(base)
     randomise(other, 1)
     tensors = load(save(adapter.tensors()))
-    paths = list(targets(base, LAYOUT))
+    paths = list(chosen_linears(base, LAYOUT.targets))
     last, d = paths[-1], base.config.hidden_size
     assert tensors[f"domain.4/{last}.A"].shape == (3, d)
     assert tensors[f"projection/{last}"].shape == (3, d)
@@ -298,7 +299,9 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     for i in (0, 1, 0):
         assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])
     assert not torch.equal(alone[0], alone[1])
-    assert list(targets(base, LAYOUT)) == list(adapters[0]._stand_ins)  # while one is attached
+    assert list(chosen_linears(base, LAYOUT.targets)) == list(
+        adapters[0]._stand_ins
+    )  # while one is attached
     before = adapters[1].tensors()
     copies = {name: t.clone() for name, t in before.items()}
     adapters[0].require_grad("domain")
@@ -321,7 +324,7 @@ def test_first_values_are_the_expert_s_own(
     with torch.device("meta"):
         hollow = make()
     base = make()
-    paths = list(targets(base, layout))
+    paths = list(chosen_linears(base, layout.targets))
     server = AmoleAdapter(hollow, layout, 3, dict.fromkeys(paths, range(9)))
     every = server.tensors()
     assert len(every) == len(paths) * (2 + 18 + 1)
@@ -348,18 +351,20 @@ def test_first_values_are_the_expert_s_own(
 def test_targets(base: PreTrainedModel) -> None:
     family = base.config.model_type
     names = {"gpt2": {"c_attn"}, "llama": {"q_proj", "v_proj"}}[family]
-    assert {path.rpartition(".")[2] for path in targets(base, LAYOUT)} == names
+    assert {path.rpartition(".")[2] for path in chosen_linears(base, LAYOUT.targets)} == names
     up = {"gpt2": "c_fc", "llama": "up_proj"}[family]
-    assert len(targets(base, replace(LAYOUT, targets="up_.*|c_fc"))) == 2
-    linear = next(iter(targets(base, LAYOUT).values()))
-    base.set_submodule(next(iter(targets(base, LAYOUT))), LoraLinear(linear, Layout()))
-    assert next(iter(targets(base, LAYOUT).values())) is linear
+    assert len(chosen_linears(base, "up_.*|c_fc")) == 2
+    linear = next(iter(chosen_linears(base, LAYOUT.targets).values()))
+    base.set_submodule(
+        next(iter(chosen_linears(base, LAYOUT.targets))), LoraLinear(linear, Layout())
+    )
+    assert next(iter(chosen_linears(base, LAYOUT.targets).values())) is linear
     with pytest.raises(CoterieError, match=up):
-        targets(base, replace(LAYOUT, targets="proj"))
+        chosen_linears(base, "proj")
 
 
 def test_what_is_refused(base: PreTrainedModel) -> None:
-    paths = list(targets(base, LAYOUT))
+    paths = list(chosen_linears(base, LAYOUT.targets))
     with pytest.raises(CoterieError, match="at least 1"):
         replace(LAYOUT, top_k=0)
     with pytest.raises(CoterieError, match="missing"):

@@ -6,7 +6,7 @@ import pytest
 
 from coterie import CoterieError
 from coterie.report.experiments import experiments, mean_series, over_seeds
-from coterie.report.measures import PERPLEXITY
+from coterie.training.measures import PERPLEXITY
 
 LOCAL = {"name": "local", "rank": 8}
 

@@ -12,12 +12,12 @@ from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
 from coterie.report.experiments import Experiment, experiments
-from coterie.report.measures import ACCURACY, PERPLEXITY
 from coterie.report.routing import expert_names, routing
 from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
 from coterie.report.tables import Table
 from coterie.report.trust import trust, trust_matrices
+from coterie.training.measures import ACCURACY, PERPLEXITY
 
 LOCAL = {"name": "local"}
 COMIGS = {"name": "comigs-1g1s", "generalists": 1, "specialists": {"anna": 2, "others": 1}}

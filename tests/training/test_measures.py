@@ -3,7 +3,7 @@
 import pytest
 
 from coterie.engines.local import LocalRun
-from coterie.report.measures import ACCURACY, MEASURES, PERPLEXITY, ROUGE_L, measure_of
+from coterie.training.measures import ACCURACY, MEASURES, PERPLEXITY, ROUGE_L, measure_of
 
 TEXT = {"perplexity": 12.3456, "bits_per_byte": 1.0}
 CHOSEN = TEXT | {"samples": 3, "accuracy": 0.83064}

@@ -6,7 +6,6 @@ from coterie.adapters.amole import (
     AmoleLayout,
     AmoleLinear,
     Recording,
-    targets,
 )
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
@@ -30,5 +29,4 @@ __all__ = [
     "detach",
     "first_experts",
     "initialise",
-    "targets",
 ]

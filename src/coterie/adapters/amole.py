@@ -61,14 +61,6 @@ class AmoleLayout:
         return self.alpha / self.rank
 
 
-def targets(base: nn.Module, layout: AmoleLayout) -> dict[str, nn.Module]:
-    """The linear layers of a base that are adapted, by path.
-
-    Raises CoterieError, with the names that there are, if the pattern fits no linear layer.
-    """
-    return dict(chosen_linears(base, layout.targets))
-
-
 class _Routing(NamedTuple):
     """How the last forward pass chose."""
 
@@ -258,7 +250,7 @@ class AmoleAdapter:
         self, base: nn.Module, layout: AmoleLayout, seed: int, held: Mapping[str, Sequence[int]]
     ) -> None:
         self.layout = layout
-        linears = targets(base, layout)
+        linears = chosen_linears(base, layout.targets)
         _refuse_held(held, linears, layout)
         self._stand_ins = {
             path: AmoleLinear(linear, layout, held[path]) for path, linear in linears.items()

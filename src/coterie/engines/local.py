@@ -21,8 +21,8 @@ from coterie.exchange import Json, State
 from coterie.federation import Participant
 from coterie.files import writing
 from coterie.methods import ClientId, ServerContext
-from coterie.report.measures import measure_of
 from coterie.runs import Recorder, RunFolder, Watch
+from coterie.training.measures import measure_of
 
 
 class Rounds(ABC):

@@ -14,9 +14,9 @@ from coterie.report.experiments import (
     mean_series,
     over_seeds,
 )
-from coterie.report.measures import Measure
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
 from coterie.report.tables import Table
+from coterie.training.measures import Measure
 
 MOST = 12
 """Lines that one panel can hold and still be read."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
-from coterie.report.measures import PERPLEXITY, Measure, measure_of
 from coterie.runs import RunFolder
+from coterie.training.measures import PERPLEXITY, Measure, measure_of
 
 Series = dict[int, float]
 """A figure by round or step, from 1 on."""

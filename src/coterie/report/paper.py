@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from scipy.stats import spearmanr
 
-from coterie.report.measures import MEASURES, PERPLEXITY, Measure
 from coterie.report.tables import Comparison, Result, Table, with_spread
+from coterie.training.measures import MEASURES, PERPLEXITY, Measure
 
 Figures = Mapping[str, float | None]
 """A column of the paper: its figure by row, None where it has none; shares are in per cent."""

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from coterie.report.measures import PERPLEXITY, Measure, measure_of
+from coterie.training.measures import PERPLEXITY, Measure, measure_of
 
 Result = Mapping[str, Any]
 """What a run's result.json holds."""

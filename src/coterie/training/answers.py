@@ -37,8 +37,8 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     encoded: dict[str, Tensor] = {}
     items: list[Instruction] = []
     owners, rows, answers = [], [], []
-    for number, item in enumerate(samples.items):
-        start, answer, end = (int(t[number]) for t in _places(samples))
+    places = zip(*(place.tolist() for place in _places(samples)), strict=True)
+    for number, (item, (start, answer, end)) in enumerate(zip(samples.items, places, strict=True)):
         for choice in dict.fromkeys(item.choices):
             if choice == item.answer:
                 continue
