@@ -30,9 +30,10 @@ def writing(path: Path) -> Iterator[None]:
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file atomically: temporary file, fsync, rename.
 
-    mode: its permissions, less the umask; at no moment does it have others.
+    mode: its permissions, less the umask; at no moment does it have others. Of several processes
+    that write it at once, the last one's content stays.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
             temporary.unlink(missing_ok=True)

@@ -67,7 +67,7 @@ def test_a_folder_that_is_no_run_is_never_touched(name, tmp_path) -> None:
 
 def test_a_start_that_was_killed_can_begin_again(tmp_path) -> None:
     (tmp_path / ".lock").touch()
-    (tmp_path / ".run.json.tmp").write_text('{"con')
+    (tmp_path / ".run.json.123.tmp").write_text('{"con')
     assert RunFolder.create(tmp_path, DESCRIPTION).is_run
 
 

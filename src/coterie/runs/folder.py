@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.files import write_bytes, write_folder, write_json, write_text, writing
 
-LEFT = (".lock", ".run.json.tmp")
+LEFT = (".lock", ".run.json.*tmp")
 """What a start that was killed leaves behind."""
 
 
@@ -86,7 +87,8 @@ class RunFolder:
     def _is_empty(self) -> bool:
         """Whether it is a folder that holds nothing but what a killed start may have left."""
         with writing(self.path):
-            return self.path.is_dir() and all(p.name in LEFT for p in self.path.iterdir())
+            left = (any(fnmatchcase(p.name, name) for name in LEFT) for p in self.path.iterdir())
+            return self.path.is_dir() and all(left)
 
     def _clear(self) -> None:
         """Remove a run's files and no others; run.json goes last, when it is written anew."""
