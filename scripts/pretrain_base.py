@@ -5,10 +5,13 @@ Coterie, and `coterie run --set base=FOLDER` uses it. Every draw is named by its
 that was stopped and resumed ends with the same bits.
 """
 
+import json
 import lzma
 import math
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
@@ -35,6 +38,14 @@ from coterie.training.loss import language_model_loss
 from coterie.training.precision import autocast
 
 END = "<|endoftext|>"
+SPACE = "\u2581"  # how SentencePiece writes a space
+STAND_IN = "\uffff"  # no character by Unicode's word, so it can stand for a SPACE found in a text
+# A word of letters, a digit, or signs, each with one space before it; what is left between two of
+# them (spaces, line breaks) is a piece, too. As letters and digits part here, no text can be merged
+# into the name of a byte such as <0x0A>.
+PIECES = rf"{SPACE}?(?:[\p{{L}}\p{{M}}]+|\p{{N}}|[^{SPACE}\s\p{{L}}\p{{M}}\p{{N}}]+)"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+ALPHABET = 200  # characters with a token of their own, in a SentencePiece vocabulary
 HELD_OUT = {"validation": 0.005, "test": 0.005}
 console = Console(highlight=False, soft_wrap=True)
 
@@ -47,6 +58,7 @@ class Recipe:
     layers: int
     width: int
     heads: int
+    tokenizer: Literal["byte-level", "sentencepiece"]
     vocabulary: int
     context: int
     steps: int
@@ -77,7 +89,12 @@ def read_texts(folder: Path, seed: int) -> Texts:
     return Texts(**split_by_fractions(documents, HELD_OUT, generator(seed, "split")))
 
 
-def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+def lines_of(texts: list[str]) -> Iterator[str]:
+    """What a tokenizer is trained on: the lines of all texts, with their breaks."""
+    return (line for text in texts for line in text.splitlines(keepends=True))
+
+
+def train_byte_level(texts: list[str], vocabulary: int) -> Tokenizer:
     """Byte-level BPE, so that any text can be told in tokens; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,8 +105,48 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    lines = (line for text in texts for line in text.splitlines(keepends=True))
-    tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.train_from_iterator(lines_of(texts), trainer)
+    return tokenizer
+
+
+def train_sentencepiece(texts: list[str], vocabulary: int) -> Tokenizer:
+    """BPE as Llama 2 has it, in `vocabulary` tokens, 256 of them for the bytes of rare characters.
+
+    A space is part of the word after it, a text's first word has none, and line breaks are bytes.
+    Decoding gives back every text without U+FFFF. Token 0 ends a text, tokens 1 to 256 are bytes.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace(SPACE, STAND_IN), normalizers.Replace(" ", SPACE)]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Metaspace(SPACE, prepend_scheme="never"),
+            decoders.ByteFallback(),
+            decoders.Replace(STAND_IN, SPACE),
+        ]
+    )
+    room = vocabulary - 1 - len(BYTES)
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(text)
+    # the trainer's own alphabet is left to chance where characters are equally frequent
+    common = sorted((c for c in counts if c != SPACE and not c.isspace()), key=lambda c: -counts[c])
+    alphabet = [SPACE, *common][: min(ALPHABET, room)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=room + 1,
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines_of(texts), trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    pieces = sorted(trained["vocab"], key=trained["vocab"].__getitem__)
+    ids = {piece: i for i, piece in enumerate([END, *BYTES, *pieces[1:]])}
+    merges = [(left, right) for left, right in trained["merges"]]
+    tokenizer.model = models.BPE(ids, merges, byte_fallback=True)
     return tokenizer
 
 
@@ -184,6 +241,8 @@ def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
     text = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
     identity = {"recipe": asdict(recipe), "text": text}
     if checkpoint is None:
+        byte_level = recipe.tokenizer == "byte-level"
+        train_tokenizer = train_byte_level if byte_level else train_sentencepiece
         bpe = train_tokenizer(split.train, recipe.vocabulary)
     elif any(checkpoint.values[key] != value for key, value in identity.items()):
         raise CoterieError("The training began with other options or texts; give those again.")
@@ -251,6 +310,10 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 6,
     width: Annotated[int, typer.Option(min=2, help="Size of hidden states.")] = 256,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    tokenizer: Annotated[
+        Literal["byte-level", "sentencepiece"],
+        typer.Option(help="BPE as GPT-2 has it, or as Llama 2 has it."),
+    ] = "byte-level",
     vocabulary: Annotated[int, typer.Option(min=257, help="Tokens, at most.")] = 8192,
     context: Annotated[int, typer.Option(min=1, help="Tokens that it reads at once.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 10_000,
@@ -268,7 +331,7 @@ def main(
 
     After a stop, --resume goes on from FOLDER.checkpoint.safetensors, to the same bits.
     """
-    shape = (architecture, layers, width, heads, vocabulary, context)
+    shape = (architecture, layers, width, heads, tokenizer, vocabulary, context)
     try:
         if width % (2 * heads):
             raise CoterieError(f"--width must be a multiple of {2 * heads}, twice --heads.")

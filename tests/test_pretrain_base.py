@@ -1,5 +1,7 @@
 import importlib.util
+import json
 import lzma
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer import Typer
 from typer.testing import CliRunner
@@ -16,6 +19,18 @@ from coterie.chance import generator
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_base.py"
 STEPS = 5
+STYLES = ["byte-level", "sentencepiece"]
+STRANGE = [
+    "the whale 🐳 sang",
+    " leading\n\n  spaces\t",
+    "größte 東京 👩‍👩‍👧",
+    "<|not special|>",
+    "",
+    "   ",
+    "  two  and three   \r\n\u2028 \n ",
+    "a byte's name, <0x0A>, and ▁ itself ▁▁",
+    "\x00\t\t\ufffd e\u0301",
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +49,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     words = ["the", "whale", "sang", "of", "an", "old", "ship", "größte", "🐳\n"]
     for name in ("one", "two"):
-        chosen = torch.randint(len(words), (70_000,), generator=generator(0, name)).tolist()
+        chosen = torch.randint(len(words), (20_000,), generator=generator(0, name)).tolist()
         text = " ".join(words[i] for i in chosen).encode()
         (folder / f"{name}.txt.xz").write_bytes(lzma.compress(text, preset=0))
     return folder
@@ -54,9 +69,14 @@ def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
     return call
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_base_is_loaded_by_transformers_and_coterie(pretrain, tmp_path, architecture):
-    code, output = pretrain(tmp_path / "base", "--architecture", architecture)
+@pytest.mark.parametrize(
+    ("architecture", "tokenizer_style"), [("gpt2", "byte-level"), ("llama", "sentencepiece")]
+)
+def test_base_is_loaded_by_transformers_and_coterie(
+    pretrain, tmp_path, architecture, tokenizer_style
+):
+    options = ("--architecture", architecture, "--tokenizer", tokenizer_style)
+    code, output = pretrain(tmp_path / "base", *options)
     assert code == 0, output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -70,17 +90,74 @@ def test_base_is_loaded_by_transformers_and_coterie(pretrain, tmp_path, architec
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_tokens_spell_any_text(pretrain, tmp_path):
-    pretrain(tmp_path / "base")
+@pytest.mark.parametrize("tokenizer_style", STYLES)
+def test_tokens_spell_any_text(pretrain, tmp_path, tokenizer_style):
+    pretrain(tmp_path / "base", "--tokenizer", tokenizer_style)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    for text in (
-        "the whale 🐳 sang",
-        " leading\n\n  spaces\t",
-        "größte 東京 👩‍👩‍👧",
-        "<|not special|>",
-    ):
+    for text in STRANGE:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.tokenize("whale")[0] != "Ġwhale"  # no space is put before a text
+    # no space is put before a text, so a prompt and an answer encoded apart spell both
+    assert tokenizer.tokenize("whale")[0][0] == "w"
+    answer = tokenizer.encode("old ship")
+    assert tokenizer.decode(tokenizer.encode("the ") + answer) == "the old ship"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(script: ModuleType) -> Tokenizer:
+    code = "if x:\n    return '<0x0A>'\n\tthe end\n"
+    prose = "the whale sang, and the ship of 1851 sang on.\n"
+    rare = "".join(chr(0x4E00 + i) for i in range(300))
+    return script.train_sentencepiece([code * 50, prose * 100, rare], 520)
+
+
+def test_sentencepiece_offsets_are_the_characters_of_each_token(sentencepiece):
+    for text in STRANGE:
+        encoding, covered = sentencepiece.encode(text), 0
+        spelt = ["" for _ in text]  # what the tokens from each character on stand for
+        for token, (start, end) in zip(encoding.tokens, encoding.offsets, strict=True):
+            assert start <= covered <= end
+            covered = end
+            if re.fullmatch("<0x..>", token):
+                assert end == start + 1
+                spelt[start] += token
+            else:
+                assert token.replace("▁", " ") == text[start:end]
+        assert covered == len(text)
+        for character, names in zip(text, spelt, strict=True):
+            if names and character != "▁":
+                assert names == "".join(f"<0x{byte:02X}>" for byte in character.encode())
+
+
+def test_sentencepiece_vocabulary_is_full_and_laid_out_as_said(script, sentencepiece):
+    tokens = [sentencepiece.id_to_token(i) for i in range(sentencepiece.get_vocab_size())]
+    assert len(tokens) == 520
+    assert tokens[0] == script.END
+    assert tokens[1:257] == [f"<0x{byte:02X}>" for byte in range(256)]
+    assert [added.content for added in sentencepiece.get_added_tokens_decoder().values()] == [
+        script.END
+    ]
+    pieces = tokens[257:]
+    assert "▁whale" in pieces
+    assert not any("\n" in piece or " " in piece for piece in pieces)
+    assert not any(piece.rstrip("▁") and "▁" in piece[1:] for piece in pieces)  # one word each
+    assert all(len(piece.lstrip("▁")) == 1 for piece in pieces if re.search(r"\d", piece))
+
+
+def test_sentencepiece_tells_breaks_and_rare_characters_in_bytes(sentencepiece):
+    assert sentencepiece.encode("the\nwhale").tokens[1:2] == ["<0x0A>"]
+    assert sentencepiece.encode("\n\n").tokens == ["<0x0A>", "<0x0A>"]
+    assert sentencepiece.encode("東").tokens == ["<0xE6>", "<0x9D>", "<0xB1>"]
+    named = sentencepiece.encode("<0x0A>")  # as text, though the trainer saw it 50 times
+    assert not set(named.ids) & set(range(257))
+
+
+def test_sentencepiece_alphabet_is_limited_and_the_same_again(script):
+    rare = "".join(chr(0x4E00 + i) * (1 + (i < 100)) for i in range(300))  # many are as frequent
+    first, second = (script.train_sentencepiece([rare], 1000).to_str() for _ in range(2))
+    assert first == second
+    vocabulary = json.loads(first)["model"]["vocab"]
+    letters = {piece for piece in vocabulary if len(piece) == 1}
+    assert letters == {"▁", *(chr(0x4E00 + i) for i in range(script.ALPHABET - 1))}
 
 
 def test_loss_falls(pretrain, tmp_path):
@@ -92,8 +169,12 @@ def test_loss_falls(pretrain, tmp_path):
     assert perplexity < 2 ** (losses[0] / torch.log(torch.tensor(2.0)).item())
 
 
-def test_resumed_training_ends_with_the_same_bits(pretrain, script, tmp_path, monkeypatch):
-    pretrain(tmp_path / "whole")
+@pytest.mark.parametrize("tokenizer_style", STYLES)
+def test_resumed_training_ends_with_the_same_bits(
+    pretrain, script, tmp_path, monkeypatch, tokenizer_style
+):
+    style = ("--tokenizer", tokenizer_style)
+    pretrain(tmp_path / "whole", *style)
     real, calls = script.language_model_loss, []
 
     def killed_at_the_fourth_step(model, ids):
@@ -104,11 +185,11 @@ def test_resumed_training_ends_with_the_same_bits(pretrain, script, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "language_model_loss", killed_at_the_fourth_step)
-        code, output = pretrain(tmp_path / "parts")
+        code, output = pretrain(tmp_path / "parts", *style)
     assert code == 130
     assert "--resume" in output
     assert not (tmp_path / "parts").exists()
-    code, output = pretrain(tmp_path / "parts", "--resume")
+    code, output = pretrain(tmp_path / "parts", "--resume", *style)
     assert code == 0, output
     assert "step 3/5" in output
     assert "step 2/5" not in output
@@ -117,7 +198,7 @@ def test_resumed_training_ends_with_the_same_bits(pretrain, script, tmp_path, mo
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth(script):
-    recipe = script.Recipe("gpt2", 1, 16, 2, 300, 16, 500, 8, 1e-2, 0)
+    recipe = script.Recipe("gpt2", 1, 16, 2, "byte-level", 300, 16, 500, 8, 1e-2, 0)
     rates = [recipe.rate(step) for step in range(500)]
     assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
     assert rates[10] == 1e-2
@@ -147,8 +228,9 @@ def test_other_options_cannot_resume(pretrain, script, tmp_path, monkeypatch):
         assert pretrain(tmp_path / "base")[0] == 130
     code, output = pretrain(tmp_path / "base")
     assert (code, "go on with --resume" in output) == (2, True)
-    code, output = pretrain(tmp_path / "base", "--resume", "--seed", "1")
-    assert (code, "other options" in output) == (2, True)
+    for other in (("--seed", "1"), ("--tokenizer", "sentencepiece")):
+        code, output = pretrain(tmp_path / "base", "--resume", *other)
+        assert (code, "other options" in output) == (2, True)
 
 
 def _interrupted(*_: object) -> None:
