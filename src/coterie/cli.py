@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from coterie.align_cli import align
 from coterie.deploy_cli import client, server
 from coterie.errors import CoterieError
 from coterie.keys_cli import keys_app
@@ -349,6 +350,7 @@ def generate(
     _say(answer(run, client, fields, how))
 
 
+app.command()(align)
 app.command()(server)
 app.command()(client)
 app.add_typer(keys_app, name="keys")

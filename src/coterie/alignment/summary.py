@@ -1,0 +1,59 @@
+"""How near two vocabularies are: figures of a map, and its worst cases."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from coterie.alignment.mapping import VocabularyMap
+from coterie.alignment.vocabulary import Vocabulary
+
+LAST = 4
+"""Bytes edited that are counted together with more."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a map, over the source's tokens that have bytes."""
+
+    tokens: int
+    """So many."""
+    exact: float
+    """The share that the target has, too; 0 to 1."""
+    mean: float
+    """Bytes edited, on average over the tokens that are mapped."""
+    histogram: tuple[int, ...]
+    """Tokens by bytes edited: 0, 1, 2, 3, and 4 or more."""
+
+
+def summarise(source: Vocabulary, found: VocabularyMap) -> Summary:
+    """The figures of a map from `source`."""
+    # Where the target has no token with bytes, the distance is -1.
+    edited = [
+        distance
+        for token, distance in zip(source.tokens, found.distances.tolist(), strict=True)
+        if token is not None and distance >= 0
+    ]
+    tokens = sum(token is not None for token in source.tokens)
+    counts = Counter(min(distance, LAST) for distance in edited)
+    return Summary(
+        tokens,
+        counts[0] / max(tokens, 1),
+        sum(edited) / max(len(edited), 1),
+        tuple(counts[distance] for distance in range(LAST + 1)),
+    )
+
+
+def worst(source: Vocabulary, found: VocabularyMap, most: int) -> list[int]:
+    """The ids of the source's tokens that are edited most, worst first, of equals the smallest."""
+    edited = [
+        (-distance, i)
+        for i, distance in enumerate(found.distances.tolist())
+        if source.tokens[i] is not None and distance > 0
+    ]
+    return [i for _, i in sorted(edited)[:most]]
+
+
+def readable(token: bytes) -> str:
+    """A token in quotes, as text where it is text, other bytes and control signs escaped."""
+    text = token.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
+    signs = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f'"{"".join(signs)}"'

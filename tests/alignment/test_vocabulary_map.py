@@ -1,0 +1,252 @@
+"""Maps against brute force, and their cache."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.alignment import (
+    Vocabulary,
+    VocabularyMap,
+    cached_map,
+    mapping,
+    read_vocabulary,
+    vocabulary_map,
+)
+from coterie.alignment.cache import kept_map
+from coterie.alignment.summary import readable, summarise, worst
+from coterie.errors import CoterieError
+
+REAL = Path(__file__).parents[3] / "shared" / "tokenizers"
+# Few different bytes, so that tokens come near one another and ties abound.
+TOKENS = st.one_of(
+    st.none(), st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
+)
+VOCABULARIES = st.lists(TOKENS, max_size=14).map(lambda tokens: Vocabulary(tuple(tokens), {}))
+
+
+def edits(a: bytes, b: bytes) -> int:
+    """Levenshtein's distance by its recurrence."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        above, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (x != y))
+    return row[-1]
+
+
+def naive(source: Vocabulary, target: Vocabulary) -> tuple[list[int], list[int]]:
+    """Every token against every other; ties as the map's docstring says."""
+    ids, distances = [], []
+    for token in source.tokens:
+        found = [
+            (edits(token, other), other, i)
+            for i, other in enumerate(target.tokens)
+            if token is not None and other is not None
+        ]
+        distance, _, i = min(found, default=(-1, b"", -1))
+        ids.append(i)
+        distances.append(distance)
+    return ids, distances
+
+
+def same(found: VocabularyMap, expected: tuple[list[int], list[int]]) -> None:
+    assert (found.ids.dtype, found.distances.dtype) == (torch.int32, torch.int16)
+    assert found.distances.tolist() == expected[1]
+    assert found.ids.tolist() == expected[0]
+
+
+@given(VOCABULARIES, VOCABULARIES)
+@settings(max_examples=250, deadline=None)
+def test_the_map_is_that_of_brute_force(source, target) -> None:
+    same(vocabulary_map(source, target), naive(source, target))
+
+
+def test_memory_in_small_blocks_gives_the_same(monkeypatch) -> None:
+    chance = torch.Generator().manual_seed(0)
+
+    def some(size: int) -> Vocabulary:
+        lengths = torch.randint(0, 9, (size,), generator=chance).tolist()
+        draws = [torch.randint(97, 101, (n,), generator=chance).tolist() for n in lengths]
+        return Vocabulary(tuple(map(bytes, draws)), {})
+
+    source, target = some(150), some(60)
+    monkeypatch.setattr(mapping, "BLOCK", 64)
+    seen: list[float] = []
+    same(vocabulary_map(source, target, seen.append), naive(source, target))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+
+
+def test_long_tokens(vocabulary) -> None:
+    """Their distances do not fit into a byte."""
+    source = vocabulary(b"a" * 700, b"b" * 255, b"c" * 256)
+    target = vocabulary(b"x", b"a" * 10, b"b", b"c" * 600)
+    same(vocabulary_map(source, target), ([1, 2, 1], [690, 254, 256]))
+
+
+def test_ties_go_to_the_smallest_bytes_then_the_smallest_id(vocabulary) -> None:
+    target = vocabulary(b"cats", b"cab", b"bat", b"bat", b"at", b"cat", b"cat")
+    source = vocabulary(b"ca", b"cat", b"dat")
+    same(vocabulary_map(source, target), ([1, 5, 4], [1, 0, 1]))
+
+
+def test_special_tokens_by_role(vocabulary) -> None:
+    full = vocabulary(None, None, None, None, b"x", bos=0, eos=1, unk=2, pad=3)
+    only_eos = vocabulary(b"x", None, eos=1)
+    only_bos = vocabulary(b"x", None, bos=1)
+    none = vocabulary(b"y", None)
+    assert vocabulary_map(full, full).ids.tolist() == [0, 1, 2, 3, 4]
+    assert vocabulary_map(full, only_eos).ids.tolist() == [1, 1, -1, 1, 0]
+    assert vocabulary_map(full, only_bos).ids.tolist() == [1, 1, -1, -1, 0]
+    assert vocabulary_map(full, none).ids.tolist() == [-1, -1, -1, -1, 0]
+    assert vocabulary_map(full, none).distances.tolist() == [-1, -1, -1, -1, 1]
+    assert vocabulary_map(full, only_eos).distances.tolist() == [0, 0, -1, 0, 0]
+    assert vocabulary_map(none, full).ids.tolist() == [4, -1]
+    several = vocabulary(None, bos=0, eos=0, unk=0, pad=0)
+    assert vocabulary_map(several, full).ids.tolist() == [1]  # the end first
+
+
+def test_nothing_to_map_to(vocabulary) -> None:
+    source = vocabulary(b"a", b"", None)
+    for target in (vocabulary(), vocabulary(None, None)):
+        same(vocabulary_map(source, target), ([-1, -1, -1], [-1, -1, -1]))
+    assert summarise(source, vocabulary_map(source, vocabulary())).histogram == (0, 0, 0, 0, 0)
+
+
+def test_the_embedded_vocabulary_maps_to_itself() -> None:
+    own = read_vocabulary("tiny-gpt2")
+    found = vocabulary_map(own, own)
+    first = {token: i for i, token in reversed(list(enumerate(own.tokens))) if token is not None}
+    expected = [i if t is None else first[t] for i, t in enumerate(own.tokens)]
+    assert found.ids.tolist() == expected
+    assert set(found.distances.tolist()) == {0}
+
+
+def test_figures_of_a_map(vocabulary) -> None:
+    source = vocabulary(b"a", b"bb", b"cccc", b"ddddddd", None, b"", eos=4)
+    target = vocabulary(b"a", None, eos=1)
+    found = vocabulary_map(source, target)
+    assert found.distances.tolist() == [0, 2, 4, 7, 0, 1]
+    figures = summarise(source, found)
+    assert (figures.tokens, figures.histogram) == (5, (1, 1, 1, 0, 2))
+    assert figures.exact == pytest.approx(1 / 5)
+    assert figures.mean == pytest.approx(14 / 5)
+    assert worst(source, found, 3) == [3, 2, 1]
+    assert worst(source, found, 99) == [3, 2, 1, 5]
+    assert readable(b' "\\\n\xff' + "é\u2060".encode()) == '" "\\\\\\n\\xffé\\u2060"'
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path) -> Path:
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def counted(monkeypatch) -> list[int]:
+    """Grows by one with each map that is not found in the cache."""
+    found: list[int] = []
+
+    def count(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
+        found.append(1)
+        return vocabulary_map(source, target)
+
+    monkeypatch.setattr("coterie.alignment.cache.vocabulary_map", count)
+    return found
+
+
+def test_a_map_is_found_once(cache, monkeypatch, vocabulary) -> None:
+    made = counted(monkeypatch)
+    source, target = vocabulary(b"a", b"bcd", None, eos=2), vocabulary(b"bc", None, eos=1)
+    first = cached_map(source, target)
+    again = cached_map(source, target)
+    assert len(made) == 1
+    same(again, (first.ids.tolist(), first.distances.tolist()))
+    cached_map(target, source)  # another map
+    cached_map(source, vocabulary(b"bc", None, bos=1))
+    assert len(made) == 3
+    assert {path.suffix for path in cache.iterdir()} == {".safetensors"}
+
+
+def test_the_cache_lies_in_the_home_unless_told(monkeypatch, tmp_path, vocabulary) -> None:
+    monkeypatch.delenv("COTERIE_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cached_map(vocabulary(b"a"), vocabulary(b"b"))
+    assert len(list((tmp_path / ".cache/coterie/vocabulary-maps").glob("*.safetensors"))) == 1
+
+
+def test_a_damaged_map_is_found_again(cache, monkeypatch, vocabulary) -> None:
+    source, target = vocabulary(b"a", b"bcd"), vocabulary(b"b", b"c")
+    expected = naive(source, target)
+    same(cached_map(source, target), expected)
+    (path,) = cache.iterdir()
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1
+    made = counted(monkeypatch)
+    for damaged in (b"", b"x" * 40, whole[:-3], whole[:20], bytes(flipped)):
+        path.write_bytes(damaged)
+        assert kept_map(source, target) is None
+        same(cached_map(source, target), expected)
+        assert path.read_bytes() == whole
+    assert len(made) == 5
+    longer = vocabulary(b"a", b"b", b"c")
+    cached_map(longer, target)
+    wrong = next(p for p in cache.iterdir() if p != path)
+    path.write_bytes(wrong.read_bytes())  # of another vocabulary's length
+    assert kept_map(source, target) is None
+
+
+def test_a_cache_that_cannot_be_used_is_gone_without(monkeypatch, tmp_path, vocabulary) -> None:
+    made = counted(monkeypatch)
+    source, target = vocabulary(b"a"), vocabulary(b"b")
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    folders = [file, file / "below"]
+    if os.geteuid() != 0:  # nothing is closed to root
+        (closed := tmp_path / "closed").mkdir(mode=0o500)
+        folders.append(closed)
+    for folder in folders:
+        monkeypatch.setenv("COTERIE_CACHE", str(folder))
+        same(cached_map(source, target), ([0], [1]))
+    assert len(made) == len(folders)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("COTERIE_CACHE")
+    monkeypatch.setattr(Path, "home", homeless)
+    same(cached_map(source, target), ([0], [1]))
+
+    def full(path: Path, data: bytes) -> None:
+        raise CoterieError("Could not write: no space left on device.")
+
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "full"))
+    monkeypatch.setattr("coterie.alignment.cache.write_bytes", full)
+    same(cached_map(source, target), ([0], [1]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")
+def test_real_maps_are_exact() -> None:
+    """Some tokens of each, drawn at random, against every token of the other."""
+    own = {name: read_vocabulary(REAL / name) for name in ("gpt2", "llama2", "qwen")}
+    chance = torch.Generator().manual_seed(0)
+    for name, source in own.items():
+        drawn = torch.randperm(len(source.tokens), generator=chance)[:300].tolist()
+        some = Vocabulary(tuple(source.tokens[i] for i in drawn), {})
+        for other in own.keys() - {name}:
+            found = vocabulary_map(some, own[other])
+            words = [(token, i) for i, token in enumerate(own[other].tokens) if token is not None]
+            for n in range(3):
+                token = some.tokens[n]
+                if token is not None:
+                    best = min((edits(token, word), word, i) for word, i in words)
+                    assert (found.distances[n], found.ids[n]) == (best[0], best[2])
+        itself = vocabulary_map(source, source)
+        ordinary = [i for i, token in enumerate(source.tokens) if token is not None]
+        assert itself.ids[ordinary].tolist() == ordinary  # none is there twice
+        assert (itself.distances[ordinary] == 0).all()

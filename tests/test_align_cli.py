@@ -1,0 +1,92 @@
+"""`coterie align`, as a stranger uses it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.errors import CoterieError
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """Two small vocabularies, and a cache of the test's own."""
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("coterie.align_cli.console", Console(width=80))
+    a = {"a": 0, "bb": 1, "ccc": 2, "Ċ" * 60: 3, "<|endoftext|>": 4}
+    b = {"a": 0, "b": 1, "cccc": 2, "Ċ": 3, "<s>": 4, "<pad>": 5}
+    for name, ids in (("a", a), ("b", b)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(ids))
+    return tmp_path
+
+
+def said(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["align", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_both_ways_with_worst_cases_and_roles(files) -> None:
+    out = said(files / "a.json", files / "b.json", "--json", files / "out.json")
+    assert re.search(r"A is .*a\.json: 5 tokens", out)
+    assert re.search(r"A -> B +25\.0% +1 +2 +0 +0 +1 +15\.25 +\d\.\d s", out)
+    assert re.search(r"B -> A +25\.0% +1 +3 +0 +0 +0 +0\.75 +\d\.\d s", out)
+    assert re.search(r'^"(\\n){14}\\?…" +"\\n" +59 *$', out, flags=re.MULTILINE)
+    assert re.search(r"^bos +- +4 +- +4 -> 4 *$", out, flags=re.MULTILINE)
+    assert re.search(r"^eos +4 +- +4 -> 4 +- *$", out, flags=re.MULTILINE)
+    assert re.search(r"^pad +- +5 +- +5 -> 4 *$", out, flags=re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= max(80, len(str(files)) + 30)
+    figures = json.loads((files / "out.json").read_text())
+    assert figures["tokens"] == {"A": 5, "B": 6}
+    there = figures["A -> B"]
+    assert there["histogram"] == [1, 2, 0, 0, 1]
+    assert there["exact"] == 0.25
+    assert there["worst"][0] == {
+        "id": 3,
+        "token": '"' + r"\n" * 60 + '"',
+        "nearest_id": 3,
+        "nearest": r'"\n"',
+        "edited": 59,
+    }
+    assert [case["edited"] for case in figures["B -> A"]["worst"]] == [1, 1, 1]
+
+
+def test_the_second_time_maps_come_from_the_cache(files) -> None:
+    pair = (files / "a.json", files / "b.json", "--worst", 0)
+    first = said(*pair)
+    again = said(*pair)
+    assert "Furthest apart" not in first
+    assert "cache" not in first
+    assert re.search(r"A -> B .* cache", again)
+    assert re.search(r"B -> A .* cache", again)
+    assert "cache" not in said(*pair, "--no-cache")
+
+
+def test_without_the_cache_nothing_is_kept(files) -> None:
+    said(files / "a.json", files / "b.json", "--no-cache")
+    assert not (files / "cache").exists()
+
+
+def test_the_same_tokenizer_twice(files) -> None:
+    out = said("tiny-gpt2", "tiny-gpt2", "--no-cache")
+    assert len(re.findall(r"100\.0%", out)) == 2
+    assert "Furthest apart" not in out
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(files) -> None:
+    (files / "c.json").write_text("[]")
+    for bad in (files / "c.json", files):
+        result = CliRunner().invoke(app, ["align", str(files / "a.json"), str(bad)])
+        assert isinstance(result.exception, CoterieError)
+        assert str(bad) in str(result.exception)
+        assert "\n" not in str(result.exception)
+
+
+def test_its_help_says_what_it_is_for() -> None:
+    out = said("--help")
+    for words in ("nearest token", "tokenizer.model", "--worst", "--no-cache", "tiny-gpt2"):
+        assert words in out
