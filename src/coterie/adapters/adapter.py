@@ -168,21 +168,23 @@ def detach(base: nn.Module) -> None:
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinear]:
     """By path; those of the same layer together."""
     found: dict[str, Mixture | LoraLinear] = {}
-    mlps = 0
     for path, module in walk(base):
-        if shape := mlp_shape(module):
-            mlps += 1
-            if layout.experts:
-                found[path] = Mixture(module, shape, layout)
+        if layout.experts and (shape := mlp_shape(module)):
+            found[path] = Mixture(module, shape, layout)
         elif layout.attention_rank and layout.targets is None:
             for name in attention_linears(module):
                 linear = getattr(module, name)
                 linear = linear.base if isinstance(linear, StandIn) else linear
                 found[f"{path}.{name}"] = LoraLinear(linear, layout)
-    if not mlps:
+    if layout.experts and not any(isinstance(module, Mixture) for module in found.values()):
         raise CoterieError(
             f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "
-            "models can be a base."
+            "models can be a base for experts."
+        )
+    if layout.attention_rank and layout.targets is None and not found:
+        raise CoterieError(
+            f"{type(base).__name__} has no attention of a known kind; name the linear layers to "
+            "adapt in the method's setting targets."
         )
     if layout.attention_rank and layout.targets is not None:
         for path, linear in chosen_linears(base, layout.targets).items():

@@ -1,6 +1,7 @@
 """Where adapters stand in a base: its MLPs, and the linear layers of its attention.
 
-Supported are GPT-2's names and those of the Llama family (Llama, Mistral, Qwen, Gemma, ...).
+Supported are GPT-2's names and those of the Llama family (Llama, Mistral, Qwen, Gemma, ...); for
+attention alone also those of OPT, Bloom and GPT-NeoX.
 """
 
 import re
@@ -43,7 +44,12 @@ MLP_SHAPES = (
     MlpShape(up=("c_fc",), down="c_proj", act="act"),
     MlpShape(up=("gate_proj", "up_proj"), down="down_proj", act="act_fn"),
 )
-ATTENTION_LINEARS = (("c_attn", "c_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"))
+ATTENTION_LINEARS = (
+    ("c_attn", "c_proj"),
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("query_key_value", "dense"),
+)
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
