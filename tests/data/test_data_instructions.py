@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from public_text import public_text
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -26,7 +27,6 @@ from coterie.data import (
     client_texts,
     divided_texts,
     pooled,
-    public_tokens,
     sample_batch,
     tokenise,
 )
@@ -106,6 +106,27 @@ def test_choices_given_as_a_list_or_a_field() -> None:
     assert [item.choices for item in instructions(own, spec)] == [("y", "x"), ("1", "2")]
 
 
+def test_choices_made_by_a_template_stand_one_a_line() -> None:
+    spec = InstructionSpec(
+        template="{{ q }}",
+        answer="{{ options.text[options.label.index(key)] }}",
+        choices="{{ options.text | join('\n') }}",
+    )
+    two = {"label": ["1", "2"], "text": ["the moon", " a star"]}
+    three = {"label": ["A", "B", "C"], "text": ["x: y", "7", "x: y"]}
+    asked = [{"q": "?", "key": "2", "options": two}, {"q": "?", "key": "C", "options": three}]
+    found = instructions(records(*asked), spec)
+    assert [item.answer for item in found] == ["a star", "x: y"]
+    assert [item.choices for item in found] == [("the moon", "a star"), ("x: y", "7")]
+    with pytest.raises(CoterieError, match=r"^line 1 .* 'b' is none of the choices \(c, d\); mend"):
+        instructions(
+            records({"q": "?", "a": "b"}),
+            InstructionSpec(template="{{ q }}", answer="a", choices="{{ 'c\nd' }}"),
+        )
+    with pytest.raises(CoterieError, match=r"^line 1 of x\.jsonl has no field options"):
+        instructions(records({"q": "?", "key": "A", "output": "a"}), spec)
+
+
 @pytest.mark.parametrize(
     ("fields", "choices", "sentence"),
     [
@@ -175,7 +196,7 @@ def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizer
     with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):
         client_texts(spec, data, tmp_path, seed=0)
     with pytest.raises(CoterieError, match=f"^The public text: .*{wanted}"):
-        public_tokens(data, tmp_path, tokenizer)
+        public_text(data, tmp_path, tokenizer)
     divide = DivideSpec(source="notes.txt", by="label")
     with pytest.raises(CoterieError, match="plain text, which has no labels to divide by"):
         divided_texts(divide, data, tmp_path, 0)
@@ -419,6 +440,6 @@ def test_the_public_text_may_be_instructions(
 ) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
-    public = data_of(public_tokens(data, tmp_path, tokenizer))
-    assert [item.prompt for item in public.items] == [f"case {i}:" for i in range(4)]
-    assert {item.choices for item in public.items} == {("no", "yes")}
+    found = data_of(public_text(data, tmp_path, tokenizer))
+    assert [item.prompt for item in found.items] == [f"case {i}:" for i in range(4)]
+    assert {item.choices for item in found.items} == {("no", "yes")}

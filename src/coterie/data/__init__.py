@@ -13,7 +13,7 @@ from coterie.data.spec import (
 )
 from coterie.data.templates import inlined, render
 from coterie.data.texts import Texts, client_texts
-from coterie.data.tokens import ClientData, Split, Tokens, pooled, public_tokens, tokenise
+from coterie.data.tokens import ClientData, Split, Tokens, pooled, tokenise
 from coterie.data.windows import evaluation_windows, sample_batch, tokens_per_sample
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "evaluation_windows",
     "inlined",
     "pooled",
-    "public_tokens",
     "render",
     "sample_batch",
     "tokenise",

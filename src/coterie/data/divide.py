@@ -1,4 +1,4 @@
-"""Labelled texts or instructions divided among clients: by label, Dirichlet shares, or mixtures.
+"""Texts or instructions divided among clients: by label, Dirichlet shares, mixtures, or evenly.
 
 All chance lies in one shuffle of the records, the Dirichlet shares, and each client's split by
 fractions; a part "at random" is the first so many of the shuffled records.
@@ -30,10 +30,17 @@ DRAWS = 1000
 class Division(dict[str, Texts[Any]]):
     """Client name -> its texts."""
 
-    def __init__(self, texts: Mapping[str, Texts[Any]], labels: dict[str, dict[str, int]]) -> None:
+    def __init__(
+        self,
+        texts: Mapping[str, Texts[Any]],
+        labels: dict[str, dict[str, int]],
+        public: Texts[Any] | None = None,
+    ) -> None:
         super().__init__(texts)
         self.labels = labels
-        """Client name -> label -> how many records of its training text have it."""
+        """Client name -> label -> how many records of its training text have it; empty if even."""
+        self.public = public
+        """What everybody may see, where a part was kept for it: its records are `train`."""
 
 
 Pools = dict[str, list[int]]
@@ -41,12 +48,13 @@ Pools = dict[str, list[int]]
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
-    """Divide labelled texts, or instructions, among clients: client name -> its texts.
+    """Divide texts, or instructions, among clients: client name -> its texts.
 
-    By label or mixture there is a client for every label, named after it; by Dirichlet they are
-    client-1, client-2, ...; by given mixtures they have names of their own. No record is used
-    twice. Shares are of a text's characters, or of samples. Raises `CoterieError` if the data set
-    cannot be read or does not suffice.
+    By label or mixture there is a client for every label, named after it; by Dirichlet or evenly
+    they are client-1, client-2, ...; by given mixtures they have names of their own. No record is
+    used twice, but evenly all clients have the same validation and test. Shares are of a text's
+    characters, or of samples. Raises `CoterieError` if the data set cannot be read or does not
+    suffice.
     """
     if data.instructions is None:
         records = labelled_texts(spec, data, root)
@@ -54,6 +62,8 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         records = labelled_instructions(spec, data.instructions, root)
     order = torch.randperm(len(records), generator=generator(seed, "divide", "order"))
     records = [records[i] for i in order.tolist()]
+    if spec.by == "even":
+        return _evenly(spec, [item for _, item in records], data.fractions)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
@@ -82,6 +92,34 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         texts[name] = Texts(**{s: [records[n][1] for n in splits[s]] for s in SPLITS})
         labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
     return Division(texts, labels)
+
+
+def _evenly(spec: DivideSpec, items: Sequence[Any], fractions: Fractions) -> Division:
+    """Deal shuffled items in parts of one size: one per client and, if asked for, a public one.
+
+    Validation and test are fractions of all items, set aside first, and everybody's, as FedMKT
+    scores all models alike. Fewer items than there are parts are left over, unused.
+    """
+    names = _client_names(spec, [])
+    parts = len(names) + spec.public
+    held: dict[str, list[Any]] = {}
+    start = 0
+    for split, fraction in fractions:
+        count = int(fraction * len(items))
+        held[split] = list(items[start : start + count])
+        start += count
+    size = (len(items) - start) // parts
+    if not size or not all(held.values()):
+        raise CoterieError(
+            f"divide: {len(items)} records do not suffice for {parts} parts and, of"
+            " data.fractions, validation and test; give more records or lower divide.clients."
+        )
+    dealt = [
+        Texts(train=list(items[first : first + size]), **held)
+        for first in range(start, start + parts * size, size)
+    ]
+    public = dealt.pop() if spec.public else None
+    return Division(dict(zip(names, dealt, strict=True)), {}, public)
 
 
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:

@@ -1,7 +1,9 @@
 """Prompts and their answers as tokens; the loss counts the answers alone."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -87,10 +89,12 @@ def examples(
     `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
     text". Raises CoterieError if none is left.
     """
-    encoded = encoder.encode_batch(
-        [part for item in items for part in split(item)], add_special_tokens=False
+    prompts, texts = zip(*map(split, items), strict=True) if items else ((), ())
+    encoded = (
+        encoder.encode_batch(list(prompts), add_special_tokens=False),
+        continuing(encoder).encode_batch(list(texts), add_special_tokens=False),
     )
-    pairs = [(p.ids, a.ids) for p, a in zip(encoded[::2], encoded[1::2], strict=True)]
+    pairs = [(prompt.ids, answer.ids) for prompt, answer in zip(*encoded, strict=True)]
     fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
     kept = [number for number, fit in enumerate(fits) if fit][:limit]
     if not kept:
@@ -115,6 +119,36 @@ def examples(
         chosen,
         len(items) - sum(fits),
     )
+
+
+def continuing(encoder: Tokenizer) -> Tokenizer:
+    """An encoder of text that goes on from other text, such as an answer.
+
+    Some tokenizers, such as Llama-2's, put a space before every text: an answer of its own would
+    begin with two.
+    """
+    described = json.loads(encoder.to_str())
+    before = json.dumps(described)
+    described["normalizer"] = _without_space(described["normalizer"])
+    described["pre_tokenizer"] = _without_space(described["pre_tokenizer"])
+    after = json.dumps(described)
+    return encoder if after == before else Tokenizer.from_str(after)
+
+
+def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normaliser or pre-tokenizer, as tokenizer.json has it, that puts no space before a text."""
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            [key] = step.keys() - {"type"}
+            parts = (_without_space(part) for part in step[key])
+            return {**step, key: [part for part in parts if part is not None]}
+    return step
 
 
 def split(item: Instruction) -> tuple[str, str]:

@@ -70,8 +70,11 @@ def _text(record: Record, field: str, value: Any) -> str:
 
 
 def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[str, ...]:
-    """The choices given for all records, or by a field of this one."""
-    values = record[given] if isinstance(given, str) else given
+    """The choices given for all records, or by a field of this one, or by a template's lines."""
+    if isinstance(given, str) and is_text(given):
+        values = render(given, record.fields, record.where).splitlines()
+    else:
+        values = record[given] if isinstance(given, str) else given
     if not isinstance(values, list):
         raise CoterieError(
             f"{record.where}: field {given} holds {values!r:.60} rather than a list of answers;"

@@ -1,4 +1,4 @@
-"""Reading the labelled texts that are divided among clients: one data set, or one per label."""
+"""Reading what is divided among clients: one data set with labels or without, or one per label."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +15,11 @@ from coterie.errors import CoterieError
 def labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]]:
     """The label and the text of everything that is not blank, in the source's order.
 
-    Where each label has a source of its own, records are kept whole and .txt files cut into pieces
-    of `spec.piece` characters or more. Raises `CoterieError` if a source cannot be read or holds no
-    text.
+    Where each label has a source of its own, or needs none, records are kept whole and .txt files
+    cut into pieces of `spec.piece` characters or more. Raises `CoterieError` if a source cannot be
+    read or holds no text.
     """
-    if isinstance(spec.source, str):
+    if isinstance(spec.source, str) and spec.by != "even":
         labelled = [
             (_label(record, spec.label), text)
             for record in _records(spec.source, spec, root)
@@ -38,12 +38,12 @@ def labelled_instructions(
 ) -> list[tuple[str, Instruction]]:
     """The label, and prompt with answer, of every record.
 
-    Where each label has a source of its own, a .txt file's pieces are records of their text and
-    their label, and for the answers to choose from all pieces are of one source: so a template over
-    `text` can ask whose it is. Raises `CoterieError` as `instructions` does, or if a source cannot
-    be read.
+    Where each label has a source of its own, or needs none, a .txt file's pieces are records of
+    their text and their label, and for the answers to choose from all pieces are of one source: so
+    a template over `text` can ask whose it is. Raises `CoterieError` as `instructions` does, or if
+    a source cannot be read.
     """
-    if isinstance(spec.source, str):
+    if isinstance(spec.source, str) and spec.by != "even":
         records = _records(spec.source, spec, root)
         labels = [_label(record, spec.label) for record in records]
         return list(zip(labels, instructions(records, how), strict=True))
@@ -58,8 +58,9 @@ def labelled_instructions(
 
 
 def _sources(spec: DivideSpec) -> dict[str, SourceSpec]:
-    """Each label's source, sorted by label."""
-    assert not isinstance(spec.source, str), "one data set has its labels in its records"
+    """Each label's source, sorted by label; one data set without labels has the label ""."""
+    if isinstance(spec.source, str):
+        return {"": SourceSpec(source=spec.source, subset=spec.subset)}
     return {
         label: SourceSpec(source=source) if isinstance(source, str) else source
         for label, source in sorted(spec.source.items())

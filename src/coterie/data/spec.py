@@ -74,7 +74,8 @@ class InstructionSpec(_Spec):
     )
     choices: Annotated[list[Choice], Field(min_length=2)] | str | None = Field(
         default=None,
-        description="Answers to choose from, for accuracy: a list, or the field that holds it;"
+        description="Answers to choose from, for accuracy: a list, or the field that holds it, or"
+        " Jinja text that makes one a line;"
         " without it, the 2 to 20 answers of a source's records with the same `instruction`.",
     )
 
@@ -202,13 +203,15 @@ class DivideSpec(_Spec):
         default=None, description="Subset (configuration) of a hub data set."
     )
     split: str = Field(default="train", description="Split of a hub data set that is read.")
-    by: Literal["label", "dirichlet", "mixture", "mixtures"] = Field(
-        description="One label per client; Dirichlet shares; mostly one label per client; or the"
-        " mixtures given."
+    by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
+        description="One label per client; Dirichlet shares; mostly one label per client; the"
+        " mixtures given; or equal parts at random."
     )
-    label: str = Field(default="label", description="Field of a record that holds its label.")
+    label: str = Field(
+        default="label", description="Field of a record that holds its label (unused with even)."
+    )
     clients: int | None = Field(
-        default=None, ge=1, description="Number of clients (dirichlet only)."
+        default=None, ge=1, description="Number of clients (dirichlet and even only)."
     )
     alpha: float | None = Field(
         default=None,
@@ -240,7 +243,12 @@ class DivideSpec(_Spec):
     )
     held_out: Literal["own", "uniform"] = Field(
         default="own",
-        description="Validation and test: as the client's training text, or of all labels.",
+        description="Validation and test: as the client's training text, or of all labels (not with"
+        " even).",
+    )
+    public: bool = Field(
+        default=False,
+        description="One part more, as large as a client's, is what everybody may see (even only).",
     )
 
     @model_validator(mode="after")
@@ -250,6 +258,7 @@ class DivideSpec(_Spec):
             "dirichlet": ("clients", "alpha"),
             "mixture": ("share",),
             "mixtures": ("mixtures",),
+            "even": ("clients",),
         }[self.by]
         for option in ("clients", "alpha", "share", "mixtures"):
             given = getattr(self, option) is not None
@@ -257,8 +266,13 @@ class DivideSpec(_Spec):
                 raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
             if not given and option in needed:
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
-        if self.balanced and self.by != "dirichlet":
-            raise ValueError(f"dividing by {self.by} takes no balanced; leave it out")
+        for option, refused in (
+            ("balanced", self.balanced and self.by != "dirichlet"),
+            ("public", self.public and self.by != "even"),
+            ("held_out", self.held_out != "own" and self.by == "even"),
+        ):
+            if refused:
+                raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -62,38 +62,40 @@ def tokenise(
     a split of the client `name` holds fewer than window + 1 tokens, or no sample that fits the
     window, or if the tokenizer cannot be used.
     """
-    encoder, end = _encoder(tokenizer)
-    splits: dict[str, Split] = {}
+    splits = {}
     for split in SPLITS:
-        items, limit = getattr(texts, split), getattr(data.limits, split)
         owner = f"Client {name}: its {split} text"
-        if data.instructions is None:
-            splits[split] = _encode(items, encoder, end, limit)
-            remedy = "its data.limits or data.fractions"
-            _suffice(splits[split].ids, data.window, owner, remedy)
-        else:
-            first = context_token(tokenizer)
-            splits[split] = examples(items, encoder, first, end, data.window, limit, owner)
+        splits[split] = encoded(getattr(texts, split), tokenizer, data, split, owner)
     return ClientData(**splits)
 
 
-def public_tokens(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split | None:
-    """The text that everybody may see, whole, up to its limit; None where the run has none.
+def encoded(
+    items: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, split: str, owner: str
+) -> Split:
+    """Documents, or with `data.instructions` instructions, up to the limit of a split (or public).
 
-    Raises `CoterieError` as `tokenise` does, or if it cannot be read.
+    Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
-    if data.public is None:
-        return None
-    owner, limit = "The public text", data.limits.public
-    encoder, end = _encoder(tokenizer)
+    encoder, end = bare_encoder(tokenizer)
+    limit = getattr(data.limits, split)
     if data.instructions is not None:
-        items = instructions(field_records(root, data.public, owner), data.instructions)
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
-    documents = [d.text for d in read_documents(root, data.public, data.fields, owner)]
-    tokens = _encode(documents, encoder, end, limit)
-    _suffice(tokens.ids, data.window, owner, "data.limits.public")
+    tokens = _encode(items, encoder, end, limit)
+    public = split == "public"
+    remedy = "data.limits.public" if public else "its data.limits or data.fractions"
+    _suffice(tokens.ids, data.window, owner, remedy)
     return tokens
+
+
+def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
+    """All documents, or with `data.instructions` all instructions, of a file or folder.
+
+    Raises `CoterieError`, which begins with `owner`, if it cannot be read.
+    """
+    if data.instructions is not None:
+        return list(instructions(field_records(root, path, owner), data.instructions))
+    return [document.text for document in read_documents(root, path, data.fields, owner)]
 
 
 def _suffice(ids: Tensor, window: int, text: str, remedy: str) -> None:
@@ -104,9 +106,14 @@ def _suffice(ids: Tensor, window: int, text: str, remedy: str) -> None:
         )
 
 
-def pooled(datas: Sequence[ClientData]) -> ClientData:
-    """All clients' tokens as one client's, for centralised training; each split is concatenated."""
-    return ClientData(**{split: _pooled([getattr(d, split) for d in datas]) for split in SPLITS})
+def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:
+    """All clients' tokens as one client's, for centralised training; each split is concatenated.
+
+    `public` is trained on, too.
+    """
+    splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
+    splits["train"] += [] if public is None else [public]
+    return ClientData(**{split: _pooled(parts) for split, parts in splits.items()})
 
 
 def _pooled(parts: Sequence[Split]) -> Split:
@@ -118,7 +125,7 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
     return Tokens(torch.cat([part.ids for part in parts]), sum(part.bytes for part in parts))
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
+def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
     """The bare encoder behind a tokenizer, and its end-of-text id.
 
     The encoder is a copy with nothing after the model: no special tokens, no cutting or padding,

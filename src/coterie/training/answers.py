@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.base import Base
-from coterie.data.examples import Examples, Instruction, joined, split
+from coterie.data.examples import Examples, Instruction, continuing, joined, split
+from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.training.loss import token_losses
 from coterie.training.precision import autocast
@@ -34,6 +35,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
     tokens, which leaves something of any choice.
     """
+    encoder = continuing(bare_encoder(base.tokenizer)[0])
     encoded: dict[str, Tensor] = {}
     items: list[Instruction] = []
     owners, rows, answers = [], [], []
@@ -45,7 +47,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
             items.append(Instruction(item.prompt, choice))
             text = split(items[-1])[1]
             if text not in encoded:
-                ids = base.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                ids = encoder.encode(text, add_special_tokens=False).ids
                 encoded[text] = torch.tensor(ids, dtype=torch.int32)
             prompt, last = samples.ids[start:answer], samples.ids[end - 1 : end]
             owners.append(number)

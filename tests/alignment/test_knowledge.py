@@ -1,0 +1,292 @@
+"""Positions of samples' answers and their counterparts, against brute force over strings."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
+from coterie.alignment.sequence import dynamic
+from coterie.base import context_token, load_tokenizer
+from coterie.data import Examples, Instruction
+from coterie.data.examples import continuing, examples, split
+from coterie.data.tokens import bare_encoder
+from coterie.exchange import MessageError
+
+VOCABULARY = 50
+ITEMS = [
+    Instruction("Who purrs?\n", "the cat"),
+    Instruction("Who trumpets? ", "a very old elephant, and the cat"),
+    Instruction("And in other signs?", "naïve 😀😀 猫 e\u0301"),
+    Instruction("Nothing?\n", ""),
+    Instruction("Nothing, after a space?", ""),
+    Instruction("Who purrs? ", "the cat"),
+    Instruction("Who purrs?\n", "the dog"),
+]
+
+
+def llama_like() -> PreTrainedTokenizerBase:
+    """SentencePiece's way: a space put first, unknown characters spelt in bytes."""
+    raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
+    raw.train_from_iterator([item.answer for item in ITEMS[:2]] * 2, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
+
+
+TOKENIZERS: dict[str, PreTrainedTokenizerBase] = {
+    "gpt2": load_tokenizer("tiny-gpt2"),
+    "llama": llama_like(),
+}
+BOTH = [(a, b) for a in TOKENIZERS for b in TOKENIZERS]
+
+
+def encoded(name: str, items: list[Instruction]) -> Examples:
+    tokenizer = TOKENIZERS[name]
+    encoder, end = bare_encoder(tokenizer)
+    return examples(items, encoder, context_token(tokenizer), end, 80, None, "The public text")
+
+
+def positions(name: str, items: list[Instruction]) -> Positions:
+    return Positions.of(encoded(name, items), TOKENIZERS[name])
+
+
+def knowledge(of: Positions, k: int = 2) -> Knowledge:
+    """What somebody might predict there: numbers that tell positions apart."""
+    p = len(of.ends)
+    tokens = torch.arange(p * k, dtype=torch.int32).view(p, k) % VOCABULARY
+    logprobs = -torch.arange(1, p * k + 1).view(p, k).half() / (p * k) - 1
+    losses = torch.arange(1, len(of.samples) + 1).float()
+    lognorm = -torch.arange(p).float() / p
+    return Knowledge(of.samples, losses, of.starts, of.ends, tokens, logprobs, lognorm)
+
+
+@cache
+def read(name: str, item: Instruction) -> list[str]:
+    """The text that has been read at each position of an answer; "?" within a character, and
+    where the next token adds nothing to it."""
+    answer = split(item)[1]
+    encoder = continuing(bare_encoder(TOKENIZERS[name])[0])
+    encoding = encoder.encode(answer, add_special_tokens=False)
+    found = []
+    for n in range(len(encoding.ids) + 1):
+        upto = max((end for _, end in encoding.offsets[:n]), default=0)
+        whole = all(start >= upto for start, _ in encoding.offsets[n:])
+        found.append(answer[:upto] if whole else "?")
+    return found
+
+
+def texts(name: str, items: list[Instruction]) -> list[tuple[str, str, str]]:
+    """For each of all positions, the prompt, the answer and what has been read of it."""
+    return [(i.prompt, i.answer, text) for i in items for text in read(name, i)]
+
+
+def by_strings(student: list[tuple[str, str, str]], teacher: list[tuple[str, str, str]]) -> Any:
+    return [teacher.index(t) if t in teacher and t[2] != "?" else -1 for t in student]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_positions_line_up_with_what_is_predicted(name) -> None:
+    samples, found = encoded(name, ITEMS), positions(name, ITEMS)
+    assert found.answers == tuple(split(item)[1] for item in ITEMS)
+    assert len(found.ends) == samples.predicted == found.starts[-1]
+    assert (found.samples.dtype, found.starts.dtype, found.ends.dtype) == (
+        torch.int64, torch.int64, torch.int32,
+    )  # fmt: skip
+    words: Any = TOKENIZERS[name]
+    for n, item in enumerate(ITEMS):
+        batch = samples.batch(range(n, n + 1))
+        assert batch.counted is not None
+        targets = batch.ids[:, 1:][batch.counted].tolist()
+        first, last = found.starts[n : n + 2].tolist()
+        assert len(targets) == last - first
+        assert targets[-1] == words.eos_token_id
+        ends, answer = found.ends[first:last].tolist(), found.answers[n]
+        assert ends == [-1 if t == "?" else len(t) for t in read(name, item)]
+        assert ends[-1] == len(answer)
+        for place, end in enumerate(ends):  # independently: by what the tokens spell
+            if end >= 0:
+                rest = words.decode(targets[place:-1], clean_up_tokenization_spaces=False)
+                assert rest.strip() == answer[end:].strip()
+
+
+def test_each_sample_has_a_key_of_its_own() -> None:
+    keys = sample_keys(ITEMS)
+    assert (keys >= 0).all()
+    assert len(keys.unique()) == len(ITEMS)
+    assert torch.equal(sample_keys(ITEMS[::-1]).flip(0), keys)
+    assert len(sample_keys([Instruction("ab", "c"), Instruction("a", "bc")]).unique()) == 2
+    chosen = Instruction(ITEMS[0].prompt, ITEMS[0].answer, ("the cat", "a dog"))
+    assert sample_keys([chosen]) == keys[:1]
+    assert sample_keys([]).shape == (0,)
+
+
+CHANGES: dict[str, Callable[[list[Instruction]], list[Instruction]]] = {
+    "all": lambda items: items,
+    "another order": lambda items: [items[n] for n in (4, 2, 0, 6, 1, 3, 5)],
+    "some": lambda items: items[1:5:2],
+    "others too": lambda items: [Instruction("Else?", "the cat"), *items[2:4]],
+    "one": lambda items: items[1:2],
+}
+
+
+@pytest.mark.parametrize(("student", "teacher"), BOTH)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_counterpart_has_read_the_same_characters(student, teacher, change) -> None:
+    theirs = CHANGES[change](ITEMS)
+    mine = positions(student, ITEMS)
+    known = mine.known(knowledge(positions(teacher, theirs))).tolist()
+    assert known == [theirs.index(item) if item in theirs else -1 for item in ITEMS]
+    got = mine.by_offsets(knowledge(positions(teacher, theirs)))
+    assert got.tolist() == by_strings(texts(student, ITEMS), texts(teacher, theirs))
+    assert (got >= 0).any()
+
+
+@pytest.mark.parametrize(("student", "teacher"), BOTH)
+@pytest.mark.parametrize("change", ["all", "another order", "others too"])
+def test_warping_goes_over_the_text_between_positions(student, teacher, change) -> None:
+    theirs = CHANGES[change](ITEMS)
+    got = positions(student, ITEMS).by_warping(knowledge(positions(teacher, theirs)))
+    expected = []
+    there = texts(teacher, theirs)
+    for item in ITEMS:
+        mine = read(student, item)
+        if item not in theirs:
+            expected += [-1] * len(mine)
+            continue
+        here, other = ([t for t in read(n, item) if t != "?"] for n in (student, teacher))
+        pieces = [[b[len(a) :] for a, b in pairwise(t)] for t in (here, other)]
+        found = dynamic(*pieces)
+        for text in mine:
+            place = found[here.index(text)] if text != "?" else -1
+            expected.append(there.index((*item_key(item), other[place])) if place >= 0 else -1)
+    assert got.tolist() == expected
+
+
+def item_key(item: Instruction) -> tuple[str, str]:
+    return item.prompt, item.answer
+
+
+def test_a_sample_that_stands_twice_learns_twice() -> None:
+    twice = [ITEMS[1], ITEMS[0], ITEMS[1]]
+    mine = positions("gpt2", twice)
+    assert first_of_each(mine.samples).tolist() == [True, True, False]
+    whole = knowledge(mine).only(first_of_each(mine.samples))
+    got = mine.by_offsets(whole)
+    first, second = got[: mine.starts[1]], got[mine.starts[2] :]
+    assert torch.equal(first, second)
+    assert (first >= 0).all()
+
+
+@pytest.mark.parametrize("chosen", [[True] * 7, [False] * 7, [n % 3 == 1 for n in range(7)]])
+def test_only_some_samples(chosen) -> None:
+    whole = knowledge(positions("gpt2", ITEMS))
+    part = whole.only(torch.tensor(chosen))
+    numbers = [n for n in range(7) if chosen[n]]
+    assert torch.equal(part.samples, whole.samples[numbers])
+    assert torch.equal(part.losses, whole.losses[numbers])
+    assert part.starts[0] == 0
+    for n, number in enumerate(numbers):
+        a, b = part.starts[n : n + 2].tolist()
+        c, d = whole.starts[number : number + 2].tolist()
+        for name in ("ends", "tokens", "logprobs", "lognorm"):
+            assert torch.equal(getattr(part, name)[a:b], getattr(whole, name)[c:d])
+    assert Knowledge.received(part.tensors(), VOCABULARY).starts[-1] == len(part.ends)
+    if not numbers:
+        assert (positions("gpt2", ITEMS).by_offsets(part) == -1).all()
+        assert (positions("gpt2", ITEMS).by_warping(part) == -1).all()
+
+
+@pytest.mark.parametrize("chosen", [torch.tensor([5, 0, 2]), torch.tensor([False] * 6 + [True])])
+def test_positions_of_some_samples(chosen) -> None:
+    found = positions("gpt2", ITEMS)
+    numbers = torch.arange(7)[chosen].tolist()
+    spans = [range(*found.starts[n : n + 2].tolist()) for n in numbers]
+    assert found.of_samples(chosen).tolist() == [place for span in spans for place in span]
+    assert found.of_samples(torch.zeros(7, dtype=torch.bool)).tolist() == []
+
+
+def test_what_was_told_is_received() -> None:
+    whole = knowledge(positions("llama", ITEMS))
+    for got in (
+        Knowledge.of(whole.tensors()), Knowledge.received(whole.tensors(), VOCABULARY),
+    ):  # fmt: skip
+        for name, tensor in whole.tensors().items():
+            assert torch.equal(got.tensors()[name], tensor)
+    assert all(name.startswith("knowledge.") for name in whole.tensors())
+    lacking = replace(whole, tokens=torch.full_like(whole.tokens, -1))
+    Knowledge.received(lacking.tensors(), VOCABULARY)
+
+
+TOLD = knowledge(positions("gpt2", ITEMS)).tensors()
+
+
+def changed(name: str, place: int, value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"knowledge.{name}"] = tensors[f"knowledge.{name}"].clone()
+        tensors[f"knowledge.{name}"].view(-1)[place] = value
+
+    return change
+
+
+def reshaped(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"knowledge.{name}"] = how(tensors[f"knowledge.{name}"])
+
+    return change
+
+
+DAMAGE = {
+    "starts late": changed("starts", 0, 1),
+    "stops early": changed("starts", -1, 3),
+    "goes back": changed("starts", 2, 0),
+    "an empty sample": changed("starts", 1, 0),
+    "better than certain": changed("losses", 1, -0.1),
+    "before the text": changed("ends", 0, -2),
+    "a whole sample within a character": reshaped("ends", lambda t: torch.full_like(t, -1)),
+    "a token too many": changed("tokens", 3, VOCABULARY),
+    "a token too few": changed("tokens", 3, -2),
+    "more than all": changed("lognorm", 1, 0.5),
+    **{
+        f"{what} of {name}": reshaped(name, how)
+        for name in (key.removeprefix("knowledge.") for key in TOLD)
+        for what, how in {
+            "one dimension more": lambda t: t[None],
+            "one less": lambda t: t[0],
+            "the last": lambda t: t[-1:],
+            "all but the last": lambda t: t[:-1],
+            "nothing": lambda t: t[:0],
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused(damage) -> None:
+    tensors = dict(TOLD)
+    DAMAGE[damage](tensors)
+    with pytest.raises(MessageError):
+        Knowledge.received(tensors, VOCABULARY)
+
+
+def test_a_sample_twice_is_refused() -> None:
+    tensors = knowledge(positions("gpt2", [ITEMS[0], ITEMS[1], ITEMS[0]])).tensors()
+    with pytest.raises(MessageError, match="no model"):
+        Knowledge.received(tensors, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_missing_is_named(name) -> None:
+    with pytest.raises(MessageError, match=name):
+        Knowledge.received({n: t for n, t in TOLD.items() if n != name}, VOCABULARY)

@@ -1,0 +1,252 @@
+"""Positions of two tokenizers against the bytes that they have read, and warping by enumeration."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from coterie.alignment.sequence import WITHIN, dynamic, ends, keyed, matched
+from coterie.alignment.vocabulary import byte_level, byte_piece
+
+CORPUS = [
+    "The cat sat on the mat, and the other cat sat there, too.",
+    "What is the capital of France? It is Paris.",
+    "naïve café au lait",
+    "שלום עולם, שלום",
+    "猫は好き",
+]
+SENTENCES = [
+    *CORPUS,
+    "",
+    " ",
+    " It is Paris.",
+    "  the   cat  ",
+    "so 😀😀 it is 👩‍👩‍👧 here",
+    "😀",
+    "e\u0301te\u0301 n\u0303",
+    "של\u05b8ום the cat",
+    "中文 and the 猫😀は",
+    "a\tb\n\nthe",
+]
+WORDS = st.lists(st.sampled_from([*"aetcé猫ש😀 ", "\u0301", "the ", " cat"]), max_size=12)
+TEXTS = st.one_of(st.text(max_size=12), WORDS.map("".join))
+
+
+def byte_level_bpe() -> Tokenizer:
+    """As GPT-2's: an emoji is several tokens."""
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    found.train_from_iterator(CORPUS, trainer)
+    return found
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama's: a space is put before the text, and what is unknown is spelt in bytes."""
+    found = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    found.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    special = ["<unk>", *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    found.train_from_iterator(CORPUS, trainer)
+    return found
+
+
+def wordpiece() -> Tokenizer:
+    """As BERT's: spaces, capitals and accents are lost."""
+    found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    found.normalizer = normalizers.BertNormalizer()
+    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=90, special_tokens=["[UNK]"], show_progress=False
+    )
+    found.train_from_iterator(CORPUS, trainer)
+    return found
+
+
+TOKENIZERS = {"bytes": byte_level_bpe(), "pieces": sentencepiece(), "words": wordpiece()}
+
+
+def read(name: str, text: str) -> list[int]:
+    """Characters read at each position, by decoding what has been read; WITHIN if it cannot be.
+
+    The space that SentencePiece puts first counts as a part of the first character.
+    """
+    encoding = TOKENIZERS[name].encode(text)
+    if name == "words":
+        return covered(encoding.offsets)
+    parts = [
+        byte_level(t) if name == "bytes" else byte_piece(t) or t.replace("▁", " ").encode()
+        for t in encoding.tokens
+    ]
+    dummy = int(name == "pieces")
+    found = [0]
+    for n in range(1, len(parts) + 1):
+        try:
+            count = len(b"".join(parts[:n]).decode()) - dummy
+        except UnicodeDecodeError:
+            count = WITHIN
+        found.append(count or WITHIN)
+    return found
+
+
+def covered(offsets: list[tuple[int, int]]) -> list[int]:
+    """The same by offsets: no later token begins before what has been read, or adds nothing."""
+    found = []
+    for n in range(len(offsets) + 1):
+        upto = max((end for _, end in offsets[:n]), default=0)
+        whole = all(start >= upto and end > upto for start, end in offsets[n:])
+        found.append(upto if whole else WITHIN)
+    return found
+
+
+def pairs(student: list[int], teacher: list[int]) -> list[int]:
+    """For each position, by trying all, that of the teacher at which the same has been read."""
+    return [
+        next((j for j, there in enumerate(teacher) if here == there != WITHIN), -1)
+        for here in student
+    ]
+
+
+def compare(text: str) -> None:
+    found = {name: ends(t.encode(text).offsets) for name, t in TOKENIZERS.items()}
+    for name, positions in found.items():
+        assert positions == read(name, text), name
+        whole = [end for end in positions if end != WITHIN]
+        assert whole == sorted(set(whole))
+        assert whole[0] == 0
+        assert positions[-1] != WITHIN
+        # A tokenizer is its own best teacher.
+        own = [n if end != WITHIN else -1 for n, end in enumerate(positions)]
+        assert matched(torch.tensor(positions), torch.tensor(positions)).tolist() == own
+    for student in TOKENIZERS:
+        for teacher in TOKENIZERS:
+            got = matched(torch.tensor(found[student]), torch.tensor(found[teacher])).tolist()
+            assert got == pairs(read(student, text), read(teacher, text)), (student, teacher)
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_positions_match_where_the_same_has_been_read(text) -> None:
+    compare(text)
+
+
+@given(TEXTS)
+@settings(max_examples=150, deadline=None)
+def test_positions_of_any_text_match_where_the_same_has_been_read(text) -> None:
+    compare(text)
+
+
+def test_within_an_emoji_nothing_matches() -> None:
+    """Four bytes of an emoji: three positions between them."""
+    assert ends([(0, 1), *[(1, 2)] * 4, (2, 3)]) == [0, 1, WITHIN, WITHIN, WITHIN, 2, 3]
+
+
+def test_of_positions_at_the_same_end_the_last_counts() -> None:
+    assert ends([(0, 0), (0, 2), (2, 2), (2, 3)]) == [WITHIN, 0, WITHIN, 2, 3]
+    assert ends([]) == [0]
+
+
+def test_a_token_that_ends_within_a_character() -> None:
+    """A letter with the first half of an emoji, its second half, and one that spans two."""
+    assert ends([(0, 2), (1, 2), (2, 4), (3, 5)]) == [0, WITHIN, 2, WITHIN, 5]
+
+
+def test_nothing_matches_a_teacher_without_positions() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert matched(torch.tensor([0, 3, -1]), nothing).tolist() == [-1, -1, -1]
+    assert matched(nothing, torch.tensor([0, 3])).tolist() == []
+
+
+NUMBERS = st.lists(st.integers(-1, 9), max_size=8)
+
+
+@given(NUMBERS, st.lists(st.integers(0, 9), max_size=8, unique=True), st.integers(0, 3))
+@settings(max_examples=150, deadline=None)
+def test_numbers_in_any_order_are_matched(student, teacher, nothing) -> None:
+    teacher = [*teacher, *[-1] * nothing]
+    got = matched(
+        torch.tensor(student, dtype=torch.int64), torch.tensor(teacher, dtype=torch.int64)
+    )
+    assert got.tolist() == pairs(student, teacher)
+
+
+LISTS = st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@given(LISTS, st.data())
+@settings(max_examples=150, deadline=None)
+def test_keys_keep_texts_apart(texts, data) -> None:
+    """Equal numbers are those of equal ends of a text with one key."""
+    known = st.sampled_from([-1, 0, 1, 5, 2**31 - 1])
+    keys = data.draw(st.lists(known, min_size=len(texts), max_size=len(texts)))
+    starts = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    flat = torch.tensor([end for text in texts for end in text], dtype=torch.int32)
+    got = keyed(flat, starts, torch.tensor(keys)).tolist()
+    named = [(key, end) for key, text in zip(keys, texts, strict=True) for end in text]
+    for a, (key, end) in zip(got, named, strict=True):
+        assert (a == -1) == (key < 0 or end < 0)
+        for b, other in zip(got, named, strict=True):
+            assert (a == b) == (((key, end) == other) if a >= 0 else b < 0)
+
+
+@cache
+def edits(a: str, b: str) -> int:
+    """Levenshtein's distance by its definition."""
+    if not a or not b:
+        return len(a) + len(b)
+    changed = edits(a[1:], b[1:]) + (a[0] != b[0])
+    return min(edits(a[1:], b) + 1, edits(a, b[1:]) + 1, changed)
+
+
+def warpings(i: int, j: int) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """All monotone ways from the pair (i, j) back to (1, 1): the steps taken, and the pairs."""
+    if i == j == 1:
+        yield (), [(1, 1)]
+    for number, (a, b) in enumerate([(i - 1, j - 1), (i - 1, j), (i, j - 1)]):
+        if a and b:
+            for steps, rest in warpings(a, b):
+                yield (number, *steps), [(i, j), *rest]
+
+
+def enumerated(student: list[str], teacher: list[str]) -> list[int]:
+    """Of all warpings the cheapest; of those, the one that takes the diagonal first, then steps
+    of the student."""
+    cost = {}
+    for steps, cells in warpings(len(student), len(teacher)):
+        cost[sum(edits(student[i - 1], teacher[j - 1]) for i, j in cells), steps] = cells
+    _, cells = min(cost.items())
+    partners = [[j for i, j in cells if i == n] for n in range(1, len(student) + 1)]
+    return [0, *(found[0] if len(found) == 1 else -1 for found in partners)]
+
+
+PIECES = st.lists(st.sampled_from(["a", "b", "ab", "abc", "", "é"]), min_size=1, max_size=5)
+
+
+@given(PIECES, PIECES)
+@settings(max_examples=150, deadline=None)
+def test_the_warping_is_the_cheapest_of_all(student, teacher) -> None:
+    assert dynamic(student, teacher) == enumerated(student, teacher)
+
+
+@given(st.lists(st.text("ab", max_size=2), max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_equal_sequences_are_matched_one_to_one(tokens) -> None:
+    assert dynamic(tokens, tokens) == list(range(len(tokens) + 1))
+
+
+def test_warping_by_hand() -> None:
+    """A word that the teacher spells with two tokens is told by neither of them."""
+    assert dynamic([" dog", " utilize"], [" dog", " util", "ize"]) == [0, 1, -1]
+    assert dynamic([" dog", " util", "ize"], [" dog", " utilize"]) == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("student", "expected"), [([], [0]), (["a", "b"], [0, -1, -1])])
+def test_warping_onto_nothing(student, expected) -> None:
+    assert dynamic(student, []) == expected
+    assert dynamic([], student) == [0]

@@ -1,0 +1,175 @@
+"""Predictions in another vocabulary, against dictionaries filled one token after another."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coterie.alignment.transfer import Shares, first, mixed, translated
+
+TEACHER, STUDENT = 9, 5
+NONE = -math.inf
+MAPS = st.lists(st.integers(-1, STUDENT - 1), min_size=TEACHER, max_size=TEACHER)
+TEMPERATURES = st.sampled_from([0.5, 1.0, 2.0])
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities of a few positions, the likeliest first, -1 for none."""
+    k = draw(st.integers(1, 6))
+    tokens, logprobs = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        ids = st.lists(st.integers(0, TEACHER - 1), max_size=k, unique=True)
+        row = draw(ids)
+        if row and draw(st.booleans()):
+            row[draw(st.integers(0, len(row) - 1))] = -1  # as a server's map leaves it
+        raw = [draw(st.floats(-6, 0)) for _ in row]
+        total = math.log(sum(map(math.exp, raw))) if raw else 0
+        raw = [value - max(0, total) for value in sorted(raw, reverse=True)]
+        tokens.append([*row, *[-1] * (k - len(row))])
+        logprobs.append([*raw, *[NONE] * (k - len(row))])
+    return torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs)
+
+
+def naive(
+    tokens: list[int], logprobs: list[float], ids: list[int], temperature: float
+) -> tuple[dict[int, float], float]:
+    """The student's tokens with their shares, and the probability of what is kept."""
+    kept: dict[int, float] = {}
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        if token >= 0 and ids[token] >= 0 and ids[token] not in kept:
+            kept[ids[token]] = logprob
+    total = sum(math.exp(logprob / temperature) for logprob in kept.values())
+    shares = {token: math.exp(value / temperature) / total for token, value in kept.items()}
+    return shares, sum(map(math.exp, kept.values()))
+
+
+def as_dict(shares: Shares, row: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for token, share in zip(shares.tokens[row].tolist(), shares.shares[row].tolist(), strict=True):
+        if share:
+            assert token not in found
+            found[token] = share
+    return found
+
+
+@given(rows(), MAPS, TEMPERATURES)
+@settings(max_examples=200, deadline=None)
+def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> None:
+    tokens, logprobs = given_rows
+    lognorm = logprobs.logsumexp(-1)
+    map_ids = torch.tensor(ids, dtype=torch.int32)
+    got = translated(tokens, logprobs, lognorm, map_ids, temperature)
+    assert (got.tokens.dtype, got.shares.dtype, got.mass.dtype) == (
+        torch.int64, torch.float32, torch.float32,
+    )  # fmt: skip
+    assert got.tokens.shape == got.shares.shape == tokens.shape
+    assert ((got.tokens >= 0) & (got.tokens < STUDENT)).all()
+    for row in range(len(tokens)):
+        shares, mass = naive(tokens[row].tolist(), logprobs[row].tolist(), ids, temperature)
+        assert as_dict(got, row) == pytest.approx(shares, abs=1e-5)
+        assert got.mass[row].item() == pytest.approx(mass, abs=1e-5)
+        total = got.shares[row].sum().item()
+        assert total == pytest.approx(1) if shares else total == 0
+
+
+@given(rows())
+@settings(max_examples=50, deadline=None)
+def test_the_identity_changes_nothing(given_rows) -> None:
+    tokens, logprobs = given_rows
+    lognorm = logprobs.logsumexp(-1)
+    mapped = translated(tokens, logprobs, lognorm, torch.arange(TEACHER, dtype=torch.int32))
+    plain = translated(tokens, logprobs, lognorm)
+    for name in ("tokens", "shares", "mass"):
+        assert torch.equal(getattr(mapped, name), getattr(plain, name))
+    assert torch.equal(plain.tokens, tokens.long().clamp(min=0))
+
+
+def test_the_likelier_of_two_that_become_one_is_kept() -> None:
+    """Tokens 4 and 7 both become 1; token 2 becomes nothing."""
+    ids = torch.tensor([-1, -1, -1, 0, 1, -1, -1, 1, -1], dtype=torch.int32)
+    probabilities = torch.tensor([[0.4, 0.3, 0.2, 0.05]])
+    tokens = torch.tensor([[4, 2, 7, 3]], dtype=torch.int32)
+    got = translated(tokens, probabilities.log(), torch.tensor([0.95]).log(), ids)
+    assert as_dict(got, 0) == pytest.approx({1: 0.4 / 0.45, 0: 0.05 / 0.45})
+    assert got.mass.item() == pytest.approx(0.45)
+
+
+def test_a_position_of_which_nothing_is_left_says_nothing() -> None:
+    tokens = torch.tensor([[3, 4], [-1, -1], [-1, -1]], dtype=torch.int32)
+    logprobs = torch.tensor([[-0.5, -2.0], [-0.5, -2.0], [NONE, NONE]])
+    got = translated(tokens, logprobs, torch.zeros(3), torch.full((TEACHER,), -1))
+    assert not got.shares.any()
+    assert not got.mass.any()
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=4, max_size=4), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_first_of_equal_tokens_in_a_row(tokens) -> None:
+    expected = [[row.index(token) == n for n, token in enumerate(row)] for row in tokens]
+    assert first(torch.tensor(tokens)).tolist() == expected
+
+
+def some(seed: int, p: int, k: int) -> Shares:
+    chance = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(STUDENT, (p, k), generator=chance)
+    shares = torch.rand(p, k, generator=chance).softmax(-1)
+    return Shares(tokens, shares, torch.rand(p, generator=chance))
+
+
+def dense(shares: Shares) -> Tensor:
+    """(p, vocabulary), by adding up."""
+    found = torch.zeros(len(shares.mass), STUDENT)
+    for row, (tokens, values) in enumerate(zip(shares.tokens, shares.shares, strict=True)):
+        for token, value in zip(tokens.tolist(), values.tolist(), strict=True):
+            found[row, token] += value
+    return found
+
+
+def test_of_labels_all_is_on_one_token() -> None:
+    labels = torch.tensor([3, 0, 4], dtype=torch.int32)
+    got = Shares.of(labels, 3)
+    assert got.tokens.shape == got.shares.shape == (3, 3)
+    assert torch.equal(dense(got), torch.eye(STUDENT)[labels.long()])
+    assert not got.mass.any()
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [torch.tensor([2, 0]), torch.tensor([False, True, True, False]), torch.zeros(0).long()],
+)
+def test_some_positions_are_taken_and_replaced(positions) -> None:
+    shares, others = some(0, 4, 3), some(1, 4, 3)
+    part = others[positions]
+    numbers = torch.arange(4)[positions].tolist()
+    assert torch.equal(dense(part), dense(others)[positions])
+    assert torch.equal(part.mass, others.mass[positions])
+    before, mass = dense(shares), shares.mass.clone()
+    shares[positions] = part
+    for row in range(4):
+        replaced = row in numbers
+        assert torch.equal(dense(shares)[row], (dense(others) if replaced else before)[row])
+        assert shares.mass[row] == (others.mass if replaced else mass)[row]
+
+
+def test_what_is_unknown_is_what_others_say() -> None:
+    shares, others = some(0, 4, 3), some(1, 4, 3)
+    shares.shares[[1, 3]] = 0
+    got = shares.or_else(others)
+    for row, source in enumerate([shares, others, shares, others]):
+        assert torch.equal(dense(got)[row], dense(source)[row])
+        assert got.mass[row] == source.mass[row]
+
+
+@pytest.mark.parametrize("weight", [torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.tensor(0.3)])
+def test_a_mean_weighs_both(weight) -> None:
+    a, b = some(0, 4, 3), some(1, 4, 2)
+    got = mixed(a, b, weight)
+    assert got.tokens.shape == got.shares.shape == (4, 5)
+    w = weight if weight.dim() else weight.repeat(4)
+    torch.testing.assert_close(dense(got), w[:, None] * dense(a) + (1 - w[:, None]) * dense(b))
+    torch.testing.assert_close(got.mass, w * a.mass + (1 - w) * b.mass)
+    torch.testing.assert_close(got.shares.sum(-1), torch.ones(4))

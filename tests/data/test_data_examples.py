@@ -1,0 +1,52 @@
+"""An answer is encoded as what goes on after its prompt."""
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+
+from coterie.base import load_tokenizer
+from coterie.data.examples import continuing
+from coterie.data.tokens import bare_encoder
+
+SPACE = "\u2581"
+PREFIXED = {
+    "a normaliser": (
+        normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]),
+        None,
+    ),
+    "one normaliser": (normalizers.Prepend(" "), None),
+    "words' pieces": (None, pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")),
+    "bytes": (
+        None,
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+        ),
+    ),
+}
+
+
+def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """A tokenizer of single characters."""
+    alphabet = sorted({*"Isityesno?", " ", SPACE, *pre_tokenizers.ByteLevel.alphabet()})
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre is not None:
+        made.pre_tokenizer = pre
+    return made
+
+
+@pytest.mark.parametrize("kind", PREFIXED.values(), ids=PREFIXED)
+@pytest.mark.parametrize("answer", [" yes", "no", " so it is", ""])
+def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None:
+    encoder = characters(*kind)
+    assert encoder.encode("Is").tokens != continuing(encoder).encode("Is").tokens
+    after = continuing(encoder).encode(answer)
+    whole = encoder.encode(f"Is it?{answer}").tokens
+    assert encoder.encode("Is it?").tokens + after.tokens == whole
+    ends = [end for _, end in after.offsets]
+    assert ends == list(range(1, len(answer) + 1))
+
+
+def test_an_encoder_that_adds_nothing_stays_as_it_is() -> None:
+    encoder, _ = bare_encoder(load_tokenizer("tiny-gpt2"))
+    assert continuing(encoder) is encoder

@@ -1,0 +1,15 @@
+"""The public text as a run reads it."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from coterie.data import DataSpec
+from coterie.data.tokens import Split, encoded, whole_text
+
+
+def public_text(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
+    owner = "The public text"
+    assert data.public is not None
+    items = whole_text(data.public, data, root, owner)
+    return encoded(items, tokenizer, data, "public", owner)
