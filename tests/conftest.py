@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import coterie
 from coterie.base import EMBEDDED, load_tokenizer
@@ -64,6 +72,28 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def other(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with a tokenizer of 400 tokens, unlike that of the other tests' bases."""
+    path = tmp_path_factory.mktemp("other") / "small-llama"
+    encoder = Encoder(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    encoder.train([str(texts / "poet.txt")], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=encoder, bos_token="<end>", eos_token="<end>"
+    ).save_pretrained(path)
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": 400, "hidden_size": 24, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with questions of different lengths and their answers, for each of three writers."""
     folder = tmp_path_factory.mktemp("questions")
@@ -107,5 +137,32 @@ def config(values: Callable[..., dict[str, Any]]) -> Callable[..., coterie.RunCo
 
     def make(**changes: Any) -> coterie.RunConfig:
         return parse(values(**changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def teachers(
+    config: Callable[..., coterie.RunConfig], questions: Path, other: str
+) -> Callable[..., coterie.RunConfig]:
+    """A run in which a server and clients with other tokens have a public set of questions."""
+
+    def make(**changes: Any) -> coterie.RunConfig:
+        method = {"attention_rank": 2, "top": 7} | changes.pop("method", {"name": "fedmkt"})
+        run: dict[str, Any] = {
+            "method": method,
+            "rounds": 2,
+            "server": {"base": other, "test": "whaler.jsonl"},
+            "bases": {} if method["name"] == "fedmkt-fedavg" else {"poet": other},
+            "data_root": str(questions),
+            "data": {
+                "window": 48,
+                "instructions": {"template": "{{ instruction }}?"},
+                "limits": {"train": 12, "validation": 4, "test": 4, "public": 10},
+                "public": "whaler.jsonl",
+            },
+            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in ("diarist", "poet")],
+        }
+        return config(**run | changes)
 
     return make

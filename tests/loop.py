@@ -12,6 +12,7 @@ from coterie.config import RunConfig
 from coterie.engines.server import ServerRun, ServerWatch
 from coterie.engines.worker import Own, Worker
 from coterie.exchange.envelope import Order, unseal
+from coterie.federation import served
 from coterie.runs import RunFolder
 
 RUN = "0123456789abcdef"
@@ -94,7 +95,7 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
         description = {"run": RUN, "clients": names, "config": run.as_dict(), "threads": 1}
         folder = RunFolder.create(out, description)
     skeleton = load_skeleton(run.base, run.root)
-    return ServerRun(run, skeleton, folder, loop, watch or ServerWatch())
+    return ServerRun(run, skeleton, folder, loop, watch or ServerWatch(), served(run))
 
 
 def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:

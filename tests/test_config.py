@@ -191,3 +191,26 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
     assert load_config(Path("who-wrote-this")).method.name == "comigs-1g1s"  # one's own comes first
     with pytest.raises(CoterieError, match="There is no run file"):
         load_config(Path("elsewhere/who-wrote-this"))
+
+
+def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, values) -> None:
+    rates = {"poet": 4e-3, "server": 1e-3}
+    training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "rates": rates}
+    run = config(bases={"poet": "small"}, training=training, server={"base": "large"})
+    assert parse(run.as_dict()) == run
+    assert [run.base_of(n) for n in ("poet", "whaler", "server")] == ["small", run.base, "large"]
+    for name, rate in {"poet": 4e-3, "whaler": 2e-3, "server": 1e-3}.items():
+        training = run.training_of(name)
+        assert (training.learning_rate, training.rates) == (rate, {})
+        assert training.final_learning_rate == pytest.approx(rate / 10)
+    pooled = run.model_copy(update={"pooled": True})
+    assert (pooled.base_of("poet"), pooled.training_of("poet").learning_rate) == ("large", 1e-3)
+    alone = pooled.model_copy(update={"server": None})
+    assert alone.base_of("poet") == run.base
+    assert config(server={}).base_of("server") == run.base
+    with pytest.raises(CoterieError, match=r"training\.rates\.poet should be greater than 0"):
+        parse(values(training={"rates": {"poet": 0}}))
+    with pytest.raises(
+        CoterieError, match=r"Unknown key 'server\.tset'. Did you mean 'server\.test'"
+    ):
+        parse(values(server={"tset": "x"}))

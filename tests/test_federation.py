@@ -12,7 +12,7 @@ import coterie
 from coterie.api import Session
 from coterie.base import load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data import Examples, public_tokens
+from coterie.data import Examples
 from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.methods import Setting
 from coterie.methods.pretrained import Pretrained
@@ -30,8 +30,7 @@ def with_public(run: RunConfig, name: str) -> RunConfig:
 
 def test_every_client_is_given_the_one_public_text(config: Config) -> None:
     run = with_public(config(), "whaler.txt")
-    wanted = public_tokens(run.data, run.root, load_tokenizer("tiny-gpt2"))
-    assert wanted is not None
+    wanted = public_text(run.data, run.root, load_tokenizer("tiny-gpt2"))
     base = load_base(run.base, "fp32", run.data.window, run.root)
     everyone = participants(run)
     first = everyone["diarist"].public

@@ -1,7 +1,7 @@
 """What the library offers: run, resume, compare, load."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -9,14 +9,23 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedModel
 
-from coterie.base import Base, Tokenizer, load_base, load_tokenizer
-from coterie.config import RunConfig, load_config, parse
-from coterie.data import ClientData, Tokens
+from coterie.base import Base, Bases, Tokenizer, load_base, load_skeleton, load_tokenizer
+from coterie.config import SERVER, RunConfig, load_config, parse
+from coterie.data import ClientData
 from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE, Participant, client_context, federation
+from coterie.federation import (
+    EVERYONE,
+    NOTHING,
+    Federation,
+    Participant,
+    check,
+    client_context,
+    gathered,
+    server_context,
+)
 from coterie.files import write_json, write_text
-from coterie.methods import Method, Setting, available
+from coterie.methods import Method, available
 from coterie.report import Comparison, Table, run_table
 from coterie.runs import RunFolder, Watch, describe
 
@@ -41,7 +50,7 @@ class Run:
         return run_table(self.results, scored.split, scored.figure)
 
     def model(self, client: str) -> PreTrainedModel:
-        """A client's model; see `load`."""
+        """A client's model, or the server's; see `load`."""
         return _load(RunFolder(self.path), self.config, client)
 
 
@@ -128,8 +137,9 @@ def compare(
 def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
     """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
 
-    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path)`. `method` is needed for a
-    run whose method is not registered. A pooled run has one model, whatever the client.
+    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path, client)`. "server" is the
+    server with a model of its own. `method` is needed for a run whose method is not registered. A
+    pooled run has one model, whatever the client.
     """
     folder = RunFolder(Path(path))
     return _load(folder, _recorded(folder, method), client)
@@ -137,24 +147,44 @@ def load(path: str | Path, client: str, *, method: Method | None = None) -> PreT
 
 def _load(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedModel:
     name = EVERYONE if config.pooled else client
+    if name == SERVER and config.server is not None:
+        return _load_server(folder, config)
     known = sorted(folder.description["clients"])
     if name not in known:
         raise CoterieError(
             f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
         )
     state = folder.load(f"client-{name}")
-    base = load_base(config.base, "fp32", config.data.window, config.root)
-    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
-    participant = Participant(name, ClientData(nothing, nothing, nothing), {})
-    side = config.method.client(client_context(config, base, participant, lambda *_: None))
+    empty = _empty(config, name)
+    assert empty.base is not None
+    side = config.method.client(client_context(config, empty.base, empty, lambda *_: None))
     side.restore(state)
     return side.model()
 
 
-def tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a run's base."""
-    config = RunFolder(Path(path)).description["config"]
-    return load_tokenizer(config["base"], Path(config["data_root"]))
+def _load_server(folder: RunFolder, config: RunConfig) -> PreTrainedModel:
+    state = folder.load("server")
+    skeleton = load_skeleton(config.base, config.root)
+    names, own = folder.description["clients"], _empty(config, SERVER)
+    side = config.method.server(server_context(config, skeleton, names, own, lambda *_: None))
+    side.restore(state)
+    model = side.model()
+    if model is None:
+        raise CoterieError(f"By {config.label} the server gets no model of its own to load.")
+    return model
+
+
+def _empty(config: RunConfig, name: str) -> Participant:
+    """A client, or the server, with its base and without a text."""
+    base = load_base(config.base_of(name), "fp32", config.data.window, config.root)
+    return Participant(name, ClientData(NOTHING, NOTHING, NOTHING), {}, base=base)
+
+
+def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
+    """The tokenizer of a run's base; of a client's (or the server's), where that may be another."""
+    values = RunFolder(Path(path)).description["config"]
+    config = parse({**values, "method": "local"})  # its own need not be registered
+    return load_tokenizer(config.base_of(client or EVERYONE), config.root)
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
@@ -173,31 +203,54 @@ class Session:
         self.rounds = _rounds(engine, config.method)
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
-        self._federations: dict[tuple[int, bool], list[Participant]] = {}
+        self._federations: dict[tuple[int, bool], Federation] = {}
 
     @cached_property
-    def base(self) -> Base:
-        """The one copy of the base."""
+    def bases(self) -> Bases:
+        """The one copy of each base."""
         config = self.config
-        return load_base(config.base, config.training.precision, config.data.window, config.root)
+        return Bases(config.training.precision, config.data.window, config.root)
+
+    @property
+    def base(self) -> Base:
+        """The run's base."""
+        return self.bases[self.config.base]
 
     def participants(self, config: RunConfig) -> list[Participant]:
-        """The federation of a run with this session's data."""
+        """The clients of a run with this session's data."""
+        return self.federation(config).clients
+
+    def federation(self, config: RunConfig) -> Federation:
+        """Everybody who takes part in a run with this session's data, with their bases."""
         key = (config.seed, config.pooled)
         if key not in self._federations:
-            self._federations[key] = federation(config, self.base.tokenizer)
+            found = gathered(config, self.base.tokenizer)
+            clients = [self._with_base(config, client) for client in found.clients]
+            server = None if found.server is None else self._with_base(config, found.server)
+            self._federations[key] = Federation(clients, server)
         return self._federations[key]
+
+    def _with_base(self, config: RunConfig, one: Participant) -> Participant:
+        return replace(one, base=self.bases[config.base_of(one.name)])
 
     def check(self, *configs: RunConfig) -> None:
         """Raise CoterieError if a method cannot run with the clients there are."""
         for config in configs:
-            names = tuple(p.name for p in self.participants(config))
-            config.method.check(Setting(names, public=config.data.public is not None))
+            clients = self.participants(config)
+            public = clients[0].public is not None
+            check(config, tuple(client.name for client in clients), public)
+
+    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds:
+        """A run with this session's data, ready for its rounds."""
+        who = self.federation(config)
+        return self.rounds(config, self.base, who.clients, folder, watch, who.server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
         clients = {p.name: p.described() for p in participants}
-        return describe(config.as_dict(), clients, engine=self.engine)
+        own = self.federation(config).server
+        server = {} if own is None else {SERVER: own.described()}
+        return describe(config.as_dict(), clients, engine=self.engine, **server)
 
     def cell(
         self,
@@ -221,7 +274,7 @@ class Session:
         same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
         folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
         if folder.is_run:
-            if not _changed(folder, self.participants(config)):
+            if not _changed(folder, self.federation(config)):
                 if folder.result is not None:
                     report(f"{config.name}: already there")
                 return folder
@@ -232,13 +285,13 @@ class Session:
         """Bring one run to its result, unless it has one."""
         if folder.result is not None:
             return
-        participants = self.participants(config)
-        for name in _changed(folder, participants):
+        for name in _changed(folder, self.federation(config)):
+            whose = "the server" if name == SERVER else f"client {name!r}"
             raise CoterieError(
-                f"The text of client {name!r} is not what it was when the run in "
+                f"The text of {whose} is not what it was when the run in "
                 f"{folder.path} began; start a new run."
             )
-        self.rounds(config, self.base, participants, folder, watch()).run()
+        self.start(config, folder, watch()).run()
 
 
 def _rounds(engine: Engine, method: Method) -> type[Rounds]:
@@ -267,10 +320,12 @@ def _rounds(engine: Engine, method: Method) -> type[Rounds]:
     return SimulatedRun
 
 
-def _changed(folder: RunFolder, participants: list[Participant]) -> list[str]:
-    """The clients whose text is not what it was when the run began."""
-    then = {name: client["data"] for name, client in folder.description["clients"].items()}
-    now = {p.name: p.digest() for p in participants}
+def _changed(folder: RunFolder, who: Federation) -> list[str]:
+    """Those whose text is not what it was when the run began."""
+    described = folder.description
+    server = {SERVER: described[SERVER]} if SERVER in described else {}
+    then = {name: one["data"] for name, one in (described["clients"] | server).items()}
+    now = who.digests()
     return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 

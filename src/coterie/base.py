@@ -81,6 +81,21 @@ def load_base(
     return Base(model, tokenizer, precision, device)
 
 
+class Bases(dict[str, Base]):
+    """Bases by name, in one precision; each is loaded when it is first asked for, and then kept."""
+
+    def __init__(
+        self, precision: Literal["fp32", "bf16"], window: int, root: Path = Path()
+    ) -> None:
+        super().__init__()
+        self._how = precision, window, root
+
+    def __missing__(self, name: str) -> Base:
+        """Load it."""
+        base = self[name] = load_base(name, *self._how)
+        return base
+
+
 def load_skeleton(name: str, root: Path = Path()) -> nn.Module:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
     place = _place(name, root)

@@ -266,13 +266,13 @@ def write_table(shown: Shown, folder: Path) -> None:
 
 
 def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
-    """A session per column, in which every row can run; columns with the same base share it."""
+    """A session per column, in which every row can run; columns with the same bases share them."""
     sessions: list[tuple[Column, Session]] = []
     for column in columns:
         session = Session(column.run)
         for other, earlier in sessions:
-            if _base(other.run) == _base(column.run):
-                session.base = earlier.base
+            if _precision(other.run) == _precision(column.run):
+                session.bases = earlier.bases
         for name, cell in column.cells.items():
             try:
                 session.check(cell)
@@ -283,8 +283,9 @@ def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
     return sessions
 
 
-def _base(run: RunConfig) -> tuple[object, ...]:
-    return run.base, run.training.precision, run.data.window, run.root
+def _precision(run: RunConfig) -> tuple[object, ...]:
+    """Which bases may be shared: those loaded alike."""
+    return run.training.precision, run.data.window, run.root
 
 
 def _scores(

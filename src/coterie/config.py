@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import (
@@ -24,38 +24,16 @@ from coterie.data.templates import inlined
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods import POOLED, Method, available, method_from
-from coterie.training.spec import TrainingSpec
+from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 NOT_IN_DIGEST = ("name", "baselines", "deployment")
+SERVER = "server"
+"""The name of a server with a model of its own, beside those of clients."""
 METHOD = "comigs-1g1s"
 """The method of a run file that names none."""
-
-
-class EvaluationSpec(BaseModel):
-    """Section `evaluation` of a run file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    every: int | None = Field(
-        default=None, ge=1, description="rounds between evaluations; the last always"
-    )
-    batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
-    split: Literal["test", "validation"] = Field(
-        default="test", description="the held-out text that models are scored on"
-    )
-    generate: int | None = Field(
-        default=None,
-        ge=1,
-        description="of instructions: models write answers too, of so many tokens at most",
-    )
-    figure: Literal["perplexity", "accuracy", "written", "rouge_l"] | None = Field(
-        default=None,
-        description="what tables and plots show; default: accuracy where answers are chosen from a"
-        " list, else rouge_l where they are written, else perplexity",
-    )
 
 
 class DeploymentSpec(BaseModel):
@@ -81,6 +59,23 @@ class DeploymentSpec(BaseModel):
     )
 
 
+class ServerSpec(BaseModel):
+    """Section `server` of a run file: it gives the server a model of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: str | None = Field(
+        default=None,
+        description="the section, also as `server: {}`, gives the server a model of its own, on"
+        " this base; default: the run's",
+    )
+    test: str | None = Field(
+        default=None,
+        description="file or folder that the server's model is scored on; default: what a division"
+        " with a public part sets aside",
+    )
+
+
 class RunConfig(BaseModel):
     """A run file."""
 
@@ -96,6 +91,10 @@ class RunConfig(BaseModel):
     base: str = Field(
         default="tiny-gpt2", description="an embedded base, a folder, or a name on the hub"
     )
+    bases: dict[str, str] = Field(
+        default={}, description="by client: its base, where it is not the run's `base`"
+    )
+    server: ServerSpec | None = None
     method: SerializeAsAny[Method] = Field(
         default_factory=lambda: method_from(METHOD),
         description="a name, or a mapping of `name` and the method's settings",
@@ -170,6 +169,8 @@ class RunConfig(BaseModel):
             raise ValueError("nobody takes part: list `clients`, or `divide` a data set among them")
         if self.clients and self.divide is not None:
             raise ValueError("`clients` and `divide` exclude each other; give one of them")
+        if self.divide is not None and self.divide.public and self.data.public is not None:
+            raise ValueError("divide.public and data.public both give a public text; give one")
         names = [client.name for client in self.clients]
         for name in names:
             if names.count(name) > 1:
@@ -199,6 +200,21 @@ class RunConfig(BaseModel):
     def root(self) -> Path:
         """Where relative paths start."""
         return Path(self.data_root)
+
+    def base_of(self, name: str) -> str:
+        """The base of a client, or of the `server` where it has a model of its own."""
+        name = self._whose(name)
+        if name == SERVER and self.server is not None:
+            return self.server.base or self.base
+        return self.base if self.pooled else self.bases.get(name, self.base)
+
+    def training_of(self, name: str) -> TrainingSpec:
+        """The training of a client, or of the `server`, with its own learning rate."""
+        return self.training.of(self._whose(name))
+
+    def _whose(self, name: str) -> str:
+        """The one client of a pooled run trains the server's model, if that has one."""
+        return SERVER if self.pooled and self.server is not None else name
 
     def with_method(self, name: str) -> "RunConfig":
         """The same run with another method, by name, and without baselines.

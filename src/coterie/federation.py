@@ -1,28 +1,37 @@
 """Who takes part in a run, and what each holds."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from coterie.base import Base, Tokenizer
-from coterie.config import RunConfig
+import torch
+from torch import nn
+
+from coterie.base import Base, Tokenizer, load_base, load_tokenizer
+from coterie.config import SERVER, RunConfig
 from coterie.data import (
     ClientData,
     Examples,
     Split,
+    Texts,
+    Tokens,
     client_texts,
     divided_texts,
     pooled,
-    public_tokens,
     tokenise,
 )
+from coterie.data.tokens import encoded, whole_text
 from coterie.errors import CoterieError
-from coterie.methods import ClientContext, ClientId
+from coterie.methods import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.base import Log
 
 EVERYONE = "everyone"
 """The name of the one client of a pooled federation."""
+
+PUBLIC = "The public text"
+HELD_OUT = ("validation", "test")
+NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class Participant:
     """The text that everybody may see, where the run has one."""
     labels: Mapping[str, int] | None = None
     """Where labelled texts were divided: records of each label in its training text (uncut)."""
+    base: Base | None = None
+    """Loaded, where it may be another than the run's."""
 
     def digest(self) -> str:
         """A hash of all tokens, to notice that files changed between two parts of a run."""
@@ -65,6 +76,19 @@ class Participant:
         return described
 
 
+@dataclass(frozen=True)
+class Federation:
+    """Who takes part: clients by name, or the one of a pooled run; a server that has a model."""
+
+    clients: list[Participant]
+    server: Participant | None = None
+
+    def digests(self) -> dict[str, str]:
+        """Each one's hash of all tokens."""
+        everybody = [*self.clients, *([] if self.server is None else [self.server])]
+        return {one.name: one.digest() for one in everybody}
+
+
 def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> ClientData:
     """The data of one client of `clients`, from nothing but its own files."""
     for client in config.clients:
@@ -76,21 +100,101 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
 
 def federation(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
     """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
-    labels: Mapping[ClientId, Mapping[str, int]] = {}
+    return gathered(config, tokenizer).clients
+
+
+def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
+    """Everybody who takes part in a run, each with texts in the tokens of its own base.
+
+    `tokenizer` is that of the run's base. Raises CoterieError if a text cannot be read or does not
+    suffice.
+    """
+    division = None
     if config.divide is not None:
-        divided = divided_texts(config.divide, config.data, config.root, config.seed)
-        labels = divided.labels
-        data = {n: tokenise(t, tokenizer, config.data, n) for n, t in divided.items()}
+        division = divided_texts(config.divide, config.data, config.root, config.seed)
+    names = sorted(c.name for c in config.clients) if division is None else sorted(division)
+    others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
+    words = _tokenizers(config, tokenizer, [*names, *others])
+    if division is None:
+        data = {name: client_data(config, words[name], name) for name in names}
     else:
-        data = {c.name: client_data(config, tokenizer, c.name) for c in config.clients}
-    tests = {name: getattr(data[name], config.evaluation.split) for name in sorted(data)}
-    public = public_tokens(config.data, config.root, tokenizer)
+        data = {n: tokenise(division[n], words[n], config.data, n) for n in names}
+    tests = {name: getattr(data[name], config.evaluation.split) for name in names}
+    set_aside = None if division is None else division.public
+    public = _public(config, words, set_aside)
+    server = None
+    if config.server is not None:
+        server = _server(config, words[SERVER], public[SERVER], set_aside)
     if config.pooled:
-        return [Participant(EVERYONE, pooled(list(data.values())), tests, public)]
-    return [
-        Participant(name, data[name], {name: tests[name]}, public, labels.get(name))
-        for name in sorted(data)
+        both = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
+        return Federation([Participant(EVERYONE, both, tests, public[EVERYONE])], server)
+    labels = {} if division is None else division.labels
+    clients = [
+        Participant(name, data[name], {name: tests[name]}, public[name], labels.get(name))
+        for name in names
     ]
+    return Federation(clients, server)
+
+
+def served(config: RunConfig) -> Participant | None:
+    """What a server with a model of its own holds in a deployment, with its base.
+
+    None where it has none. Raises CoterieError as `gathered` does, or for a base that is not there.
+    """
+    if config.server is None:
+        return None
+    precision, window = config.training.precision, config.data.window
+    base = load_base(config.base_of(SERVER), precision, window, config.root)
+    words = {SERVER: base.tokenizer}
+    own = _server(config, base.tokenizer, _public(config, words, None)[SERVER], None)
+    return replace(own, base=base)
+
+
+def _tokenizers(
+    config: RunConfig, tokenizer: Tokenizer, names: Sequence[str]
+) -> dict[str, Tokenizer]:
+    """Each one's tokenizer; those of the same base are one."""
+    found = {config.base: tokenizer}
+    for base in map(config.base_of, names):
+        if base not in found:
+            found[base] = load_tokenizer(base, config.root)
+    return {name: found[config.base_of(name)] for name in names}
+
+
+def _public(
+    config: RunConfig, words: Mapping[str, Tokenizer], set_aside: Texts[Any] | None
+) -> Mapping[str, Split | None]:
+    """The text that everybody may see, for each of `words`; it is read once."""
+    if set_aside is not None:
+        items = set_aside.train
+    elif config.data.public is not None:
+        items = whole_text(config.data.public, config.data, config.root, PUBLIC)
+    else:
+        return dict.fromkeys(words)
+    bases = {config.base_of(name): tokenizer for name, tokenizer in words.items()}
+    tokens = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
+    return {name: tokens[config.base_of(name)] for name in words}
+
+
+def _server(
+    config: RunConfig, tokenizer: Tokenizer, public: Split | None, set_aside: Texts[Any] | None
+) -> Participant:
+    """The server trains on the public text. Without a text to be scored on, it has no tests."""
+    assert config.server is not None
+    items: dict[str, list[Any]] = {}
+    if config.server.test is not None:
+        path, owner = config.server.test, "The server: its test text"
+        items = dict.fromkeys(HELD_OUT, whole_text(path, config.data, config.root, owner))
+    elif set_aside is not None:
+        items = {split: getattr(set_aside, split) for split in HELD_OUT}
+    held_out = {
+        split: encoded(part, tokenizer, config.data, split, f"The server: its {split} text")
+        for split, part in items.items()
+    }
+    tests = {SERVER: held_out[config.evaluation.split]} if held_out else {}
+    train = NOTHING if public is None else public
+    data = ClientData(train, *(held_out.get(split, NOTHING) for split in HELD_OUT))
+    return Participant(SERVER, data, tests, public)
 
 
 def client_context(
@@ -98,17 +202,66 @@ def client_context(
 ) -> ClientContext:
     """What the client side of the run's method is given.
 
-    A step of the one client of a pooled federation sees as much text as a step of all clients.
+    `base` is its own. A step of the one client of a pooled federation sees as much text as a step
+    of all clients.
     """
-    batch = config.training.batch * len(participant.tests)
+    training = config.training_of(participant.name)
+    batch = training.batch * max(1, len(participant.tests))
     return ClientContext(
         name=participant.name,
         seed=config.seed,
         base=base,
         data=participant.data,
         window=config.data.window,
-        training=config.training.model_copy(update={"batch": batch}),
+        training=training.model_copy(update={"batch": batch}),
         rounds=config.rounds,
         log=log,
         public=participant.public,
     )
+
+
+def server_context(
+    config: RunConfig,
+    base: nn.Module,
+    clients: Sequence[ClientId],
+    own: Participant | None,
+    log: Log,
+) -> ServerContext:
+    """What the server side of the run's method is given; `own` is what a server of its own model
+    holds, with its base."""
+    context = None
+    if own is not None:
+        assert own.base is not None, "a server with a model of its own needs its weights"
+        context = client_context(config, own.base, own, log)
+    return ServerContext(config.seed, base, tuple(sorted(clients)), log, context)
+
+
+def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
+    """Raise CoterieError if the run's method cannot run with these clients and their bases."""
+    if config.server is not None and SERVER in clients:
+        raise CoterieError(
+            f"A client is named {SERVER!r}, as is the server with a model of its own; rename it."
+        )
+    if not config.pooled:
+        trained = clients if config.server is None else [*clients, SERVER]
+        _check_names("bases", config.bases, clients)
+        _check_names("training.rates", config.training.rates, trained)
+    bases = {name: config.base_of(name) for name in clients}
+    method = config.method
+    if len({*bases.values()}) > 1 and not method.mixes_bases:
+        told = ", ".join(f"{name}: {base}" for name, base in bases.items())
+        raise CoterieError(
+            f"{method.name} needs one base for all clients, and theirs differ ({told}); leave out"
+            " `bases`, or take a method that shares nothing, such as local."
+        )
+    instructions = config.data.instructions is not None
+    method.check(Setting(tuple(clients), public, bases, config.server is not None, instructions))
+
+
+def _check_names(key: str, named: Iterable[str], known: Sequence[str]) -> None:
+    for name in named:
+        if name not in known:
+            raise CoterieError(
+                f"{key} names {name!r}, which takes no part (who does: {', '.join(known)});"
+                " correct the name or leave it out."
+            )

@@ -31,7 +31,7 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
 
     Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
     """
-    words: Any = tokenizer(run)
+    words: Any = tokenizer(run, client)
     ids = words(prompt or words.bos_token or words.eos_token)["input_ids"]
     found = _continued(run, client, ids, words.eos_token_id, how)
     return words.decode(found, skip_special_tokens=True)
@@ -48,7 +48,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
             f"The run {run} is on plain text, so it has no template to fill in; use --prompt."
         )
     prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
-    words: Any = tokenizer(run)
+    words: Any = tokenizer(run, client)
     ids = [context_token(words), *words(prompt, add_special_tokens=False)["input_ids"]]
     found = _continued(run, client, ids, words.eos_token_id, how)
     return words.decode(found[len(ids) :], skip_special_tokens=True).strip()

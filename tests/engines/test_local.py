@@ -216,3 +216,26 @@ def test_one_base_in_memory(config) -> None:
         assert model is session.base.model
         bare = {p.data_ptr() for name, p in model.named_parameters() if ".lora" not in name}
         assert frozen <= bare
+
+
+def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypatch) -> None:
+    gradients: list[torch.Tensor] = []
+    step = torch.optim.AdamW.step
+
+    def noted(self: torch.optim.AdamW) -> None:
+        (group,) = self.param_groups
+        gradients.append(torch.cat([p.grad.flatten() for p in group["params"]]).clone())
+        step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    firsts = []
+    for clip in (None, 1e-3, 1e3):
+        gradients.clear()
+        training = {"steps": 1, "batch": 2, "precision": "fp32", "clip": clip}
+        run = config(method="local", rounds=1, training=training)
+        coterie.run(run, out=tmp_path / str(clip))
+        firsts.append(gradients[0])
+    free, clipped, short = firsts
+    assert free.norm() > 1e-3
+    assert torch.allclose(clipped, free * 1e-3 / free.norm(), rtol=1e-3, atol=1e-12)
+    assert torch.equal(short, free)

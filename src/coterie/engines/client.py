@@ -3,13 +3,18 @@
 from collections.abc import Callable
 from functools import partial
 
+from transformers import PreTrainedModel
+
 from coterie.base import Base
 from coterie.config import RunConfig
 from coterie.exchange import Json, Message
 from coterie.federation import Participant, client_context
+from coterie.methods import ServerSide
 from coterie.runs import RunFolder
 from coterie.training.evaluation import Score, evaluate
 
+SERVER_SCORE = "server/aggregated"
+"""The name under which the score of the server's own model is recorded."""
 LogFor = Callable[[str | None, str, Json], None]
 """Records a figure of a client, or of the run (None)."""
 
@@ -23,10 +28,11 @@ class ClientPart:
     def __init__(
         self, config: RunConfig, base: Base, participant: Participant, log: LogFor
     ) -> None:
-        self.config, self.base, self.participant, self.log = config, base, participant, log
+        self.config, self.participant, self.log = config, participant, log
+        self.base = participant.base or base
         self.name = participant.name
         self.schema = config.method.schema()
-        context = client_context(config, base, participant, partial(log, self.name))
+        context = client_context(config, self.base, participant, partial(log, self.name))
         self.side = config.method.client(context)
         self.scores: dict[str, dict[str, Score]] = {}
         """By point (trained or aggregated) and text."""
@@ -68,17 +74,34 @@ class ClientPart:
         self._log_scores(point, self._scored())
 
     def _scored(self) -> dict[str, Score]:
-        model = self.side.model()
-        window, evaluation = self.config.data.window, self.config.evaluation
-        return {
-            text: evaluate(self.base, model, tokens, window, evaluation.batch, evaluation.generate)
-            for text, tokens in self.participant.tests.items()
-        }
+        return _scored(self.config, self.base, self.side.model(), self.participant)
 
     def _log_scores(self, point: str, scores: dict[str, Score]) -> None:
         self.scores[point] = scores
         for text, score in scores.items():
             self.log(text, f"test/{point}", score.as_dict())
+
+
+def _scored(
+    config: RunConfig, base: Base, model: PreTrainedModel, participant: Participant
+) -> dict[str, Score]:
+    """What a model scores on each held-out text of a participant."""
+    window, evaluation = config.data.window, config.evaluation
+    return {
+        text: evaluate(base, model, tokens, window, evaluation.batch, evaluation.generate)
+        for text, tokens in participant.tests.items()
+    }
+
+
+def score_server(
+    config: RunConfig, server: ServerSide, own: Participant | None, round: int, log: LogFor
+) -> None:
+    """Score the server's own model after a round (0 is the first), if it has one and it is due."""
+    if own is None or own.base is None or not due(config, round):
+        return
+    if (model := server.model()) is not None:
+        for score in _scored(config, own.base, model, own).values():
+            log(None, SERVER_SCORE, score.as_dict())
 
 
 def due(config: RunConfig, round: int) -> bool:
@@ -91,11 +114,14 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     """The last scores per text, and what it took: from the metrics, to count all parts."""
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
     traffic = {"bytes/up": 0, "bytes/down": 0}
+    server: dict[str, dict[str, float]] = {}
     seconds = 0.0
     for line in folder.metrics():
         kind, _, point = line["name"].partition("/")
         if kind == "test" and point in points:
             points[point][line["client"]] = line["value"]
+        elif line["name"] == SERVER_SCORE:
+            server = {"server": line["value"]}
         elif line["name"] in traffic:
             traffic[line["name"]] += line["value"]
         elif line["name"] == "seconds":
@@ -104,6 +130,7 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         "method": config.label,
         "reports": config.method.reports,
         **points,
+        **server,
         "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},
         "seconds": round(seconds, 1),
     }

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from coterie.base import Base
 from coterie.config import RunConfig
 from coterie.data import tokens_per_sample
-from coterie.engines.client import ClientPart, due, result
+from coterie.engines.client import ClientPart, due, result, score_server
 from coterie.exchange import Json, State
-from coterie.federation import Participant
+from coterie.federation import Participant, server_context
 from coterie.files import writing
-from coterie.methods import ClientId, ServerContext
+from coterie.methods import ClientId
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.training.measures import measure_of
 
@@ -28,7 +28,8 @@ from coterie.training.measures import measure_of
 class Rounds(ABC):
     """One method on one federation, from its newest checkpoint (or the start) to its result.
 
-    The server is in this process; where the clients work is up to the engine.
+    The server is in this process; where the clients work is up to the engine. `own` is what a
+    server with a model of its own holds.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Rounds(ABC):
         participants: Sequence[Participant],
         folder: RunFolder,
         watch: Watch,
+        own: Participant | None = None,
     ) -> None:
-        self.config, self.folder, self.watch = config, folder, watch
+        self.config, self.folder, self.watch, self.own = config, folder, watch, own
         self.names = [p.name for p in participants]
         self.texts = sum(len(p.tests) for p in participants)
         window = config.data.window
@@ -47,8 +49,8 @@ class Rounds(ABC):
         self.recorder = Recorder(folder, watch.seen)
         self.schema = config.method.schema()
         log = partial(self.recorder.log, None)
-        names = tuple(sorted(self.names))
-        self.server = config.method.server(ServerContext(config.seed, base.model, names, log))
+        context = server_context(config, base.model, self.names, own, log)
+        self.server = config.method.server(context)
 
     @abstractmethod
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
@@ -102,6 +104,7 @@ class Rounds(ABC):
         for name in sorted(self.names):
             self.server.receive(name, self.schema.receive("up", (spool / name).read_bytes()))
         self.server.close()
+        score_server(self.config, self.server, self.own, round, self.recorder.log)
         if due(self.config, round):
             self._close(round)
 
@@ -143,8 +146,9 @@ class LocalRun(Rounds):
         participants: Sequence[Participant],
         folder: RunFolder,
         watch: Watch,
+        own: Participant | None = None,
     ) -> None:
-        super().__init__(config, base, participants, folder, watch)
+        super().__init__(config, base, participants, folder, watch, own)
         log = self.recorder.log
         self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
         self.clients = {name: part.side for name, part in self.parts.items()}

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from coterie.config import RunConfig
-from coterie.engines.client import result
+from coterie.engines.client import result, score_server
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import VERSION, Figure, Kind, Order, Reply, seal, unseal
+from coterie.federation import Participant, server_context
 from coterie.files import write_bytes
-from coterie.methods import ServerContext
 from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
@@ -105,15 +105,16 @@ class ServerRun:
         folder: RunFolder,
         link: Link,
         watch: ServerWatch,
+        own: Participant | None = None,
     ) -> None:
         self.config, self.folder, self.link, self.watch = config, folder, link, watch
+        self.own = own
         self.run = folder.description["run"]
         self.recorder = Recorder(folder, lambda *_: None)
         self.schema = config.method.schema()
         names = tuple(sorted(client.name for client in config.clients))
-        self.server = config.method.server(
-            ServerContext(config.seed, skeleton, names, partial(self.recorder.log, None))
-        )
+        log_own = partial(self.recorder.log, None)
+        self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
         self.seats = {name: Seat() for name in names}
         self.quorum = config.deployment.quorum or len(names)
         self.base = ""
@@ -172,6 +173,7 @@ class ServerRun:
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
         self.server.close()
+        score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return counted
 
     def _complete(self, members: list[str], end: float) -> bool:
@@ -265,7 +267,7 @@ class ServerRun:
             counted=seat.counted,
             version=VERSION,
             base=self.base,
-            config=self._described() if kind == "join" else None,
+            config=self._described(name) if kind == "join" else None,
         )
         body = b"" if kind == "join" else self.schema.send("down", self.server.download(name))
         data = seal(order, body)
@@ -274,12 +276,13 @@ class ServerRun:
             self.recorder.log(name, "bytes/down", len(body))
         self.watch.moved(name, 0, len(data))
 
-    def _described(self) -> dict[str, Any]:
-        """The run as clients may know it: without names and paths of others."""
+    def _described(self, name: str) -> dict[str, Any]:
+        """The run as a client may know it: without names, paths and bases of others."""
         values = self.config.as_dict()
-        for key in ("clients", "divide", "data_root", "baselines"):
+        for key in ("clients", "divide", "data_root", "baselines", "bases", "server"):
             values.pop(key)
-        return values
+        training = self.config.training_of(name).model_dump(mode="json")
+        return {**values, "base": self.config.base_of(name), "training": training}
 
     def _reply(self, name: str, data: bytes | None, spool: Path) -> None:
         """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
@@ -305,9 +308,10 @@ class ServerRun:
             self._refuse(f"refused what {name} sent", error)
 
     def _join(self, name: str, reply: Reply, hello: bytes) -> None:
-        self.base = self.base or reply.base
-        if reply.base != self.base:
-            raise MessageError("Its base has other weights than that of the others.")
+        if not self.config.method.mixes_bases:
+            self.base = self.base or reply.base
+            if reply.base != self.base:
+                raise MessageError("Its base has other weights than that of the others.")
         if self.hellos.get(name) != hello:
             self.server.join(name, self.schema.receive("hello", hello))
             self.hellos[name] = hello

@@ -18,8 +18,8 @@ Pass an instance to `coterie.run(config, method=Silent())`, or give the class to
 group `coterie.methods` to use it by name in run files.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -60,6 +60,12 @@ class Setting:
     clients: tuple[ClientId, ...]
     public: bool
     """Whether there is a public text."""
+    bases: Mapping[ClientId, str] = field(default_factory=dict)
+    """Each client's base, by its name in the run file."""
+    server: bool = False
+    """Whether the server has a model of its own."""
+    instructions: bool = False
+    """Whether the data are prompts with answers."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,11 @@ class ServerContext:
     base: nn.Module
     clients: tuple[ClientId, ...]
     log: Log
+    own: ClientContext | None = None
+    """What a server with a model of its own works with, as a client does.
+
+    Its name is `server`; its training text is the public one.
+    """
 
 
 class ClientSide:
@@ -152,6 +163,11 @@ class Method(BaseModel):
         """Every field that may travel (it takes the place of a pydantic method of old)."""
         return Schema()
 
+    @property
+    def mixes_bases(self) -> bool:
+        """Whether clients may have different bases; they may where nothing is uploaded."""
+        return not self.schema().up
+
     def client(self, context: ClientContext) -> ClientSide:
         """The side that lives where the data live."""
         raise NotImplementedError
@@ -159,6 +175,13 @@ class Method(BaseModel):
     def server(self, context: ServerContext) -> ServerSide:
         """The side that lives on the server."""
         return ServerSide()
+
+    def counts(self, message: Message) -> dict[str, int]:
+        """What people may divide a message's size by, of which it holds so many.
+
+        `{"public sample": 1000}` says that it tells of a thousand.
+        """
+        return {}
 
     def check(self, setting: Setting) -> None:
         """Raise CoterieError if the method cannot run in this setting."""

@@ -5,8 +5,9 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from coterie.adapters import detach
+from coterie.base import Base
 from coterie.exchange import Message
-from coterie.methods.base import ClientContext, ClientSide, Method
+from coterie.methods.base import ClientContext, ClientSide, Method, ServerContext, ServerSide
 
 
 class Pretrained(Method):
@@ -18,6 +19,10 @@ class Pretrained(Method):
     def client(self, context: ClientContext) -> "PretrainedClient":
         """The bare base."""
         return PretrainedClient(context)
+
+    def server(self, context: ServerContext) -> ServerSide:
+        """The server's bare base, where it has one."""
+        return ServerSide() if context.own is None else PretrainedServer(context.own.base)
 
 
 class PretrainedClient(ClientSide):
@@ -32,5 +37,20 @@ class PretrainedClient(ClientSide):
 
     def model(self) -> PreTrainedModel:
         """The base, bare."""
-        detach(self.context.base.model)
-        return self.context.base.model
+        return _bare(self.context.base)
+
+
+class PretrainedServer(ServerSide):
+    """A server with a model of its own, which stays as it is."""
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+
+    def model(self) -> PreTrainedModel:
+        """The base, bare."""
+        return _bare(self.base)
+
+
+def _bare(base: Base) -> PreTrainedModel:
+    detach(base.model)
+    return base.model

@@ -95,6 +95,9 @@ class LocalTraining:
             loss = language_model_loss(model, *batch.to(context.base.device))
             total = loss if level.penalty is None else loss + level.penalty(self._start)
         total.backward()
+        if context.training.clip is not None:
+            trained = list(self.adapter.parameters(*level.roles).values())
+            torch.nn.utils.clip_grad_norm_(trained, context.training.clip)
         optimiser = self._optimisers[level.name]
         for group in optimiser.param_groups:
             group["lr"] = level.learning_rate(step)

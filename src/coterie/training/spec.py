@@ -1,6 +1,6 @@
-"""A client's local work as a run file describes it."""
+"""A client's local work, and how models are scored, as a run file describes them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +18,11 @@ class TrainingSpec(BaseModel):
     final_learning_rate: float = Field(
         default=2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
     )
+    rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={},
+        description="by client, or `server`: a learning rate in place of learning_rate, with which"
+        " the final one scales",
+    )
     decay: float | None = Field(
         default=None,
         gt=0,
@@ -29,6 +34,41 @@ class TrainingSpec(BaseModel):
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's moments")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's, decoupled")
+    clip: float | None = Field(
+        default=None, gt=0, description="largest norm of a step's gradient; a longer one is scaled"
+    )
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="bf16: autocast, with weights and optimiser in fp32"
+    )
+
+    def of(self, name: str) -> "TrainingSpec":
+        """A client's, or the server's: with a learning rate of its own and without `rates`."""
+        own = self.rates.get(name, self.learning_rate)
+        final = self.final_learning_rate * (own / self.learning_rate)
+        return self.model_copy(
+            update={"learning_rate": own, "final_learning_rate": final, "rates": {}}
+        )
+
+
+class EvaluationSpec(BaseModel):
+    """Section `evaluation` of a run file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int | None = Field(
+        default=None, ge=1, description="rounds between evaluations; the last always"
+    )
+    batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
+    split: Literal["test", "validation"] = Field(
+        default="test", description="the held-out text that models are scored on"
+    )
+    generate: int | None = Field(
+        default=None,
+        ge=1,
+        description="of instructions: models write answers too, of so many tokens at most",
+    )
+    figure: Literal["perplexity", "accuracy", "written", "rouge_l"] | None = Field(
+        default=None,
+        description="what tables and plots show; default: accuracy where answers are chosen from a"
+        " list, else rouge_l where they are written, else perplexity",
     )

@@ -8,16 +8,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+import torch
 
 from coterie.base import load_skeleton
-from coterie.config import RunConfig, parse
+from coterie.config import SERVER, RunConfig, parse
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
 from coterie.engines.server import ServerRun, ServerWatch, new_run
 from coterie.engines.worker import Own, Seen, Worker
 from coterie.errors import CoterieError
-from coterie.methods import Setting
+from coterie.federation import Participant, check, served
 from coterie.runs import RunFolder, describe
 
 MiB = 2**20
@@ -34,22 +35,38 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
             f"{out} already holds a run. Go on with it by --resume, or take another by --out."
         )
     names = tuple(sorted(client.name for client in config.clients))
-    config.method.check(Setting(names, public=config.data.public is not None))
-    description = describe(config.as_dict(), {name: {} for name in names}, run=new_run())
+    check(config, names, config.data.public is not None)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    own = served(config)
+    described = {} if own is None else {SERVER: own.described()}
+    clients = {name: {} for name in names}
+    description = describe(config.as_dict(), clients, run=new_run(), **described)
     # A start that came to nothing has left a run without a round; it is begun anew.
     folder = RunFolder.create(out, description, force=earlier.is_run)
-    return _bring_to_its_end(folder, config, keys, address, watch)
+    return _bring_to_its_end(folder, config, own, keys, address, watch)
 
 
 def serve_again(out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
     """Go on with a run of which the server has stopped; clients that wait for it go on too."""
     folder = RunFolder(out)
     config = parse(folder.description["config"])
-    return _bring_to_its_end(folder, config, keys, address, watch)
+    torch.set_num_threads(folder.description["threads"])
+    own = served(config)
+    if own is not None and own.digest() != folder.description[SERVER]["data"]:
+        raise CoterieError(
+            f"The public text or server.test is not what it was when the run in {out} began; put"
+            " it back, or start a new run."
+        )
+    return _bring_to_its_end(folder, config, own, keys, address, watch)
 
 
 def _bring_to_its_end(
-    folder: RunFolder, config: RunConfig, keys: Keys, address: str, watch: ServerWatch
+    folder: RunFolder,
+    config: RunConfig,
+    own: Participant | None,
+    keys: Keys,
+    address: str,
+    watch: ServerWatch,
 ) -> RunFolder:
     if keys.expires() < datetime.now(UTC):
         raise CoterieError(
@@ -63,7 +80,7 @@ def _bring_to_its_end(
     ):
         link = FlowerLink(superlink, config.deployment.largest_message * MiB)
         try:
-            ServerRun(config, skeleton, folder, link, watch).rounds()
+            ServerRun(config, skeleton, folder, link, watch, own).rounds()
         except httpx.HTTPError as error:
             raise CoterieError(
                 f"Flower's SuperLink does not answer ({error}); continue with --resume. "

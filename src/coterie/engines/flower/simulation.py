@@ -42,7 +42,7 @@ from flwr.common.constant import PARTITION_ID_KEY, SUPERLINK_NODE_ID
 from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.base import load_base
+from coterie.base import Bases, load_tokenizer
 from coterie.config import parse
 from coterie.engines.client import ClientPart
 from coterie.engines.local import Rounds
@@ -205,23 +205,23 @@ def _office(run: str) -> "Office":
 
 
 class Office:
-    """What an actor's process keeps between orders: the run, its base and who takes part."""
+    """What an actor's process keeps between orders: the run, bases and who takes part."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, described = folder, folder.description
         torch.set_num_threads(described["threads"])
         self.config = config = parse(described["config"])
-        precision, window = config.training.precision, config.data.window
-        self.base = load_base(config.base, precision, window, config.root)
-        self.participants = {p.name: p for p in federation(config, self.base.tokenizer)}
+        self.bases = Bases(config.training.precision, config.data.window, config.root)
+        words = load_tokenizer(config.base, config.root)
+        self.participants = {p.name: p for p in federation(config, words)}
 
     def work(
         self, *, do: str, client: ClientId, round: int, body: bytes, run: str
     ) -> tuple[bytes, Figures]:
         """One order's answer and the figures that were logged meanwhile."""
         figures: Figures = []
-        participant = self.participants[client]
-        part = ClientPart(self.config, self.base, participant, lambda *f: figures.append(f))
+        participant, base = self.participants[client], self.bases[self.config.base_of(client)]
+        part = ClientPart(self.config, base, participant, lambda *f: figures.append(f))
         upload = part.hello()
         if do == "hello":
             return upload, figures

@@ -1,0 +1,323 @@
+"""Clients with bases of their own and a server with a model: scores, engines, who knows what."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop import Loop, assert_as_local, folder, workers
+
+import coterie
+from coterie.api import Session
+from coterie.base import Tokenizer, load_base, load_skeleton, load_tokenizer
+from coterie.config import RunConfig
+from coterie.data import Examples, client_texts, tokenise
+from coterie.data.tokens import Split, encoded, whole_text
+from coterie.engines.server import ServerRun, ServerWatch
+from coterie.errors import CoterieError
+from coterie.federation import EVERYONE, gathered, served
+from coterie.methods import Setting
+from coterie.methods.pretrained import Pretrained
+from coterie.runs import RunFolder, Watch, describe
+from coterie.training.evaluation import evaluate
+
+NAMES = ("diarist", "poet", "whaler")
+Config = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="session")
+def mixed(config: Config, other: str) -> Config:
+    """A run in which the poet has another base than the rest."""
+    small = {"generalists": 0, "specialists": 1, "rank": 2, "attention_rank": 2}
+
+    def make(**changes: Any) -> RunConfig:
+        local = {"name": "local", **small}
+        return config(**{"method": local, "rounds": 2, "bases": {"poet": other}} | changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def with_server(mixed: Config, other: str, texts: Path) -> Config:
+    """The same, where the server has a model, a public text and one to be scored on."""
+    data = {"window": 16, "limits": {"train": 2000, "validation": 400, "test": 400, "public": 300}}
+
+    def make(**changes: Any) -> RunConfig:
+        server = {"base": other, "test": "whaler.txt"}
+        named = {"data": {**data, "public": "diarist.txt"}, "server": server}
+        return mixed(**{"method": "pretrained", **named} | changes)
+
+    return make
+
+
+def text_of(split: Split, tokenizer: Tokenizer) -> str:
+    """What the tokens spell."""
+    return str(tokenizer.decode(split.ids.tolist()))
+
+
+def assert_same_bits(one: RunFolder, other: RunFolder) -> None:
+    """The same states of everybody, and the same scores."""
+    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
+        mine, theirs = one.load(side), other.load(side)
+        assert mine.values == theirs.values, side
+        assert mine.tensors.keys() == theirs.tensors.keys()
+        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors), side
+    mine, theirs = one.result, other.result
+    assert mine is not None
+    assert theirs is not None
+    assert mine | {"seconds": 0} == theirs | {"seconds": 0}
+
+
+@pytest.mark.parametrize("method", ["local", "pretrained"])
+def test_every_client_is_scored_in_the_tokens_of_its_own_base(method, mixed, tmp_path) -> None:
+    run = mixed(method=method, rounds=1)
+    done = coterie.run(run, out=tmp_path / "run")
+    for client in run.clients:
+        name = client.name
+        base = load_base(run.base_of(name), "fp32", run.data.window)
+        words = coterie.tokenizer(done.path, name)
+        assert words.get_vocab() == base.tokenizer.get_vocab()
+        data = tokenise(client_texts(client, run.data, run.root, run.seed), words, run.data, name)
+        score = evaluate(base, coterie.load(done.path, name), data.test, run.data.window)
+        recorded = done.results[method]["trained"][name]
+        assert score.perplexity == pytest.approx(recorded["perplexity"], rel=1e-5)
+        assert (score.tokens, score.bytes) == (recorded["tokens"], recorded["bytes"])
+    sizes = {n: coterie.load(done.path, n).config.vocab_size for n in NAMES}
+    assert sizes["poet"] == 400 < sizes["diarist"] == sizes["whaler"]
+
+
+def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) -> None:
+    with pytest.raises(CoterieError, match=f"fedavg needs one base .*poet: {other}.* `bases`"):
+        coterie.run(mixed(method="fedavg"), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    same = mixed(method="fedavg", base=other)  # by a mapping that changes nothing
+    Session(same).check(same)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"bases": {"peot": "tiny-gpt2"}}, "bases names 'peot'.*diarist, poet, whaler"),
+        ({"bases": {"server": "tiny-gpt2"}}, "bases names 'server'"),
+        ({"training": {"rates": {"server": 0.1}}}, "training.rates names 'server'"),
+        (
+            {"server": {}, "clients": [{"name": "server", "path": "poet.txt"}], "bases": {}},
+            "A client is named 'server'",
+        ),
+    ],
+)
+def test_a_name_that_takes_no_part_is_refused(changes, sentence, mixed) -> None:
+    run = mixed(**changes)
+    with pytest.raises(CoterieError, match=sentence):
+        Session(run).check(run)
+
+
+def test_methods_are_told_of_bases_and_of_the_server(with_server, other) -> None:
+    seen: list[Setting] = []
+
+    class Curious(Pretrained):
+        name = "curious"
+
+        def check(self, setting: Setting) -> None:
+            seen.append(setting)
+
+    run = with_server().model_copy(update={"method": Curious()})
+    Session(run).check(run)
+    bases = {"diarist": run.base, "poet": other, "whaler": run.base}
+    assert seen == [Setting(NAMES, True, bases, server=True, instructions=False)]
+
+
+class StopAfterFirstRound(Watch):
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(mixed, tmp_path) -> None:
+    whole = coterie.run(mixed(), out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(mixed(), out=tmp_path / "run", watch=StopAfterFirstRound)
+    assert_same_bits(RunFolder(coterie.resume(tmp_path / "run").path), RunFolder(whole.path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["local", "pretrained"])
+def test_the_simulation_gives_the_same_bits(method, with_server, tmp_path) -> None:
+    run = with_server(method=method)
+    local = coterie.run(run, out=tmp_path / "local")
+    done = coterie.run(run, out=tmp_path / "simulation", engine="flower-simulation")
+    assert_same_bits(RunFolder(done.path), RunFolder(local.path))
+
+
+def test_the_public_text_is_read_once_and_tokenised_once_for_each_base(
+    with_server, monkeypatch
+) -> None:
+    import coterie.federation as module
+
+    read: list[str] = []
+
+    def counted(path: str, *rest: Any) -> list[Any]:
+        read.append(path)
+        return whole_text(path, *rest)
+
+    monkeypatch.setattr(module, "whole_text", counted)
+    run = with_server()
+    words = load_tokenizer(run.base)
+    who = gathered(run, words)
+    assert sorted(read) == ["diarist.txt", "whaler.txt"]
+    public = {client.name: client.public for client in who.clients}
+    assert public["diarist"] is public["whaler"]
+    assert who.server is not None
+    assert public["poet"] is who.server.public is who.server.data.train
+    text = (run.root / "diarist.txt").read_text(encoding="utf-8")
+    tokenizers = dict.fromkeys(NAMES, words) | {"poet": load_tokenizer(run.base_of("poet"))}
+    for name, tokens in public.items():
+        assert tokens is not None
+        assert len(tokens.ids) <= 300
+        assert text.startswith(text_of(tokens, tokenizers[name]))
+
+
+def test_the_servers_model_is_scored_as_by_hand(with_server, other, tmp_path) -> None:
+    run = with_server(evaluation={"every": 1})
+    done = coterie.run(run, out=tmp_path / "run")
+    base = load_base(other, "fp32", 16)
+    items = whole_text("whaler.txt", run.data, run.root, "The test")
+    tokens = encoded(items, base.tokenizer, run.data, "test", "The test")
+    score = evaluate(base, base.model, tokens, 16).as_dict()
+    result = done.results["pretrained"]
+    assert result["server"] == pytest.approx(score, rel=1e-6)
+    assert set(result["trained"]) == set(NAMES)
+    lines = [m for m in RunFolder(done.path).metrics() if m["name"] == "server/aggregated"]
+    assert [(line["round"], line["client"]) for line in lines] == [(0, None), (1, None)]
+    model = coterie.load(done.path, "server")
+    assert model.config.vocab_size == 400
+    assert coterie.tokenizer(done.path, "server").get_vocab() == base.tokenizer.get_vocab()
+
+
+def test_where_the_server_has_no_model_none_is_scored_or_loaded(
+    with_server, mixed, tmp_path
+) -> None:
+    done = coterie.run(with_server(method="local", rounds=1), out=tmp_path / "local")
+    assert "server" not in done.results["local"]
+    with pytest.raises(CoterieError, match="By local the server gets no model"):
+        coterie.load(done.path, "server")
+    done = coterie.run(mixed(method="pretrained", rounds=1), out=tmp_path / "pretrained")
+    with pytest.raises(CoterieError, match="no client 'server'"):
+        coterie.load(done.path, "server")
+    untold = coterie.run(with_server(server={}, rounds=1), out=tmp_path / "untold")
+    assert "server" not in untold.results["pretrained"]
+
+
+def test_a_changed_text_of_the_server_is_noticed(with_server, texts, tmp_path) -> None:
+    own = tmp_path / "test.txt"
+    own.write_text((texts / "poet.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    run = with_server(server={"test": str(own)})
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+    own.write_text("Another text. " + own.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(CoterieError, match="The text of the server is not what it was"):
+        coterie.resume(tmp_path / "run")
+
+
+@pytest.fixture
+def divided(config: Config, other: str, questions: Path) -> Config:
+    """Questions of one writer, dealt to two clients with a base each, and to the public."""
+
+    def make(**changes: Any) -> RunConfig:
+        run = {
+            "data_root": str(questions),
+            "data": {"window": 60, "instructions": {"template": "plain"}},
+            "clients": (),
+            "divide": {"source": "poet.jsonl", "by": "even", "clients": 2, "public": True},
+            "bases": {"client-2": other},
+            "server": {"base": other},
+            "method": "pretrained",
+        }
+        return config(**run | changes)
+
+    return make
+
+
+def test_a_division_sets_a_public_text_and_the_servers_test_aside(divided, tmp_path) -> None:
+    run = divided(rounds=1)
+    who = Session(run).federation(run)
+    assert who.server is not None
+    parts = [who.clients[0].data.train, who.clients[1].data.train, who.server.data.train]
+    items = []
+    for part in parts:
+        assert isinstance(part, Examples)
+        items.append({(item.prompt, item.answer) for item in part.items})
+    assert not items[0] & items[1]
+    assert not items[2] & (items[0] | items[1])
+    for one in (*who.clients, who.server):
+        assert isinstance(one.public, Examples)
+        assert {(item.prompt, item.answer) for item in one.public.items} == items[2]
+    assert who.server.tests == {"server": who.server.data.test}
+    done = coterie.run(run, out=tmp_path / "run")
+    result = done.results["pretrained"]
+    # The same base on the same questions.
+    assert result["server"] == result["trained"]["client-2"] != result["trained"]["client-1"]
+
+
+def test_a_pooled_client_has_the_servers_base_and_the_public_part_too(divided) -> None:
+    rates = {"training": {"steps": 1, "rates": {"server": 0.5}}}
+    run, pooled = divided(**rates), divided(method="centralized", **rates)
+    session = Session(pooled)
+    who, [everyone] = gathered(run, session.base.tokenizer), session.participants(pooled)
+    assert everyone.base is session.bases[run.base_of("server")]
+    assert who.server is not None
+    samples = [
+        len(p.data.train.items)
+        for p in (*who.clients, who.server)
+        if isinstance(p.data.train, Examples)
+    ]
+    assert isinstance(everyone.data.train, Examples)
+    assert len(everyone.data.train) == sum(samples)
+    assert torch.equal(everyone.tests["client-2"].ids, who.clients[1].data.test.ids)
+    assert list(everyone.tests) == ["client-1", "client-2"]
+    assert pooled.training_of(EVERYONE).learning_rate == 0.5
+    session.check(pooled)
+
+
+def test_two_public_texts_are_refused(divided) -> None:
+    with pytest.raises(CoterieError, match="give one"):
+        divided(data={"window": 60, "instructions": {}, "public": "poet.jsonl"})
+
+
+def deployed(run: RunConfig, out: Path) -> Loop:
+    """A whole deployment in one process, with a server that has a model."""
+    loop = Loop(workers(run, out))
+    names: dict[str, Any] = {client.name: {} for client in run.clients}
+    described = describe(run.as_dict(), names, run="0123456789abcdef")
+    folder = RunFolder.create(out / "server", described)
+    skeleton = load_skeleton(run.base, run.root)
+    ServerRun(run, skeleton, folder, loop, ServerWatch(), served(run)).rounds()
+    return loop
+
+
+@pytest.mark.parametrize("method", ["local", "pretrained"])
+def test_a_deployment_gives_the_same_bits_and_tells_nobody_of_others(
+    method, with_server, other, tmp_path
+) -> None:
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "rates": {"poet": 0.001}}
+    common = tmp_path / "common.txt"
+    common.write_text("What everybody may see. " * 20, encoding="utf-8")
+    data = with_server().data.model_copy(update={"public": str(common)})
+    run = with_server(method=method, training=training, data=data)
+    local = coterie.run(run, out=tmp_path / "local")
+    loop = deployed(run, tmp_path)
+    assert_as_local(run, tmp_path, RunFolder(local.path))
+    result = RunFolder(tmp_path / "server").result
+    assert result is not None
+    assert result.get("server") == local.results[method].get("server")
+    assert ("server" in result) == (method == "pretrained")
+    for name, order in loop.orders:
+        if order.config is not None:
+            told = json.dumps(order.config)
+            assert not [n for n in NAMES if n in told]
+            assert (other in told) == (name == "poet")
+            assert (run.base in told) == (name != "poet")
+            assert order.config["training"]["rates"] == {}
+            assert order.config["training"]["learning_rate"] == (0.001 if name == "poet" else 0.002)
+    assert RunFolder(folder(run, tmp_path, "poet").path).result
