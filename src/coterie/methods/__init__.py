@@ -23,6 +23,7 @@ from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedamole import FedAMoLE
 from coterie.methods.fedit import FedIT, FedITFT
+from coterie.methods.fedmkt import LLM2SLM, FedMKT, FedMKTFedAvg
 from coterie.methods.moe import (
     CoMiGSTr,
     FedAvgMoE,
@@ -88,6 +89,9 @@ OWN: tuple[type[Method], ...] = (
     FedPTuningFT,
     FDLora,
     FedAMoLE,
+    FedMKT,
+    FedMKTFedAvg,
+    LLM2SLM,
 )
 
 

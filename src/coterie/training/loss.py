@@ -1,11 +1,13 @@
 """The language-model loss, without ever holding all logits.
 
 With a frozen output head the gradient at the hidden states is known as soon as a token's logits
-are: (softmax - one-hot) times the head's weight. So logits are made, used for loss and gradient,
-and dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabulary would
-otherwise need 200 MB for each copy of the float32 logits.
+are: (softmax - one-hot) times the head's weight; or, where the target is not one token but shares
+of several, (softmax - shares). So logits are made, used for loss and gradient, and dropped, a few
+tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabulary would otherwise need 200 MB for
+each copy of the float32 logits.
 """
 
+from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.bases import working_dtype
 from coterie.adapters.padding import real_tokens
+from coterie.data.batch import Batch
 from coterie.training.precision import frozen_weight
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
@@ -34,13 +37,27 @@ def language_model_loss(
     ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted. counted and real are
     masks as in `Batch`; only counted tokens go through the output head.
     """
+    targets = _counted(ids[:, 1:].flatten(), counted)[:, None]
+    return shared_loss(model, Batch(ids, counted, real), targets, targets.new_ones(()).float())
+
+
+def shared_loss(
+    model: PreTrainedModel, batch: Batch, targets: Tensor, shares: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Mean cross-entropy to shares of several tokens, in nats per token: a scalar with a gradient.
+
+    For n counted tokens, targets: (n, k) int64; shares: (n, k) float32, which sum to one in each
+    row, or a scalar. -sum_j share_j log softmax(logits / temperature)_j takes k logits and their
+    log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens.
+    """
+    shares = shares.expand(targets.shape)
     head = _plain_head(model)
-    targets = _counted(ids[:, 1:].flatten(), counted)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
-        logits = _counted(_logits(model, ids, real), counted)
-        return F.cross_entropy(_at_least_float(logits), targets)
-    hidden = _counted(hidden_states(model, ids, real), counted)
-    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets)
+        logits = _counted(_logits(model, batch.ids, batch.real), batch.counted) / temperature
+        logprobs = F.log_softmax(_at_least_float(logits), -1)
+        return -(logprobs.gather(1, targets) * shares).sum(1).mean()
+    hidden = _counted(hidden_states(model, batch.ids, batch.real), batch.counted) / temperature
+    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets, shares)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -63,18 +80,36 @@ def token_losses(
         losses = F.cross_entropy(_at_least_float(logits), targets, reduction="none")
     else:
         hidden = _counted(hidden_states(model, ids, real), counted)
-        losses, _ = _losses(hidden, frozen_weight(head, hidden.dtype), targets, False)
+        one = targets.new_ones((len(targets), 1))
+        weight = frozen_weight(head, hidden.dtype)
+        losses, _ = _losses(hidden, weight, targets[:, None], one, False)
     if counted is None:
         return losses.view(ids[:, 1:].shape).float()
     return losses.new_zeros(counted.shape).masked_scatter(counted, losses).float()
 
 
+@torch.no_grad()
+def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
+    """Logits of the counted tokens, in their order, (some, vocabulary) float32 at a time."""
+    head = _plain_head(model)
+    if head is None:
+        yield _at_least_float(_counted(_logits(model, batch.ids, batch.real), batch.counted))
+        return
+    hidden = _counted(hidden_states(model, batch.ids, batch.real), batch.counted)
+    weight = frozen_weight(head, hidden.dtype)
+    for h in hidden.tensor_split(_pieces(hidden, weight)):
+        yield _at_least_float(h @ weight.t())
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of (tokens, dim) hidden states through a frozen (vocabulary, dim) head."""
+    """Mean cross-entropy of (tokens, dim) hidden states through a frozen (vocabulary, dim) head to
+    shares (tokens, k) of the targets (tokens, k)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        losses, grad = _losses(hidden, weight, targets, ctx.needs_input_grad[0])
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor
+    ) -> Tensor:
+        losses, grad = _losses(hidden, weight, targets, shares, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad)
         return losses.mean()
 
@@ -82,24 +117,24 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return (grad * (grads[0] / len(grad))).to(grad.dtype), None, None
+        return (grad * (grads[0] / len(grad))).to(grad.dtype), None, None, None
 
 
 def _losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, with_grad: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss and, if wanted, its gradient at that token's hidden state."""
     losses, grads = [], []
-    at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
-    pieces = min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
+    pieces = _pieces(hidden, weight)
     # Three buffers for all pieces: fresh memory of this size costs more than the arithmetic.
     product = hidden.new_empty(ceil(len(hidden) / pieces), len(weight))
     logits = _at_least_float(product)
     p = torch.empty_like(logits)
-    split = zip(hidden.tensor_split(pieces), targets[:, None].tensor_split(pieces), strict=True)
-    for h, target in split:
+    shares = shares.to(p.dtype)
+    split = zip(*(t.tensor_split(pieces) for t in (hidden, targets, shares)), strict=True)
+    for h, target, share in split:
         n = len(h)
         torch.mm(h, weight.t(), out=product[:n])
         if logits is not product:
@@ -107,12 +142,18 @@ def _losses(
         torch.softmax(logits[:n], -1, out=p[:n])
         # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
         lse = logits[:n].amax(-1) - p[:n].amax(-1).log()
-        losses.append(lse - logits[:n].gather(1, target).squeeze(1))
+        losses.append(lse - (logits[:n].gather(1, target) * share).sum(1))
         if with_grad:
-            p[:n].scatter_add_(1, target, p.new_full(target.shape, -1.0))
+            p[:n].scatter_add_(1, target, -share)
             rounded = p[:n] if logits is product else product[:n].copy_(p[:n])
             grads.append(rounded @ weight)
     return torch.cat(losses), torch.cat(grads) if with_grad else None
+
+
+def _pieces(hidden: Tensor, weight: Tensor) -> int:
+    """In how many pieces the logits of (tokens, dim) are made."""
+    at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
+    return min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
 
 
 def _counted(rows: Tensor, counted: Tensor | None) -> Tensor:

@@ -1,0 +1,160 @@
+"""How much memory and time one step of distillation takes, sparse as Coterie does it and dense.
+
+A student of GPT-2's vocabulary with random weights, small so that logits dominate, under LoRA; the
+teacher's 128 likeliest tokens at each of 4 x 512 positions; forward and backward, bf16 autocast.
+Dense: all of the student's logits, the teacher's probabilities spread over the vocabulary, and
+PyTorch's kl_div. Each has a fresh process; memory is its peak (Linux's ru_maxrss) over what the
+process held before its first step, time the median of the steps after that.
+"""
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from coterie.adapters import Adapter, Layout
+from coterie.chance import generator
+from coterie.data import Batch
+from coterie.report.tables import Table
+from coterie.training.loss import shared_loss
+from coterie.training.precision import autocast, prepare
+
+MIB = 2**20
+BATCH, TIME, TOP = 4, 512, 128
+VOCABULARY = 50_257
+Loss = Callable[[PreTrainedModel, Tensor, Tensor, Tensor], Tensor]
+"""From the model, ids (batch, time + 1), and the teacher's tokens and shares (tokens, k)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of doing it."""
+
+    way: str
+    bytes: int
+    """The peak, over what was held before."""
+    seconds: float
+    loss: float
+    """Kullback-Leibler divergence in nats per token, the same for all ways."""
+    gradient: float
+    """The norm of the adapter's, likewise."""
+
+
+def sparse(model: PreTrainedModel, ids: Tensor, tokens: Tensor, shares: Tensor) -> Tensor:
+    """The cross-entropy, less what of it is the teacher's own entropy."""
+    own = (shares * shares.log()).sum(1).mean()
+    return shared_loss(model, Batch(ids), tokens, shares) + own
+
+
+def dense(model: PreTrainedModel, ids: Tensor, tokens: Tensor, shares: Tensor) -> Tensor:
+    """All logits, and all of the teacher's probabilities."""
+    batch, length = ids[:, 1:].shape
+    teacher = torch.zeros(len(tokens), VOCABULARY).scatter_(1, tokens, shares)
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    student = F.log_softmax(logits, -1)
+    wanted = teacher.view(batch, length, VOCABULARY)
+    return F.kl_div(student, wanted, reduction="sum") / len(tokens)
+
+
+WAYS: dict[str, Loss] = {"sparse": sparse, "dense": dense}
+
+
+def student() -> tuple[PreTrainedModel, Adapter]:
+    """A frozen model with an adapter attached."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=VOCABULARY)
+    model = GPT2LMHeadModel(config)
+    prepare(model, "bf16", TIME)
+    layout = Layout(generalists=1, specialists=0, routed=False)
+    adapter = Adapter(model, layout, seed=0, client="student", shared=())
+    adapter.require_grad("dense", "generalist")
+    adapter.attach(model)
+    return model, adapter
+
+
+def teacher() -> tuple[Tensor, Tensor]:
+    """Tokens and shares, (tokens, k): different tokens in a row."""
+    chance = generator(0, "teacher")
+    firsts = torch.randint(VOCABULARY - TOP * 300, (BATCH * TIME, 1), generator=chance)
+    tokens = firsts + 300 * torch.arange(TOP)
+    return tokens, torch.randn(tokens.shape, generator=chance).softmax(-1)
+
+
+def measure(way: str, steps: int, threads: int) -> Row:
+    """To be called once per process, as a peak never falls."""
+    torch.set_num_threads(threads)
+    model, adapter = student()
+    ids = torch.randint(VOCABULARY, (BATCH, TIME + 1), generator=generator(0, "ids"))
+    tokens, shares = teacher()
+    parameters = list(adapter.parameters().values())
+    before, times = peak(), []
+    loss, gradients = torch.zeros(()), ()
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        with autocast("bf16", "cpu"):
+            loss = WAYS[way](model, ids, tokens, shares)
+        gradients = torch.autograd.grad(loss, parameters)
+        times.append(time.perf_counter() - start)
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return Row(way, peak() - before, median(times[1:]), loss.item(), norm.item())
+
+
+def peak() -> int:
+    """Bytes that this process held at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def table(rows: list[Row], threads: int) -> Table:
+    last = rows[-1]
+    return Table(
+        f"One step of distillation, {BATCH} x {TIME} tokens, top {TOP} of {VOCABULARY:,}, bf16, "
+        f"{threads} threads",
+        ["way", "peak MiB", "of dense", "seconds", "of dense", "KL", "gradient"],
+        [
+            [
+                row.way,
+                f"{row.bytes / MIB:,.0f}",
+                f"{row.bytes / last.bytes:.2f}",
+                f"{row.seconds:.2f}",
+                f"{row.seconds / last.seconds:.2f}",
+                f"{row.loss:.4f}",
+                f"{row.gradient:.5f}",
+            ]
+            for row in rows
+        ],
+        "Peak: over what the process held before, which is the model and the teacher's top tokens.",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed, after one")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    # Processes that are spawned: Linux counts a forked one's peak from its parent's.
+    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with fresh:
+        jobs = (fresh.submit(measure, way, options.steps, options.threads) for way in WAYS)
+        rows = [job.result() for job in jobs]
+    Console().print(table(rows, options.threads))
+    if options.json:
+        record = {"steps": options.steps, "threads": options.threads}
+        record["rows"] = [asdict(row) for row in rows]
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""One side of mutual teaching: what it knows of the public samples, and learning from others.
+
+Clients and the server do the same: they offer what they predict, and take over the predictions of
+those who do better than they do themselves.
+"""
+
+import logging
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from coterie.adapters import Trainable
+from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
+from coterie.alignment.transfer import Shares, mixed, translated
+from coterie.chance import generator
+from coterie.data import Batch, Examples
+from coterie.errors import CoterieError
+from coterie.methods.base import ClientContext
+from coterie.training.loss import shared_loss
+from coterie.training.precision import autocast
+from coterie.training.predictions import predictions
+from coterie.training.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from coterie.methods.fedmkt import FedMKT
+
+log = logging.getLogger(__name__)
+NOBODY = -1
+MOST_NAMED = 20
+"""Samples that a warning names."""
+
+
+class Pupil:
+    """A model with an adapter, the public samples, and what it is about to learn of them."""
+
+    def __init__(self, method: "FedMKT", context: ClientContext, adapter: Trainable) -> None:
+        assert isinstance(context.public, Examples), "FedMKT.check makes sure of it"
+        self.method, self.context, self.adapter = method, context, adapter
+        self.samples = context.public
+        self.positions = Positions.of(self.samples, context.base.tokenizer)
+        inside = torch.arange(len(self.samples.ids))
+        owner = torch.searchsorted(self.samples.starts, inside, right=True) - 1
+        self.targets = self.samples.ids[inside >= self.samples.answers[owner]].long()
+        """(p,) the next token at each position."""
+
+    def model(self) -> PreTrainedModel:
+        """The base with the adapter attached."""
+        return self.adapter.attach(self.context.base.model)
+
+    def knowledge(self) -> Knowledge:
+        """What this side predicts now; of a sample that stands twice, once.
+
+        Samples whose predictions are not finite are left out, and named in the log.
+        """
+        base, batch = self.context.base, self.context.training.batch
+        found = predictions(base, self.model(), self.samples, self.method.top, batch)
+        nats = self._per_sample(found.nats)
+        sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
+        finite = nats.isfinite() & self._per_sample(found.logprobs.sum(-1)).isfinite()
+        if not finite.all():
+            log.warning(
+                "%s predicts nothing finite of %d public samples, which are left out: numbers %s",
+                self.context.name,
+                int((~finite).sum()),
+                ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_NAMED, 0].tolist()),
+            )
+        return Knowledge(
+            samples=self.positions.samples,
+            losses=nats / sizes,
+            starts=self.positions.starts,
+            ends=self.positions.ends,
+            tokens=found.tokens.int(),
+            logprobs=found.logprobs.half(),
+            lognorm=found.lognorm,
+        ).only(finite & first_of_each(self.positions.samples))
+
+    def begin(self, own: Knowledge) -> None:
+        """Nobody has offered anything yet: learn labels, or this side's `own` predictions.
+
+        Raises CoterieError if there are none.
+        """
+        if not len(own.samples):
+            raise CoterieError(
+                f"No prediction of {self.context.name!r} is finite; a lower "
+                "training.learning_rate may help."
+            )
+        known = self.positions.known(own)
+        # Of a sample of which this side predicts nonsense, anybody knows more.
+        self.own = own.losses[known.clamp(min=0)].masked_fill(known < 0, torch.inf)
+        """(n,) this side's losses, in nats per byte."""
+        self.best, self.teachers = self.own.clone(), torch.full_like(known, NOBODY)
+        """(n,) the lowest loss so far, and the number of the teacher whose it is, or NOBODY."""
+        self.learns = Shares.of(self.targets, self.method.top)
+        if self.method.own != "labels":
+            self.learns = self._taken(own, torch.arange(len(self.targets)))
+        self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
+
+    def offer(self, teacher: int, theirs: Knowledge, ids: Tensor | None = None) -> None:
+        """Take over what a teacher knows better than the best so far (DualMinCE: the lowest loss,
+        if it is lower than one's own).
+
+        ids: the map of its vocabulary into this side's, unless it speaks in that already.
+        """
+        known = self.positions.known(theirs)
+        losses = torch.where(known < 0, torch.inf, theirs.losses[known.clamp(min=0)])
+        better = losses < self.best
+        rows = self.positions.of_samples(better)
+        self.learns[rows] = self._taken(theirs, rows, ids)
+        self.best[better], self.teachers[better] = losses[better], teacher
+
+    def _taken(self, theirs: Knowledge, rows: Tensor, ids: Tensor | None = None) -> Shares:
+        """What to learn at some positions from somebody's predictions; labels where they say
+        nothing: where no position of theirs has read the same."""
+        offsets = self.method.align == "offsets"
+        align = self.positions.by_offsets if offsets else self.positions.by_warping
+        places = align(theirs)[rows]
+        at, room = places.clamp(min=0), self.method.top - theirs.tokens.shape[1]
+        tokens = F.pad(theirs.tokens[at], (0, room), value=-1)  # cut, if they are more than asked
+        logprobs = F.pad(theirs.logprobs[at].float(), (0, room), value=-torch.inf)
+        moved = translated(tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature)
+        moved.shares[places < 0] = 0
+        return moved.or_else(Shares.of(self.targets[rows], self.method.top))
+
+    def study(self, round: int) -> float:
+        """Pass over the public samples, with a fresh optimiser; the mean loss, in nats per token.
+
+        lambda * cross-entropy to the labels + (1 - lambda) * that to what was taken over. Samples
+        of which this side predicts nothing finite are left out.
+        """
+        context, method = self.context, self.method
+        model = self.model()
+        parameters = list(self.adapter.parameters().values())
+        self.adapter.require_grad(*set(self.adapter.roles.values()))
+        training = context.training
+        rate = learning_rate(training, context.rounds)(round * training.steps)
+        optimiser = torch.optim.AdamW(
+            parameters, lr=rate, betas=training.betas, weight_decay=training.weight_decay
+        )
+        learns = self._with_own()
+        samples, losses = self.own.isfinite().nonzero()[:, 0], []
+        for turn in range(method.epochs):
+            chance = generator(context.seed, "public", context.name, round, turn)
+            order = torch.randperm(len(samples), generator=chance)
+            for chosen in samples[order].split(training.batch):
+                rows = self.positions.of_samples(chosen)
+                with autocast(context.base.precision, context.base.device.type):
+                    batch = self.samples.batch(chosen)
+                    loss = self._loss(model, batch, self.targets[rows], learns[rows])
+                if not loss.isfinite():
+                    raise CoterieError(
+                        f"The loss of {context.name!r} on the public samples is not finite; a "
+                        "lower training.learning_rate may help."
+                    )
+                loss.backward()
+                if training.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(parameters, training.clip)
+                optimiser.step()
+                optimiser.zero_grad()
+                losses.append(loss.item())
+        return fmean(losses)
+
+    def _loss(self, model: PreTrainedModel, batch: Batch, labels: Tensor, learns: Shares) -> Tensor:
+        method, device = self.method, self.context.base.device
+        batch, labels, task = batch.to(device), labels[:, None].to(device), method.task_weight
+        one = torch.ones(labels.shape, device=device)
+        tokens, shares = learns.tokens.to(device), learns.shares.to(device)
+        if method.temperature == 1:  # then both are one cross-entropy
+            tokens = torch.cat([labels, tokens], 1)
+            shares = torch.cat([task * one, (1 - task) * shares], 1)
+            return shared_loss(model, batch, tokens, shares)
+        distilled = shared_loss(model, batch, tokens, shares, method.temperature)
+        return task * shared_loss(model, batch, labels, one) + (1 - task) * distilled
+
+    def _with_own(self) -> Shares:
+        """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""
+        if self.method.own != "mean":
+            return self.learns
+        weight = (self.best - self.own).sigmoid().nan_to_num()
+        return mixed(self.mine, self.learns, weight.repeat_interleave(self.positions.starts.diff()))
+
+    def quality(self) -> dict[str, float]:
+        """Of the samples that were taken over: how many; the share of their positions at which a
+        teacher had read the same; the mean probability that its tokens there kept on the way."""
+        rows = self.positions.of_samples(self.teachers >= 0)
+        mass = self.learns.mass[rows]
+        found = mass > 0
+        return {
+            "samples": int((self.teachers >= 0).sum()),
+            "positions": found.float().mean().item() if len(rows) else 0.0,
+            "mass": mass[found].mean().item() if found.any() else 0.0,
+        }
+
+    def _per_sample(self, values: Tensor) -> Tensor:
+        """Sums over positions, (p,), for each sample: (n,)."""
+        starts = self.positions.starts
+        owners = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
+        return torch.zeros(len(self.samples)).index_add(0, owners, values)

@@ -1,0 +1,104 @@
+"""The likeliest tokens of answers, against one unpadded row at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.adapters import Adapter, Layout
+from coterie.base import Base, load_base
+from coterie.data import Examples, Instruction
+from coterie.data.examples import examples
+from coterie.data.tokens import bare_encoder
+from coterie.training import loss as loss_module
+from coterie.training.evaluation import evaluate
+from coterie.training.predictions import predictions
+
+ITEMS = [
+    Instruction("Who purrs?\n", "cat"),
+    Instruction("Of all the animals that you have heard of, who trumpets? ", "an old elephant"),
+    Instruction("Who barks?", "dog"),
+    Instruction("Nobody?\n", ""),
+    Instruction("Ünïcödé?", "naïve 😀"),
+]
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def base(request, bases) -> Base:
+    found = load_base(str(bases / request.param), "fp32", 64)
+    adapter = Adapter(found.model, Layout(), seed=0, client="ada", shared=())
+    chance = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=chance)
+    adapter.attach(found.model)
+    return found
+
+
+def encoded(base: Base) -> Examples:
+    encoder, end = bare_encoder(base.tokenizer)
+    return examples(ITEMS, encoder, base.context_token, end, 60, None, "The public text")
+
+
+@torch.no_grad()
+def alone(base: Base, samples: Examples) -> tuple[Tensor, Tensor]:
+    """At every position, all log-probabilities (p, vocabulary), and the next token (p,)."""
+    logprobs, targets = [], []
+    for n in range(len(samples)):
+        start, answer, end = (int(t[m]) for t, m in (
+            (samples.starts, n), (samples.answers, n), (samples.starts, n + 1),
+        ))  # fmt: skip
+        ids = samples.ids[start:end].long()
+        logits = base.model(ids[None, :-1]).logits[0, answer - start - 1 :].double()
+        logprobs.append(logits.log_softmax(-1))
+        targets.append(samples.ids[answer:end].long())
+    return torch.cat(logprobs), torch.cat(targets)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 16])
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_predictions_are_those_of_rows_alone(base, batch, at_once, monkeypatch) -> None:
+    """Whatever the number of samples and of logits at a time."""
+    samples = encoded(base)
+    logprobs, targets = alone(base, samples)
+    size = logprobs.shape[1]
+    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", at_once * size)
+    got = predictions(base, base.model, samples, 7, batch)
+    assert got.tokens.shape == got.logprobs.shape == (samples.predicted, 7)
+    assert got.tokens.dtype == torch.int64
+    near: Any = {"rtol": 0, "atol": 1e-4}
+    values, _ = logprobs.topk(7)
+    torch.testing.assert_close(got.logprobs.double(), values, **near)
+    assert (got.logprobs.diff() <= 0).all()
+    # By what they are worth: of two that are equally likely, either may come first.
+    torch.testing.assert_close(logprobs.gather(1, got.tokens), values, **near)
+    assert all(len(set(row)) == 7 for row in got.tokens.tolist())
+    torch.testing.assert_close(got.lognorm.double(), values.logsumexp(-1), **near)
+    assert (got.lognorm <= 0).all()
+    nats = -logprobs.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(got.nats.double(), nats, **near)
+
+
+def test_nats_are_those_of_the_score(base) -> None:
+    samples = encoded(base)
+    got = predictions(base, base.model, samples, 3, 2)
+    score: Any = evaluate(base, base.model, samples, 60, 2)
+    assert score.tokens == len(got.nats)
+    assert got.nats.sum().item() == pytest.approx(score.nats, rel=1e-5)
+
+
+def test_of_more_than_there_are_all_are_told(base) -> None:
+    samples = encoded(base)
+    size = base.model.config.vocab_size
+    got = predictions(base, base.model, samples, size + 5, 2)
+    assert got.tokens.shape == (samples.predicted, size)
+    assert torch.equal(got.tokens.sort().values[0], torch.arange(size))
+    torch.testing.assert_close(got.lognorm, torch.zeros(samples.predicted), rtol=0, atol=1e-5)
+
+
+def test_a_head_that_is_not_plain_gives_the_models_own_logits(base, monkeypatch) -> None:
+    samples = encoded(base)
+    monkeypatch.setattr(base.model.config, "logit_scale", 0.5, raising=False)
+    got = predictions(base, base.model, samples, 7, 2)
+    values, _ = alone(base, samples)[0].topk(7)
+    torch.testing.assert_close(got.logprobs.double(), values, rtol=0, atol=1e-4)
