@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from public_text import public_text
 
 import coterie
 from coterie.api import Session

@@ -7,7 +7,10 @@ import pytest
 from coterie.base import load_tokenizer
 from coterie.comparison import is_table, load_table
 from coterie.config import load_config
-from coterie.federation import federation
+from coterie.data import Examples
+from coterie.data.files import Record
+from coterie.data.instructions import instructions
+from coterie.federation import check, federation
 from coterie.methods import Setting, available
 
 ROOT = Path(__file__).parent.parent
@@ -36,14 +39,16 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
     assert len(columns) == len(spec.columns)
     for column in columns:
         clients = [client.name for client in column.run.clients]
-        if column.run.divide is not None:
-            clients = list(column.run.divide.mixtures or clients)
+        divide = column.run.divide
+        if divide is not None:
+            numbered = [f"client-{number + 1}" for number in range(divide.clients or 0)]
+            clients = list(divide.mixtures or numbered)
         assert list(column.cells) == [row.label for row in spec.rows]
         for cell in column.cells.values():
             assert cell.method.name in available()
             if clients:
-                public = cell.data.public is not None
-                cell.method.check(Setting(tuple(clients), public))
+                public = cell.data.public is not None or (divide is not None and divide.public)
+                check(cell, clients, public)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +105,110 @@ def test_the_small_mixtures_find_their_texts() -> None:
             assert len(p.data.train.ids) == 40_000
             assert len(p.data.validation.ids) > 12_000
             assert p.public is not None
+
+
+TASKS = {
+    "RTE": (
+        {"premise": "Rain fell.", "hypothesis": "It was dry.", "label": "not_entailment"},
+        'Rain fell.\nQuestion: does this mean that "It was dry."?\nAnswer:',
+        "no",
+    ),
+    "WiC": (
+        {"word": "bank", "sentence1": "A river bank.", "sentence2": "A bank.", "label": "False"},
+        "1. A river bank.\n2. A bank.\n"
+        'Question: does "bank" mean the same in both sentences?\nAnswer:',
+        "no",
+    ),
+    "BoolQ": (
+        {"passage": "Tin is a metal.", "question": "is tin a metal", "label": "True"},
+        "Tin is a metal.\nQuestion: is tin a metal?\nAnswer:",
+        "yes",
+    ),
+    "CommonsenseQA": (
+        {
+            "question": "Where is milk kept?",
+            "choices": {"label": ["A", "B", "C"], "text": ["oven", "fridge", "roof"]},
+            "answerKey": "B",
+        },
+        "Question: Where is milk kept?\nAnswer:",
+        "fridge",
+    ),
+    "ARC-E": (  # in some records of ARC options have numbers
+        {
+            "question": "Which is a gas?",
+            "choices": {"label": ["1", "2"], "text": ["iron", "neon"]},
+            "answerKey": "2",
+        },
+        "Question: Which is a gas?\nAnswer:",
+        "neon",
+    ),
+    "S-NI": (
+        {"definition": "Name the opposite.", "inputs": "hot", "targets": "cold"},
+        "Name the opposite.\nhot\nAnswer:",
+        "cold",
+    ),
+    "DialogSum": (
+        {"dialogue": "#Person1#: Tea?\n#Person2#: Yes.", "summary": "They have tea."},
+        "#Person1#: Tea?\n#Person2#: Yes.\nQuestion: what is this conversation about?\nAnswer:",
+        "They have tea.",
+    ),
+}
+"""Of FedMKT's tasks: a record as the hub has it, its prompt, its answer."""
+TASKS["ARC-C"] = TASKS["ARC-E"]
+
+
+@pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
+def test_prompts_of_fedmkts_tasks(file) -> None:
+    _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
+    assert {column.spec.name.split()[-1] for column in columns} == {*TASKS}
+    for column in columns:
+        fields, prompt, answer = TASKS[column.spec.name.split()[-1]]
+        assert column.run.data.instructions is not None
+        [item] = instructions([Record("a record", fields)], column.run.data.instructions)
+        assert (item.prompt, item.answer) == (prompt, answer)
+        written = column.run.evaluation.figure == "rouge_l"
+        assert written != (len(item.choices) >= 2)
+        if "choices" in fields:
+            assert item.choices == tuple(fields["choices"]["text"])
+
+
+def test_fedmkts_settings_differ_in_who_takes_part() -> None:
+    """Everybody's base and learning rate, as the paper has them; ARC-E has rates of its own."""
+    llama, opt = "princeton-nlp/Sheared-LLaMA-1.3B", "facebook/opt-1.3b"
+    mixed = ["openai-community/gpt2-xl", opt, "bigscience/bloom-1b1", llama]
+    settings = {
+        "heterogeneous": {"": mixed},
+        "homogeneous": {"S1": [llama] * 4, "S2": [opt] * 4},
+        "one-to-one": {"LLaMA": [llama], "OPT": [opt]},
+    }
+    for file, bases in settings.items():
+        _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
+        for column in columns:
+            *setting, task = column.spec.name.split()
+            names = [f"client-{n + 1}" for n in range(len(bases["".join(setting)]))]
+            rates = {column.run.base_of(n): column.run.training_of(n) for n in [*names, "server"]}
+            large = 2e-5 if task == "ARC-E" else 3e-5
+            expected = dict.fromkeys(mixed, 3e-5) | {mixed[0]: 3e-4, llama: large}
+            expected["meta-llama/Llama-2-7b-hf"] = large
+            assert [column.run.base_of(name) for name in names] == bases["".join(setting)]
+            assert {base: t.learning_rate for base, t in rates.items()} == {
+                base: expected[base] for base in rates
+            }
+
+
+@at_hand
+def test_the_small_fedmkt_tables_find_their_samples() -> None:
+    """In the tokens of one base, and of the two tasks with the longest prompts."""
+    recipe = SMALL[0].parent / "fedmkt.yaml"
+    longest = ["News topics", "RTE"]
+    _, columns = load_table(recipe, [f"data_root={DATA}", "bases={}"], columns=longest)
+    for column in columns:
+        participants = federation(column.run, load_tokenizer(column.run.base))
+        assert len(participants) == 4
+        for p in participants:
+            counts = []
+            for split in (p.data.train, p.public, p.data.validation, p.data.test):
+                assert isinstance(split, Examples)
+                assert all(item.choices for item in split.items)
+                counts.append(len(split))
+            assert counts == [200, 200, 100, 400]

@@ -72,7 +72,7 @@ def _text(record: Record, field: str, value: Any) -> str:
 def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[str, ...]:
     """The choices given for all records, or by a field of this one, or by a template's lines."""
     if isinstance(given, str) and is_text(given):
-        values = render(given, record.fields, record.where).splitlines()
+        values = render(given, record.fields, record.where).split("\n")
     else:
         values = record[given] if isinstance(given, str) else given
     if not isinstance(values, list):
