@@ -132,6 +132,19 @@ def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
     stays = said.out.split("never leaves")[1]
     assert "adapter/specialist.0/*" in stays
     assert "adapter/router/*" in stays
+    assert "per public sample" not in said.out
+
+
+def test_an_audit_of_teaching_names_a_public_samples_bytes(
+    teachers, tmp_path, coterie_command
+) -> None:
+    file = tmp_path / "teaching.yaml"
+    file.write_text(yaml.safe_dump(teachers().as_dict()))
+    said = coterie_command("audit", file)
+    assert said.code == 0
+    lines = [line for line in said.out.splitlines() if line.startswith("the same per public")]
+    assert len(lines) == 4  # up and down, of each client
+    assert all(line.split()[-1].replace(",", "").isdecimal() for line in lines)
 
 
 def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> None:

@@ -22,11 +22,13 @@ def written(tmp_path: Path) -> Written:
         perplexities: tuple[float, float] | None = (10.0, 20.0),
         clients: dict[str, Any] | None = None,
         accuracies: tuple[float, float] | None = None,
+        served: dict[str, Any] | None = None,
         **config: Any,
     ) -> Path:
         """perplexities: of anna and ben at the end; None: the run is not finished.
 
         accuracies: theirs at the end; with them, the clients hold prompts with answers.
+        served: what run.json records of a server with a model of its own.
         """
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -45,6 +47,8 @@ def written(tmp_path: Path) -> Written:
         }
         entries = clients or {"anna": {"data": "1"}, "ben": {"data": "2"}}
         about = {"clients": entries, "threads": 1, "config": settings | config}
+        if served is not None:
+            about["server"] = served
         (folder / "run.json").write_text(json.dumps(about))
         figures = list(figures)
         if perplexities is not None:

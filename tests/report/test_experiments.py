@@ -1,11 +1,14 @@
 """Runs are found wherever they lie and put together as their settings say."""
 
+import json
 from statistics import fmean, stdev
 
 import pytest
 
 from coterie import CoterieError
+from coterie.report import Comparison
 from coterie.report.experiments import experiments, mean_series, over_seeds
+from coterie.report.page import _about
 from coterie.training.measures import PERPLEXITY
 
 LOCAL = {"name": "local", "rank": 8}
@@ -41,10 +44,28 @@ def test_folders_of_folders_and_baselines_are_searched(written, tmp_path) -> Non
 def test_a_key_that_is_not_set_does_not_make_another_experiment(written, tmp_path) -> None:
     written("cmp/old", LOCAL)
     written("cmp/new", LOCAL, 1, data={"window": 16, "public": None})
+    written("cmp/newer", LOCAL, 3, bases={}, server=None)
     written("cmp/other", LOCAL, 2, data={"window": 16, "public": "all.txt"})
     found = experiments([tmp_path / "cmp"])
-    assert [len(one.all) for one in found] == [2, 1]
+    assert [len(one.all) for one in found] == [3, 1]
     assert [one.name for one in found] == ["cmp", "cmp-2"]
+
+
+def test_other_bases_or_another_server_make_another_experiment(written, tmp_path) -> None:
+    own = {"bases": {"ben": "small"}, "server": {"base": None, "test": None}}
+    for seed in (0, 1):
+        written(f"cmp/{seed}", LOCAL, seed, **own)
+    written("cmp/plain", LOCAL)
+    written("cmp/bases", LOCAL, bases={"ben": "large"}, server=own["server"])
+    written("cmp/server", LOCAL, bases=own["bases"], server={"base": "large", "test": None})
+    found = experiments([tmp_path / "cmp"])
+    assert sorted(len(one.all) for one in found) == [1, 1, 1, 2]
+    assert {_about(one).note for one in found} == {
+        "Base tiny-gpt2; clients anna and ben.",
+        "Base tiny-gpt2 and small; clients anna and ben; the server's base tiny-gpt2.",
+        "Base tiny-gpt2 and large; clients anna and ben; the server's base tiny-gpt2.",
+        "Base tiny-gpt2 and small; clients anna and ben; the server's base large.",
+    }
 
 
 def test_a_run_in_progress_counts_only_while_none_is_finished(written, tmp_path) -> None:
@@ -72,3 +93,17 @@ def test_means_over_seeds_and_clients() -> None:
 def test_a_folder_without_runs_is_refused(tmp_path) -> None:
     with pytest.raises(CoterieError, match="neither a run's folder nor one that holds runs"):
         experiments([tmp_path])
+
+
+def test_a_server_s_own_model_is_in_the_comparison(written, tmp_path) -> None:
+    for seed, perplexity in enumerate((4.0, 6.0)):
+        file = written(f"cmp/fedmkt-{seed}", {"name": "fedmkt"}, seed) / "result.json"
+        score = {"perplexity": perplexity, "bits_per_byte": 0.5}
+        file.write_text(json.dumps({**json.loads(file.read_text()), "server": score}))
+    written("cmp/local", LOCAL)
+    (experiment,) = experiments([tmp_path / "cmp"])
+    table = Comparison(experiment.name, experiment.finished).table()
+    found = {row[0]: row[-1] for row in table.rows}
+    assert table.columns[-1] == "server"
+    assert found == {"local": "", "fedmkt": f"5.00 ({stdev([4, 6]):.2f})"}
+    assert experiment.clients == ["anna", "ben"]

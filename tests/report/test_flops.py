@@ -11,7 +11,7 @@ from coterie.federation import Participant, client_context
 from coterie.report.cost import operations
 from coterie.report.experiments import experiments
 from coterie.report.flops import counting_base, round_cost, step_flops
-from coterie.report.style import Picture
+from coterie.report.style import LeftOut, Picture
 
 CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}
@@ -89,3 +89,12 @@ def test_costs_are_set_against_the_fedavg_that_was_run(written, values, tmp_path
     assert isinstance(picture, Picture)
     assert picture.table is not None
     assert [row[-1] for row in picture.table.rows] == ["+0.0 %", "+0.0 %"]
+
+
+@pytest.mark.parametrize("own", [{"server": {"base": None}}, {"bases": {"anna": "other"}}])
+def test_models_with_bases_of_their_own_are_not_counted_on_the_runs(own, written) -> None:
+    folder = written("run", {"name": "local"}, figures=[(0, "anna", "loss/joint", 4.0)], **own)
+    (experiment,) = experiments([folder])
+    (left_out,) = operations(experiment)
+    assert isinstance(left_out, LeftOut)
+    assert "not counted" in left_out.why

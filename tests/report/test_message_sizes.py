@@ -42,6 +42,24 @@ def test_a_method_that_begins_alone_is_waited_for(config) -> None:
     assert "update/generalist" in audit
 
 
+def per_sample(tables, way: str) -> dict[str, int]:
+    """What the audit of one client says that a message weighs for each of its public samples."""
+    (rows,) = (table.rows for table in tables if table.title == f"poet: {way}")
+    sizes = {row[0]: int(row[-1].replace(",", "")) for row in rows}
+    told = {name: size for name, size in sizes.items() if "per public sample" in name}
+    counts = [int(row[1]) for row in rows if row[0] == "knowledge.samples"]
+    assert told == {f"the same per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
+    return told
+
+
+@pytest.mark.parametrize(("method", "teaches"), [("fedmkt", True), ("llm2slm", False)])
+def test_an_audit_says_what_a_public_sample_costs(method, teaches, teachers) -> None:
+    tables = list(audit_run(teachers(method={"name": method})))
+    assert per_sample(tables, "from the server to the client, every round")
+    assert bool(per_sample(tables, "from the client to the server, every round")) is teaches
+    assert not per_sample(tables, "from the client to the server, once")
+
+
 @pytest.mark.parametrize(
     "method", ["local", {"name": "pcl-2", "warmup": 9}], ids=["local", "pcl-2"]
 )

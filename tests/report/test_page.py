@@ -16,8 +16,9 @@ from coterie.data import Examples, Instruction, Tokens
 from coterie.federation import federation
 from coterie.report import page
 from coterie.report.cost import traffic
+from coterie.report.experiments import experiments
 from coterie.report.page import write_report
-from coterie.report.texts import _beginning, _layers, _pieces
+from coterie.report.texts import TextPicture, _beginning, _layers, _pieces, texts
 from coterie.report.trust import trust
 from coterie.runs import RunFolder
 
@@ -79,6 +80,26 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
     without = write_report([runs], tmp_path)
     assert words not in shown(without.page)
     assert not list(without.figures.glob("texts-*"))  # those of before are gone
+
+
+def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> None:
+    run = values(method="comigs-2s", rounds=1, bases={"poet": other})
+    coterie.run(run, out=tmp_path / "run")
+    (experiment,) = experiments([tmp_path / "run"])
+    found = [
+        one
+        for picture in texts(experiment, "first")
+        if isinstance(picture, TextPicture)
+        for one in picture.texts
+    ]
+    assert [(one.model_of, one.text_of) for one in found] == [
+        ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
+        ("whaler", "whaler"), ("whaler", "diarist"),
+    ]  # fmt: skip
+    whole = (Path(run["data_root"]) / "poet.txt").read_text(encoding="utf-8")
+    shown = "".join(piece for piece, _ in found[2].pieces)
+    assert len(shown) > 100
+    assert shown in whole  # read with the poet's tokenizer, not with the run's
 
 
 def test_layers_are_named_or_numbered() -> None:

@@ -83,6 +83,55 @@ def test_a_comparison_of_answers_ranks_the_most_first() -> None:
     assert [row["rank"] for row in asked.summary()] == [1, 2]
 
 
+def served(found: dict, perplexity: float) -> dict:
+    """A result whose server has a model of its own."""
+    return found | {"server": {"perplexity": perplexity, "bits_per_byte": perplexity / 10}}
+
+
+def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
+    results = {"local": result(a=10, b=20), "fedmkt": served(result(a=8, b=16), 2)}
+    table = run_table(results)
+    assert table.rows[2:] == [
+        ["mean", "15.00 / 1.500", "12.00 / 1.200"],
+        ["server", "", "2.00 / 0.200"],
+    ]
+    assert table.note == "Less is better. The mean is without the server."
+    assert run_table({"local": results["local"]}).note == "Less is better."
+    accuracies = answered(a=0.5, b=1)
+    both = {"fedmkt": accuracies | {"server": {**accuracies["trained"]["a"], "accuracy": 0.9}}}
+    assert run_table(both).rows[-2:] == [["std over clients", "35.36"], ["server", "90.00"]]
+    # What is shown is what the server has too.
+    assert run_table({"fedmkt": served(accuracies, 2)}).rows[-1] == ["server", "2.00 / 0.200"]
+
+
+def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> None:
+    found = {
+        "local": [result(a=10, b=20), result(a=14, b=20)],
+        "fedmkt": [served(result(a=8, b=16), 2), served(result(a=10, b=16), 5)],
+    }
+    local, fedmkt = Comparison("x", found).summary()
+    assert local["server"] is None
+    assert fedmkt["server"] == {
+        "perplexity": 3.5,
+        "std": pytest.approx(3 / math.sqrt(2)),  # of 2 and 5
+        "seeds": 2,
+    }
+    assert fedmkt["clients_std"] == {"a": pytest.approx(math.sqrt(2)), "b": 0}
+    assert fedmkt["perplexity"] == 12.5  # the mean over clients alone
+    table = Comparison("x", found).table()
+    assert table.columns == ["method", "a", "b", "mean (std)", "bits/byte", "rank", "server"]
+    assert table.rows == [
+        ["local", "12.00 (2.83)", "20.00 (0.00)", "16.00 (1.41)", "1.600", "2", ""],
+        ["fedmkt", "9.00 (1.41)", "16.00 (0.00)", "12.50 (0.71)", "1.250", "1", "3.50 (2.12)"],
+    ]
+    assert table.note.endswith("Less is better. Mean and rank are without the server.")
+    once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
+    assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "1.200", "1", "2.00"]
+    alone = Comparison("x", {"local": found["local"]}).table()
+    assert alone.columns[-1] == "rank"
+    assert alone.rows[0][1] == "12.00"  # of clients among many, the means have a spread alone
+
+
 def test_figures_are_never_cut_or_wrapped_however_many_there_are() -> None:
     figures = [f"{1000 + n}.25" for n in range(12)]
     table = Table("T", ["method", *(f"lexicographer-{n}" for n in range(12))], [["m", *figures]])

@@ -56,8 +56,16 @@ def _account(
 ) -> Iterator[tuple[str, Rows]]:
     for way, where in WAYS.items():
         weight = len(run.schema.send(way, messages[way]))
-        yield where, (*_fields(messages[way]), (WHOLE, "", "", f"{weight:,}"))
+        whole = (WHOLE, "", "", f"{weight:,}")
+        yield where, (*_fields(messages[way]), whole, *_shares(run, messages[way], weight))
     yield STAYS, tuple(_stays(run.clients[name].state(), messages["up"]))
+
+
+def _shares(run: LocalRun, message: Message, weight: int) -> Iterator[tuple[str, ...]]:
+    """What a whole message weighs for each of the things that it tells of."""
+    for what, count in run.config.method.counts(message).items():
+        if count:
+            yield f"the same per {what} (of {count:,})", "", "", f"{weight / count:,.0f}"
 
 
 def _fields(message: Message) -> Iterator[tuple[str, ...]]:
@@ -79,4 +87,4 @@ def _stays(state: State, upload: Message) -> Iterator[tuple[str, ...]]:
     for group in sorted(counts):
         yield f"{group}/*", f"{counts[group]}", f"{sizes[group]:,}"
     yield "all text and tokens: training, validation and test", "", ""
-    yield "all losses and scores, and whatever else is logged", "", ""
+    yield "all losses and scores on these, and whatever else is logged", "", ""

@@ -85,6 +85,11 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     FedAvg is the experiment's own, or, if it has none, that with the settings of the first label.
     """
     title = "Floating-point operations"
+    settings = experiment.all[0].config  # an experiment has the same bases and server
+    if settings.get("bases") or settings.get("server"):
+        why = "not counted where clients have bases of their own, or the server a model"
+        yield LeftOut(title, why)
+        return
     base: Base | None = None
     costs: dict[str, Cost] = {}
     fedavg: Cost | None = None

@@ -7,6 +7,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from coterie.config import SERVER
 from coterie.report.experiments import (
     Experiment,
     ReportedRun,
@@ -68,11 +69,21 @@ def _some(experiment: Experiment, best: list[str]) -> str:
 
 
 def _series(run: ReportedRun, client: str, measure: Measure) -> Series:
-    return _mean(run, measure) if client == "mean" else run.series(measure).get(client, {})
+    """Of a panel: the mean over clients, one of them, or the server."""
+    if client == "mean":
+        return _mean(run, measure)
+    return {SERVER: run.server_series(measure), **run.series(measure)}.get(client, {})
+
+
+def _panels(experiment: Experiment, best: list[str]) -> list[str]:
+    """The mean, every client, and the server if it has a model of its own that was scored."""
+    runs = (run for label in best for run in experiment.drawn[label])
+    served = any(run.server_series(experiment.measure) for run in runs)
+    return ["mean", *experiment.clients, *([SERVER] if served else [])]
 
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
-    panels, measure = ["mean", *experiment.clients], experiment.measure
+    panels, measure = _panels(experiment, best), experiment.measure
     look, what = looks(list(experiment.runs)), measure.label
 
     def draw(canvas: Canvas) -> Figure:
@@ -99,11 +110,11 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     return Picture(
         measure.key,
         f"{_title(experiment)} over rounds",
-        f"Each client's model on its own {experiment.split} text after every evaluated round, as "
+        f"Each model on its own {experiment.split} text after every evaluated round, as "
         f"the method reports it{_scale(measure)}. {SPREAD} {measure.better}"
         f"{_some(experiment, best)}",
         f"Lines of {what} by round for {listed(best)}: a panel for the mean and one for "
-        f"each of {listed(experiment.clients)}. The table has the means.",
+        f"each of {listed(panels[1:])}. The table has the means.",
         draw,
         _rounds_table(experiment),
     )
@@ -143,7 +154,7 @@ def _rounds_table(experiment: Experiment) -> Table:
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
-    panels, measure = ["mean", *experiment.clients], experiment.measure
+    panels, measure = _panels(experiment, best), experiment.measure
     look, what = looks(list(experiment.runs)), measure.label
 
     def draw(canvas: Canvas) -> Figure:
@@ -154,6 +165,8 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             for place, label in enumerate(best):
                 runs = experiment.drawn[label]
                 last = [s[max(s)] for run in runs if (s := _series(run, client, measure))]
+                if not last:
+                    continue  # a method without a server's model beside one with it
                 _, mean, spread = over_seeds({1: value} for value in last)
                 colour = canvas.colour(look[label])
                 axis.errorbar(
@@ -172,10 +185,10 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
     return Picture(
         measure.key,
         f"{_title(experiment)} at the end",
-        f"Each client's model on its own {experiment.split} text, as the method reports "
+        f"Each model on its own {experiment.split} text, as the method reports "
         f"it{_scale(measure)}. {SPREAD} {measure.better}{_some(experiment, best)}",
         f"Dots of final {what} for {listed(best)}: a panel for the mean and one for each "
-        f"of {listed(experiment.clients)}. The summary's table has the figures.",
+        f"of {listed(panels[1:])}. The summary's table has the figures.",
         draw,
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.engines.client import SERVER_SCORE
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
 from coterie.runs import RunFolder
@@ -33,6 +34,8 @@ class ReportedRun:
     """run.json's entry of each client: its tokens and labels, where the run recorded them."""
     metrics: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
+    server: Mapping[str, Any]
+    """run.json's entry of a server with a model of its own; empty without one."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
@@ -41,7 +44,8 @@ class ReportedRun:
         if result is not None and not result[result["reports"]]:
             result = None
         metrics = list(folder.metrics())
-        return cls(folder.path, about["config"], about["clients"], metrics, result)
+        server = about.get("server", {})
+        return cls(folder.path, about["config"], about["clients"], metrics, result, server)
 
     @property
     def method(self) -> str:
@@ -106,6 +110,11 @@ class ReportedRun:
             for client, one in scores.items()
         }
         return {client: one for client, one in found.items() if one}
+
+    def server_series(self, measure: Measure) -> Series:
+        """The same of the server's own model, where it has one."""
+        scores = self.by_round(SERVER_SCORE)
+        return {r: measure.shown(s[measure.key]) for r, s in scores.items() if measure.key in s}
 
 
 @dataclass(frozen=True)
@@ -222,13 +231,16 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
 
 def _texts_and_base(run: ReportedRun) -> str:
     """What the runs of an experiment have in common; keys that are not set do not count."""
-    common = {key: run.config[key] for key in ("base", "data", "clients", "divide")}
+    keys = ("base", "bases", "server", "data", "clients", "divide")
+    common = {key: run.config.get(key) for key in keys}
     return json.dumps([run.split, _set_only(common)], sort_keys=True)
 
 
 def _set_only(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _set_only(inner) for key, inner in value.items() if inner is not None}
+        # None, false and an empty mapping are what a key's absence stands for.
+        kept = {k: v for k, v in value.items() if v is not None and v is not False and v != {}}
+        return {key: _set_only(inner) for key, inner in kept.items()}
     return [_set_only(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

@@ -43,9 +43,9 @@ def counting_base(config: RunConfig) -> Base:
 def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
     """The cost of a round of a run; None if its method's training is not made of levels.
 
-    clients: of each client, the names of the test texts that it is scored on (all of them if it is
-    the one client of a pooled run, whose batch is as large as all clients' together). A level that
-    comes every tau steps counts steps / tau turns a round.
+    base: that of all clients. clients: of each one, the names of the test texts that it is scored
+    on (all of them if it is the one client of a pooled run, whose batch is as large as all
+    clients' together). A level that comes every tau steps counts steps / tau turns a round.
     """
     levels: dict[str, float] = {}
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)

@@ -42,7 +42,8 @@ def start(session: Session, config: RunConfig) -> LocalRun:
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
     short = config.model_copy(update={"training": training})
-    return LocalRun(short, session.base, session.participants(short), RunFolder(Path()), Watch())
+    who = session.federation(short)
+    return LocalRun(short, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
 
 
 def first_exchange(run: LocalRun) -> Messages:

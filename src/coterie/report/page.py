@@ -27,6 +27,7 @@ from coterie.report.style import (
 )
 from coterie.report.sweep import sweep
 from coterie.report.tables import Comparison, Table
+from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 
@@ -35,6 +36,7 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     routing,
     trust,
     assignment,
+    teaching,
     sweep,
     division,
     traffic,
@@ -118,8 +120,12 @@ def _about(experiment: Experiment) -> Table:
         ]
         for label, runs in experiment.runs.items()
     ]
-    run = experiment.all[0]
-    note = f"Base {run.config['base']}; clients {listed(experiment.clients)}."
+    config, clients = experiment.all[0].config, experiment.clients
+    own = config.get("bases") or {}
+    bases = dict.fromkeys(own.get(client, config["base"]) for client in clients)
+    server = config.get("server")
+    theirs = f"; the server's base {server['base'] or config['base']}" if server else ""
+    note = f"Base {listed(bases or [config['base']])}; clients {listed(clients)}{theirs}."
     return Table("What was run", ["method", "seeds", "rounds", "state"], rows, note)
 
 

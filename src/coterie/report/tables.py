@@ -90,18 +90,24 @@ def mean(result: Result, figure: str) -> float:
     return fmean(score[figure] for score in scores(result).values())
 
 
+def server_score(result: Result) -> Mapping[str, float] | None:
+    """The score of the server's own model, where it has one."""
+    return result.get("server")
+
+
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Measure:
-    """What to show of results; see `measure_of`."""
-    return measure_of((score for r in results for score in scores(r).values()), asked)
+    """What to show of results, of which the server's scores are a part; see `measure_of`."""
+    found = [(scores(result).values(), server_score(result)) for result in results]
+    return measure_of((s for clients, server in found for s in (*clients, server) if s), asked)
 
 
 def run_table(
     results: Mapping[str, Result], split: str = "test", figure: str | None = None
 ) -> Table:
-    """A row per client and a column per method; then the means.
+    """A row per client and a column per method; then the means; then the server, if it has a model.
 
     Cells are perplexity and bits per byte, or the one figure that suits the data or that is asked
-    for (see `measure_of`); of a share, its standard deviation over clients follows.
+    for (see `measure_of`); of a share, its standard deviation over clients follows the mean.
     """
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
@@ -114,9 +120,13 @@ def run_table(
     if measure.share and len(clients) > 1:
         values = [[score[measure.key] for score in scores(r).values()] for r in found]
         rows.append(["std over clients", *(measure.cell(stdev(v)) for v in values)])
+    note, served = measure.better, [server_score(r) for r in found]
+    if any(served):
+        rows.append(["server", *(_cell(score, measure) if score else "" for score in served)])
+        note += " The mean is without the server."
     what = "perplexity per token / bits per byte" if pair else measure.label
     title = f"Each client's model on its own {split} text: {what}"
-    return Table(title, ["client", *results], rows, measure.better)
+    return Table(title, ["client", *results], rows, note)
 
 
 def _cell(score: Mapping[str, float], measure: Measure) -> str:
@@ -142,9 +152,10 @@ class Comparison:
 
     def summary(self) -> list[dict[str, Any]]:
         """Per method: its figure per client; over clients, the mean and the standard deviation
-        (`spread`); over seeds, the mean's (`std`).
+        (`spread`); over seeds, the mean's (`std`) and each client's (`clients_std`).
 
-        The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1.
+        The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
+        that key, `std` and `seeds` of the server's own model, which is in no mean, or is None.
         """
         measure = self.measure
         rows = [self._row(name, results, measure.key) for name, results in self.results.items()]
@@ -154,13 +165,18 @@ class Comparison:
         return rows
 
     def table(self) -> Table:
-        """A row per method, in the given order."""
+        """A row per method, in the given order; where the server has a model, it comes last.
+
+        Then every model is a result of its own, and cells have standard deviations over seeds.
+        """
         rows, measure = self.summary(), self.measure
         bits = measure is PERPLEXITY
         clients = list(rows[0]["clients"]) if rows else []
         counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
         seeds = " to ".join(map(str, counts))
         spread = any(count > 1 for count in counts)
+        served = any(row["server"] for row in rows)
+        aside = " Mean and rank are without the server." if served else ""
         return Table(
             f"{self.name}: {self.split} {measure.label}",
             [
@@ -169,41 +185,65 @@ class Comparison:
                 "mean (std)" if spread else "mean",
                 "bits/byte" if bits else "over clients",
                 "rank",
+                *(["server"] if served else []),
             ],
             [
                 [
                     row["method"],
-                    *(measure.cell(row["clients"][client]) for client in clients),
+                    *(_of_client(row, client, measure, served) for client in clients),
                     with_spread(row, measure),
                     f"{row['bits_per_byte']:.3f}" if bits else f"± {measure.cell(row['spread'])}",
                     str(row["rank"]),
+                    *([_of_server(row, measure)] if served else []),
                 ]
                 for row in rows
             ],
-            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {measure.better}",
+            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {measure.better}{aside}",
         )
 
     def _row(self, method: str, results: Sequence[Result], figure: str) -> dict[str, Any]:
-        means = [mean(result, figure) for result in results]
-        clients = {
-            client: fmean(scores(result)[client][figure] for result in results)
+        figures = {
+            client: [scores(result)[client][figure] for result in results]
             for client in scores(results[0])
         }
+        clients = {client: fmean(values) for client, values in figures.items()}
+        served = [score[figure] for score in map(server_score, results) if score]
         return {
             "method": method,
             "clients": clients,
-            "spread": stdev(clients.values()) if len(clients) > 1 else 0.0,
-            figure: fmean(means),
-            "std": stdev(means) if len(means) > 1 else 0.0,
+            "clients_std": {client: _std(values) for client, values in figures.items()},
+            "spread": _std(list(clients.values())),
+            **_over_seeds([mean(result, figure) for result in results], figure),
+            "server": _over_seeds(served, figure) if served else None,
             "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
-            "seeds": len(results),
             "trained": fmean(_mean_at(result, "trained", figure) for result in results),
             "aggregated": fmean(_mean_at(result, "aggregated", figure) for result in results),
         }
 
 
+def _std(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _over_seeds(values: Sequence[float], figure: str) -> dict[str, float]:
+    """A figure of one model, or a mean over models, per seed: its mean and standard deviation."""
+    return {figure: fmean(values), "std": _std(values), "seeds": len(values)}
+
+
+def _of_client(row: Mapping[str, Any], client: str, measure: Measure, spread: bool) -> str:
+    """A client's cell, with its standard deviation over seeds if wanted."""
+    std, seeds = row["clients_std"][client], row["seeds"] if spread else 1
+    value = row["clients"][client]
+    return with_spread({measure.key: value, "std": std, "seeds": seeds}, measure)
+
+
+def _of_server(row: Mapping[str, Any], measure: Measure) -> str:
+    """The server's cell; empty where it has no model of its own."""
+    return with_spread(row["server"], measure) if row["server"] else ""
+
+
 def with_spread(row: Mapping[str, Any], measure: Measure) -> str:
-    """A row's mean over clients and, of several seeds, its standard deviation."""
+    """A figure's mean and, of several seeds, its standard deviation."""
     spread = f" ({measure.cell(row['std'])})" if row["seeds"] > 1 else ""
     return measure.cell(row[measure.key]) + spread
 

@@ -104,13 +104,14 @@ def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPictu
 def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
     if run.result is None:
         raise CoterieError("The run is not finished.")
-    words = tokenizer(run.path)
-    participants = federation(parse(run.config), words)
+    config = parse(run.config)
+    participants = federation(config, tokenizer(run.path))
     tests = {one.name: one.data.test for one in participants}
-    names = list(tests)
-    for place, client in enumerate(names):
-        model = load(run.path, client)
-        for text_of in dict.fromkeys((client, names[(place + 1) % len(names)])):
+    for client in tests:
+        model, words = load(run.path, client), tokenizer(run.path, client)
+        # Another's text is in this model's tokens only if it was made with the same base.
+        alike = [name for name in tests if config.base_of(name) == config.base_of(client)]
+        for text_of in dict.fromkeys((client, alike[(alike.index(client) + 1) % len(alike)])):
             ids, chosen = _read(model, _beginning(tests[text_of], context_token(words)))
             for number in _layers(layer, len(chosen)):
                 path = list(chosen)[number]

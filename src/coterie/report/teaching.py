@@ -1,0 +1,156 @@
+"""Who learnt from whom where a server and its clients teach each other (FedMKT).
+
+In a round the server learns from its clients; they learn from what it sends when the round is over.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from coterie.config import SERVER
+from coterie.files import path_part
+from coterie.report.experiments import Experiment, ReportedRun
+from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
+from coterie.report.tables import Table
+
+TAUGHT = "taught"
+MOST = 10
+"""Rounds that the table shows."""
+Lesson = Mapping[str, Any]
+"""What a side recorded of one time that it learnt: `samples` that it took over, `positions`, ..."""
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What a run's sides recorded of learning from one another, by round (1 is the first)."""
+
+    clients: Sequence[str]
+    public: int | None
+    """Public samples that there are, where the run recorded it."""
+    server: Mapping[int, Lesson]
+    """The server's, which have the samples of each client in `by`; empty if it only teaches."""
+    learnt: Mapping[str, Mapping[int, Lesson]]
+    """The clients'; without those that keep their figures to themselves."""
+
+    @property
+    def rounds(self) -> list[int]:
+        """All in which anybody learnt."""
+        return sorted({round for one in (self.server, *self.learnt.values()) for round in one})
+
+
+def lessons(run: ReportedRun) -> Lessons:
+    """Of a run; `after` counts the rounds that were over when a side learnt.
+
+    A client that is scored learns as it will again at the start of the next round; the last counts.
+    """
+    server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
+    learnt = {
+        client: {lesson["after"]: lesson for _, lesson in found}
+        for client, found in run.by_client(TAUGHT).items()
+    }
+    taught_by = {client for lesson in server.values() for client in lesson["by"]}
+    public = run.server.get("samples", {}).get("train")  # a server trains on the public samples
+    return Lessons(sorted({*taught_by, *learnt}), public, server, learnt)
+
+
+def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """A figure for each label whose sides teach each other, of the run with the first seed."""
+    found = {label: lessons(run) for label, run in experiment.first}
+    found = {label: one for label, one in found.items() if one.rounds}
+    if not found:
+        yield LeftOut("Who learnt from whom", "no run has a method whose sides teach each other")
+    for label, one in found.items():
+        yield _picture(label, one)
+
+
+def _picture(label: str, one: Lessons) -> Picture:
+    def draw(canvas: Canvas) -> Figure:
+        shown = [d for d, there in ((_bars, one.server), (_lines, one.learnt)) if there]
+        across = 1 if canvas.narrow else 2
+        figure, axes = canvas.panels(
+            len(shown), 2.5, across, "round", "public samples", sharex=True, sharey=True
+        )
+        for axis, draw_one in zip(axes, shown, strict=True):
+            if one.public is not None:
+                axis.axhline(one.public, color=canvas.theme.quiet, linestyle=DASHES[2])
+            draw_one(axis, canvas, one)
+            axis.set_ylim(bottom=0)
+            axis.xaxis.set_major_locator(MaxNLocator(6 if canvas.narrow else 10, integer=True))
+        canvas.legend(figure, axes[-1], max(map(len, one.clients)))
+        return figure
+
+    dotted = "" if one.public is None else f" Dotted: all {one.public} public samples."
+    return Picture(
+        f"teaching-{path_part(label)}",
+        f"Who learnt from whom, {label}",
+        "Public samples of which a side took over another's predictions, as that one did better "
+        "than anybody else and than the side itself. In a round the server learns from the "
+        f"clients; then they learn from what it sends.{dotted} Of the first seed.",
+        f"How many public samples the server took over from {listed(one.clients)}, and they from "
+        "the server, by round; the table has the figures.",
+        draw,
+        _table(one),
+    )
+
+
+def _bars(axis: Axes, canvas: Canvas, one: Lessons) -> None:
+    """What the server took over, a bar per round, of pieces by client."""
+    rounds = sorted(one.server)
+    below = np.zeros(len(rounds))
+    for n, client in enumerate(one.clients):
+        counts = np.array([one.server[round]["by"].get(client, 0) for round in rounds])
+        axis.bar(rounds, counts, 0.7, below, color=_colour(canvas, n), label=client)
+        below += counts
+    axis.set_title("the server learns from clients")
+
+
+def _lines(axis: Axes, canvas: Canvas, one: Lessons) -> None:
+    """What each client took over from the server, a line per client."""
+    for n, client in enumerate(one.clients):
+        counts = {r: lesson["samples"] for r, lesson in sorted(one.learnt.get(client, {}).items())}
+        axis.plot(
+            list(counts), list(counts.values()), color=_colour(canvas, n), label=client,
+            marker=MARKERS[n % len(MARKERS)],
+        )  # fmt: skip
+    axis.set_title("clients learn from the server")
+
+
+def _colour(canvas: Canvas, client: int) -> str:
+    colours = canvas.theme.colours[2:]
+    return colours[client % len(colours)]
+
+
+def _table(one: Lessons) -> Table:
+    rounds = one.rounds
+    chosen = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, MOST)})
+    rows: list[list[str]] = []
+    for at in (rounds[n] for n in chosen):
+        if at in one.server:
+            given = [f"{client} {count}" for client, count in one.server[at]["by"].items()]
+            rows.append([str(at), SERVER, ", ".join(given), *_quality(one.server[at])])
+        rows += [
+            [str(at), client, SERVER, *_quality(one.learnt[client][at])]
+            for client in one.clients
+            if at in one.learnt.get(client, {})
+        ]
+    of = "" if one.public is None else f", of {one.public}"
+    return Table(
+        "Public samples taken over from others",
+        ["round", "who learnt", "from", f"samples{of}", "positions", "probability"],
+        rows,
+        "Positions: of those of the samples' answers, the share at which the teacher had read the "
+        "same text. Probability: what the teacher gave there, on average, to the tokens that the "
+        "learner got. Elsewhere labels are learnt.",
+    )
+
+
+def _quality(lesson: Lesson) -> list[str]:
+    """Samples, and how well their predictions came over."""
+    if not lesson["samples"]:
+        return ["0", "", ""]
+    return [str(lesson["samples"]), *(f"{lesson[k]:.1%}" for k in ("positions", "mass"))]
