@@ -211,4 +211,4 @@ def test_the_small_fedmkt_tables_find_their_samples() -> None:
                 assert isinstance(split, Examples)
                 assert all(item.choices for item in split.items)
                 counts.append(len(split))
-            assert counts == [200, 200, 100, 400]
+            assert counts == [300, 300, 100, 300]

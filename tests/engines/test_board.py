@@ -8,7 +8,7 @@ from rich.console import Console
 
 from coterie.engines.board import Board, ClientBoard
 from coterie.engines.server import Seat
-from coterie.exchange import Field
+from coterie.exchange import Field, Schema
 
 
 @pytest.fixture
@@ -56,7 +56,10 @@ def test_a_server_without_a_terminal_writes_a_line_for_every_round(console) -> N
 
 
 def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
-    part = SimpleNamespace(schema=SimpleNamespace(up=[Field("a*", "the averaged part")]))
+    schema = Schema(
+        (Field("size", "how much there is", "json"),), (Field("a*", "the averaged part"),)
+    )
+    part = SimpleNamespace(schema=schema)
     run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", rounds=2), part=part)
     with ClientBoard(console) as board:
         board("joined", run)
@@ -68,7 +71,8 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("step", 1)
         board("away", "example.org:9092 cannot be reached")
     text = shown(console)
-    assert "leaves this machine: the averaged part" in text
+    assert "leaves this machine once: how much there is" in text
+    assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text
     assert "round 2/2: 999 B up, 1.5 kB down\n" in text
     assert text.endswith("cannot be reached; trying again\n")

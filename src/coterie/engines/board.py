@@ -128,8 +128,10 @@ class ClientBoard(Living):
             case "joined":
                 self.rounds, self.began = value.config.rounds, time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
-                for field in value.part.schema.up:
-                    self._say(f"  leaves this machine: {field.what}")
+                schema = value.part.schema
+                for when, fields in (("once", schema.hello), ("every round", schema.up)):
+                    for field in fields:
+                        self._say(f"  leaves this machine {when}: {field.what}")
             case "fault":
                 self._say(f"could not do what the server asked: {value}")
             case "step":

@@ -162,8 +162,8 @@ class FedMKTClient(AdapterClient):
         keys = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
         if both := int(torch.isin(self.pupil.positions.samples, keys).sum()):
             log.warning(
-                "%d of the public samples are among the private ones of %s; it tells nobody what "
-                "it predicts of these", both, self.context.name,
+                "%s holds %d of the public samples itself; it tells nobody what it predicts of these",
+                self.context.name, both,
             )  # fmt: skip
         return keys
 
