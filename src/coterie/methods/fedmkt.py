@@ -162,9 +162,10 @@ class FedMKTClient(AdapterClient):
         keys = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
         if both := int(torch.isin(self.pupil.positions.samples, keys).sum()):
             log.warning(
-                "%s holds %d of the public samples itself; it tells nobody what it predicts of these",
-                self.context.name, both,
-            )  # fmt: skip
+                "%s holds %d of the public samples itself; what it predicts of these stays with it",
+                self.context.name,
+                both,
+            )
         return keys
 
     def hello(self) -> Message:
