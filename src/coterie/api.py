@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from coterie.base import Base, Bases, Tokenizer, load_base, load_skeleton, load_tokenizer
-from coterie.config import SERVER, RunConfig, load_config, parse
+from coterie.config import RunConfig, load_config, parse
 from coterie.data import ClientData
 from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
@@ -26,6 +26,7 @@ from coterie.federation import (
 )
 from coterie.files import write_json, write_text
 from coterie.methods import Method, available
+from coterie.methods.base import SERVER
 from coterie.report import Comparison, Table, run_table
 from coterie.runs import RunFolder, Watch, describe
 

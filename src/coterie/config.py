@@ -24,14 +24,13 @@ from coterie.data.templates import inlined
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods import POOLED, Method, available, method_from
+from coterie.methods.base import SERVER
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 NOT_IN_DIGEST = ("name", "baselines", "deployment")
-SERVER = "server"
-"""The name of a server with a model of its own, beside those of clients."""
 METHOD = "comigs-1g1s"
 """The method of a run file that names none."""
 

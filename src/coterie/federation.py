@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from coterie.base import Base, Tokenizer, load_base, load_tokenizer
-from coterie.config import SERVER, RunConfig
+from coterie.config import RunConfig
 from coterie.data import (
     ClientData,
     Examples,
@@ -24,7 +24,7 @@ from coterie.data import (
 from coterie.data.tokens import encoded, whole_text
 from coterie.errors import CoterieError
 from coterie.methods import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.base import Log
+from coterie.methods.base import SERVER, Log
 
 EVERYONE = "everyone"
 """The name of the one client of a pooled federation."""
@@ -155,9 +155,13 @@ def _tokenizers(
 ) -> dict[str, Tokenizer]:
     """Each one's tokenizer; those of the same base are one."""
     found = {config.base: tokenizer}
-    for base in map(config.base_of, names):
+    for name in names:
+        base = config.base_of(name)
         if base not in found:
-            found[base] = load_tokenizer(base, config.root)
+            try:
+                found[base] = load_tokenizer(base, config.root)
+            except CoterieError as error:
+                raise CoterieError(f"The base of {name}: {error}") from error
     return {name: found[config.base_of(name)] for name in names}
 
 
@@ -247,12 +251,12 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
         _check_names("bases", config.bases, clients)
         _check_names("training.rates", config.training.rates, trained)
     bases = {name: config.base_of(name) for name in clients}
-    method = config.method
-    if len({*bases.values()}) > 1 and not method.mixes_bases:
+    method, theirs = config.method, {*bases.values()}
+    if not config.pooled and theirs != {config.base} and not method.mixes_bases:
         told = ", ".join(f"{name}: {base}" for name, base in bases.items())
         raise CoterieError(
-            f"{method.name} needs one base for all clients, and theirs differ ({told}); leave out"
-            " `bases`, or take a method that shares nothing, such as local."
+            f"{method.name} needs one base for all clients, the run's, and theirs are {told}; set"
+            " `base` and leave out `bases`, or take a method that shares nothing, such as local."
         )
     instructions = config.data.instructions is not None
     method.check(Setting(tuple(clients), public, bases, config.server is not None, instructions))

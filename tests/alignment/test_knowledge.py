@@ -20,7 +20,7 @@ from coterie.data.examples import continuing, examples, split
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
 
-VOCABULARY = 50
+VOCABULARY, TOP = 50, 2
 ITEMS = [
     Instruction("Who purrs?\n", "the cat"),
     Instruction("Who trumpets? ", "a very old elephant, and the cat"),
@@ -202,7 +202,7 @@ def test_only_some_samples(chosen) -> None:
         c, d = whole.starts[number : number + 2].tolist()
         for name in ("ends", "tokens", "logprobs", "lognorm"):
             assert torch.equal(getattr(part, name)[a:b], getattr(whole, name)[c:d])
-    assert Knowledge.received(part.tensors(), VOCABULARY).starts[-1] == len(part.ends)
+    assert Knowledge.received(part.tensors(), VOCABULARY, TOP).starts[-1] == len(part.ends)
     if not numbers:
         assert (positions("gpt2", ITEMS).by_offsets(part) == -1).all()
         assert (positions("gpt2", ITEMS).by_warping(part) == -1).all()
@@ -220,13 +220,13 @@ def test_positions_of_some_samples(chosen) -> None:
 def test_what_was_told_is_received() -> None:
     whole = knowledge(positions("llama", ITEMS))
     for got in (
-        Knowledge.of(whole.tensors()), Knowledge.received(whole.tensors(), VOCABULARY),
+        Knowledge.of(whole.tensors()), Knowledge.received(whole.tensors(), VOCABULARY, TOP),
     ):  # fmt: skip
         for name, tensor in whole.tensors().items():
             assert torch.equal(got.tensors()[name], tensor)
     assert all(name.startswith("knowledge.") for name in whole.tensors())
     lacking = replace(whole, tokens=torch.full_like(whole.tokens, -1))
-    Knowledge.received(lacking.tensors(), VOCABULARY)
+    Knowledge.received(lacking.tensors(), VOCABULARY, TOP)
 
 
 TOLD = knowledge(positions("gpt2", ITEMS)).tensors()
@@ -252,6 +252,8 @@ DAMAGE = {
     "stops early": changed("starts", -1, 3),
     "goes back": changed("starts", 2, 0),
     "an empty sample": changed("starts", 1, 0),
+    "beyond what fits 64 bits": changed("starts", 1, 2**63 - 1),
+    "reads backwards": changed("ends", 0, 99),
     "better than certain": changed("losses", 1, -0.1),
     "before the text": changed("ends", 0, -2),
     "a whole sample within a character": reshaped("ends", lambda t: torch.full_like(t, -1)),
@@ -277,16 +279,29 @@ def test_damage_is_refused(damage) -> None:
     tensors = dict(TOLD)
     DAMAGE[damage](tensors)
     with pytest.raises(MessageError):
-        Knowledge.received(tensors, VOCABULARY)
+        Knowledge.received(tensors, VOCABULARY, TOP)
+
+
+def test_more_tokens_at_a_position_than_asked_for_are_refused() -> None:
+    with pytest.raises(MessageError, match="no model"):
+        Knowledge.received(TOLD, VOCABULARY, TOP - 1)
+
+
+def test_a_teacher_that_has_read_more_than_the_answer_is_nobody_s_counterpart() -> None:
+    mine = positions("gpt2", ITEMS[:1])
+    theirs = knowledge(mine)
+    longer = replace(theirs, ends=torch.where(theirs.ends == len("the cat"), 99, theirs.ends))
+    assert (mine.by_warping(theirs) >= 0).all()
+    assert (mine.by_warping(longer) == -1).all()
 
 
 def test_a_sample_twice_is_refused() -> None:
     tensors = knowledge(positions("gpt2", [ITEMS[0], ITEMS[1], ITEMS[0]])).tensors()
     with pytest.raises(MessageError, match="no model"):
-        Knowledge.received(tensors, VOCABULARY)
+        Knowledge.received(tensors, VOCABULARY, TOP)
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_missing_is_named(name) -> None:
     with pytest.raises(MessageError, match=name):
-        Knowledge.received({n: t for n, t in TOLD.items() if n != name}, VOCABULARY)
+        Knowledge.received({n: t for n, t in TOLD.items() if n != name}, VOCABULARY, TOP)

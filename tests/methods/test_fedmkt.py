@@ -211,7 +211,7 @@ def test_what_is_missing_is_said(teachers, changes, wanted, tmp_path) -> None:
 
 def test_a_client_s_base_that_is_not_there_is_named(teachers, tmp_path) -> None:
     run = teachers(bases={"poet": str(tmp_path / "nowhere")})
-    with pytest.raises(CoterieError, match="nowhere"):
+    with pytest.raises(CoterieError, match=r"The base of poet: .*nowhere"):
         coterie.run(run, out=tmp_path / "run")
 
 
@@ -219,6 +219,52 @@ def test_other_bases_cannot_average_their_adapters(teachers, other, tmp_path) ->
     run = teachers(method={"name": "fedmkt-fedavg"}, bases={"poet": other})
     with pytest.raises(CoterieError, match="one base for all clients"):
         coterie.run(run, out=tmp_path / "run")
+
+
+def test_a_common_base_must_be_the_run_s_to_be_averaged(teachers, other, tmp_path) -> None:
+    bases = {"poet": other, "diarist": other}
+    run = teachers(method={"name": "fedmkt-fedavg"}, bases=bases)
+    with pytest.raises(CoterieError, match="set `base` and leave out `bases`"):
+        coterie.run(run, out=tmp_path / "run")
+
+
+def test_everybody_may_have_a_rank_of_its_own(teachers) -> None:
+    ranks = {"server": 4, "poet": 1, "others": 2}
+    settings = {"generalists": 1, "rank": ranks, "attention_rank": 0}
+    server, clients = sides(teachers(method={"name": "fedmkt", **settings}))
+    found = {name: side.adapter.layout.rank for name, side in clients.items()}
+    assert found | {"server": server.adapter.layout.rank} == {"server": 4, "poet": 1, "diarist": 2}
+
+
+def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
+    """Fine-tunes often add a token to the tokenizer and not to the head."""
+    server, clients = sides(teachers())
+    a_round(server, clients)
+    download = server.download("poet")
+    tensors = dict(download.tensors)
+    rows = clients["poet"].context.base.model.get_output_embeddings().weight.shape[0]
+    tensors["knowledge.tokens"][:, 0] = rows
+    tensors["knowledge.losses"] = torch.zeros_like(tensors["knowledge.losses"])
+    clients["poet"].words = rows + 1  # its tokenizer has one more
+    clients["poet"].finish(Message(download.round, tensors))
+    assert (clients["poet"].pupil.teachers == 0).all()
+
+
+def test_another_public_text_is_noticed(teachers, caplog) -> None:
+    server, clients = sides(teachers())
+    a_round(server, clients)
+    download = server.download("poet")
+    samples = {"knowledge.samples": download.tensors["knowledge.samples"] ^ 1}
+    with caplog.at_level(logging.WARNING):
+        clients["poet"].finish(Message(download.round, {**download.tensors, **samples}))
+    assert "has none of them: is the public text the same?" in caplog.text
+
+
+def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:
+    server, _ = sides(teachers())  # whose test text is the public one
+    with caplog.at_level(logging.WARNING):
+        server.open(0, ["poet"])
+    assert "the server learns 4 of the samples that it is scored on" in caplog.text
 
 
 def test_a_vocabulary_survives_its_message() -> None:
@@ -243,6 +289,13 @@ SPELLING = {"vocabulary.spelling": torch.tensor([97], dtype=torch.uint8)}
         (LENGTHS | SPELLING, {"eos": "1"}),
         (LENGTHS | {"vocabulary.spelling": torch.tensor([97, 98], dtype=torch.uint8)}, {}),
         ({"vocabulary.lengths": LENGTHS["vocabulary.lengths"][None]} | SPELLING, {}),
+        (
+            {
+                "vocabulary.lengths": torch.tensor([2000], dtype=torch.int32),
+                "vocabulary.spelling": torch.zeros(2000, dtype=torch.uint8),
+            },
+            {},
+        ),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:

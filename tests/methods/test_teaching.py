@@ -270,7 +270,7 @@ def test_what_a_pupil_knows_is_what_its_model_predicts(make) -> None:
     pupil = make(items)
     known = pupil.knowledge()
     assert torch.equal(known.samples, pupil.positions.samples[[0, 1, 3]])
-    Knowledge.received(known.tensors(), len(pupil.context.base.tokenizer))
+    Knowledge.received(known.tensors(), len(pupil.context.base.tokenizer), pupil.method.top)
     model = pupil.model()
     for n, number in enumerate((0, 1, 3)):
         start, answer, end = (int(t[m]) for t, m in (

@@ -63,8 +63,8 @@ class Knowledge:
         return cls(**{f.name: tensors[f"knowledge.{f.name}"] for f in fields(cls)})
 
     @classmethod
-    def received(cls, tensors: Mapping[str, Tensor], vocabulary: int) -> "Knowledge":
-        """From a message, whose tokens are of a vocabulary of that size.
+    def received(cls, tensors: Mapping[str, Tensor], vocabulary: int, most: int) -> "Knowledge":
+        """From a message, whose tokens are of a vocabulary of that size, `most` at a position.
 
         Raises MessageError for anything that is no knowledge. That numbers are finite and of the
         right kind is the schema's to check.
@@ -79,21 +79,27 @@ class Knowledge:
         for name, shape in expected.items():
             if tuple(getattr(found, name).shape) != shape:
                 raise MessageError(f"The tensor 'knowledge.{name}' has not the shape {shape}.")
-        sound = (
-            found.starts[0] == 0
-            and found.starts[-1] == p
-            and (found.starts.diff() > 0).all()
-            and (found.losses >= 0).all()
-            and (found.ends >= -1).all()
-            and (found.ends[found.starts[1:] - 1] >= 0).all()  # after the whole answer
-            and (found.tokens >= -1).all()
-            and (found.tokens < vocabulary).all()
-            and (found.lognorm < 1e-3).all()
-            and len(found.samples.unique()) == n
-        )
-        if not sound:
+        if not (k <= most and found._in_order() and found._possible(vocabulary)):
             raise MessageError("Predictions arrived that no model can have made.")
         return found
+
+    def _in_order(self) -> bool:
+        """Whether samples are there once, and their positions read on from one to the next."""
+        n, p = len(self.samples), len(self.ends)
+        inside = ((self.starts >= 0) & (self.starts <= p)).all()  # or a difference may overflow
+        first_and_last = self.starts[0] == 0 and self.starts[-1] == p
+        if not (inside and first_and_last and (self.starts.diff() > 0).all()):
+            return False
+        read = keyed(self.ends, self.starts, torch.arange(n))
+        rising = (read[read >= 0].diff() > 0).all()
+        whole = (self.ends[self.starts[1:] - 1] >= 0).all()  # at its end an answer has been read
+        return bool(rising and whole) and len(self.samples.unique()) == n
+
+    def _possible(self, vocabulary: int) -> bool:
+        """Whether all numbers are within their bounds."""
+        tokens = (self.tokens >= -1) & (self.tokens < vocabulary)
+        sound = (tokens, self.losses >= 0, self.ends >= -1, self.lognorm < 1e-3)
+        return all(bool(part.all()) for part in sound)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,8 @@ class Positions:
         for number, theirs in enumerate(self.known(teacher).tolist()):
             if theirs < 0:
                 continue
+            if teacher.ends[teacher.starts[theirs + 1] - 1] != len(self.answers[number]):
+                continue  # it says that it has read something else
             mine, mine_text = _pieces(self, number, self.answers[number])
             other, other_text = _pieces(teacher, theirs, self.answers[number])
             found = torch.tensor(dynamic(mine_text, other_text))

@@ -57,17 +57,21 @@ def translated(
     lognorm: Tensor,
     ids: Tensor | None = None,
     temperature: float = 1.0,
+    vocabulary: int | None = None,
 ) -> Shares:
     """Predictions moved into a student's vocabulary.
 
     tokens: (p, k), the likeliest first, and -1 for none; logprobs: (p, k); lognorm: (p,), the log
     of the k probabilities' sum; ids: (teacher's vocabulary,), the student's token for each of the
-    teacher's, or -1 (`VocabularyMap.ids`); None: tokens are the student's already. Of tokens that
+    teacher's, or -1 (`VocabularyMap.ids`); None: tokens are the student's already; vocabulary: how
+    many its model knows, where its tokenizer may have more: others count as none. Of tokens that
     become the same one, the first is kept. Shares are softmax(logprobs / temperature) over what is
     kept; a position of which nothing is left has shares 0.
     """
     if ids is not None:
         tokens = torch.where(tokens < 0, -1, ids[tokens.long().clamp(min=0)])
+    if vocabulary is not None:
+        tokens = tokens.masked_fill(tokens >= vocabulary, -1)
     kept = (tokens >= 0) & first(tokens)
     logprobs = logprobs.float()
     nothing = ~kept.any(-1, keepdim=True)
@@ -87,7 +91,7 @@ def first(tokens: Tensor) -> Tensor:
 
 
 def mixed(a: Shares, b: Shares, weight: Tensor) -> Shares:
-    """weight * a + (1 - weight) * b, side by side: (p, k_a + k_b). weight: (p,), or a scalar."""
+    """weight * a + (1 - weight) * b, side by side: (p, k_a + k_b). weight: (p,)."""
     w = weight.expand(len(a.mass))
     shares = torch.cat([a.shares * w[:, None], b.shares * (1 - w[:, None])], -1)
     return Shares(torch.cat([a.tokens, b.tokens], -1), shares, a.mass * w + b.mass * (1 - w))

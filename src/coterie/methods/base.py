@@ -32,6 +32,8 @@ from coterie.exchange import Json, Message, Schema, State
 from coterie.training.spec import TrainingSpec
 
 ClientId = str
+SERVER = "server"
+"""The name of a server that has a model of its own, where clients have theirs."""
 Log = Callable[[str, Json], None]
 
 

@@ -31,16 +31,18 @@ from coterie.alignment.cache import cached_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
-from coterie.data import Examples
+from coterie.data import Examples, Split
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Json, Message, MessageError, Schema, State
 from coterie.methods.adapter import AdapterClient, AdapterServer, copy
-from coterie.methods.base import ClientContext, ClientId, ServerContext, Setting
+from coterie.methods.base import SERVER, ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.lora import LoraMethod, PerClient
 from coterie.methods.teaching import Pupil
 
 log = logging.getLogger(__name__)
+MOST_TOKENS, LONGEST_TOKEN = 2**20, 2**10
+"""Of a client's vocabulary, and bytes of a token: more than any has, and no strain on a map."""
 KNOWLEDGE = (
     Travels("knowledge.samples", "hashes of public samples", "int64"),
     Travels("knowledge.losses", "how badly each was predicted", "float32"),
@@ -104,8 +106,8 @@ class FedMKT(LoraMethod):
         return not self.shares
 
     def check(self, setting: Setting) -> None:
-        """There are public samples and a server's model."""
-        super().check(setting)
+        """There are public samples and a server's model, which has an adapter, too."""
+        super().check(replace(setting, clients=(*setting.clients, SERVER)))
         for there, remedy in (
             (setting.instructions, "prompts with answers: set data.instructions"),
             (setting.public, "public samples: set data.public, or divide.public: true"),
@@ -157,16 +159,21 @@ class FedMKTClient(AdapterClient):
     @cached_property
     def private(self) -> Tensor:
         """Keys of this client's own samples, of which no prediction leaves it: (any,) int64."""
-        splits = (self.context.data.train, self.context.data.validation, self.context.data.test)
-        found = [sample_keys(split.items) for split in splits if isinstance(split, Examples)]
-        keys = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+        data = self.context.data
+        keys = _keys(data.train, data.validation, data.test)
         if both := int(torch.isin(self.pupil.positions.samples, keys).sum()):
             log.warning(
-                "%s holds %d of the public samples itself; what it predicts of these stays with it",
+                "%s holds %d of the public samples itself; what it predicts of these stays with "
+                "it, and by that the server can tell which they are",
                 self.context.name,
                 both,
             )
         return keys
+
+    @cached_property
+    def words(self) -> int:
+        """How many tokens this client's vocabulary has."""
+        return len(Vocabulary.of(self.context.base.tokenizer).tokens)
 
     def hello(self) -> Message:
         """This client's vocabulary."""
@@ -176,11 +183,11 @@ class FedMKTClient(AdapterClient):
 
     def step(self, download: Message) -> Message:
         """Learn from the server, train, tell what is known now."""
-        upload = super().step(download)
+        upload, private = super().step(download), self.private
         if not self.method.teaches:
             return upload
         known = self.pupil.knowledge()
-        known = known.only(~torch.isin(known.samples, self.private))
+        known = known.only(~torch.isin(known.samples, private))
         return Message(upload.round, {**upload.tensors, **known.tensors()})
 
     def finish(self, download: Message) -> None:
@@ -189,9 +196,7 @@ class FedMKTClient(AdapterClient):
         super().finish(mean)
         if not theirs:
             return
-        knowledge = Knowledge.received(
-            theirs, len(Vocabulary.of(self.context.base.tokenizer).tokens)
-        )
+        knowledge = Knowledge.received(theirs, self.words, self.method.top)
         self.pupil.begin(self.pupil.knowledge())
         self.pupil.offer(0, knowledge)
         loss = self.pupil.study(download.round)
@@ -218,7 +223,11 @@ class FedMKTServer(AdapterServer):
     @cached_property
     def pupil(self) -> Pupil:
         """What learns; made when it is first needed: a model that is only loaded has no samples."""
-        return Pupil(self.method, self.own, self.adapter)
+        pupil = Pupil(self.method, self.own, self.adapter)
+        scored = _keys(self.own.data.validation, self.own.data.test)
+        if both := int(torch.isin(pupil.positions.samples, scored).sum()):
+            log.warning("the server learns %d of the samples that it is scored on", both)
+        return pupil
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Map the client's vocabulary into the server's, and the other way."""
@@ -250,7 +259,8 @@ class FedMKTServer(AdapterServer):
         """Keep what this client predicts best so far."""
         theirs, mean = _parted(upload)
         size, there, _ = self.clients[client]
-        knowledge = Knowledge.received(theirs, size) if self.method.teaches else None
+        top = self.method.top
+        knowledge = Knowledge.received(theirs, size, top) if self.method.teaches else None
         super().receive(client, mean)
         if knowledge is not None:
             self.pupil.offer(self.names.index(client), knowledge, there.ids)
@@ -288,6 +298,12 @@ class FedMKTServer(AdapterServer):
         super().restore(State(mean, state.values))
 
 
+def _keys(*splits: Split) -> Tensor:
+    """The keys of all samples of some splits: (any,) int64."""
+    found = [sample_keys(split.items) for split in splits if isinstance(split, Examples)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+
+
 def _parted(message: Message) -> tuple[dict[str, Tensor], Message]:
     """The predictions in a message, and the message without them."""
     known = {n: t for n, t in message.tensors.items() if n.startswith("knowledge.")}
@@ -311,6 +327,7 @@ def _read(tensors: Mapping[str, Tensor], roles: Json) -> Vocabulary:
     lengths = tensors.get("vocabulary.lengths", empty)
     spelling = tensors.get("vocabulary.spelling", empty)
     sound = lengths.dim() == spelling.dim() == 1 and len(lengths) > 0 and isinstance(roles, dict)
+    sound = sound and len(lengths) <= MOST_TOKENS and int(lengths.max()) <= LONGEST_TOKEN
     if not sound or int(lengths.clamp(min=0).long().sum()) != len(spelling):
         raise MessageError("A client tells no vocabulary.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NOBODY = -1
+LEAST = -60_000.0
+"""The smallest log-probability that travels, in half precision."""
 MOST_NAMED = 20
 """Samples that a warning names."""
 
@@ -46,6 +48,8 @@ class Pupil:
         owner = torch.searchsorted(self.samples.starts, inside, right=True) - 1
         self.targets = self.samples.ids[inside >= self.samples.answers[owner]].long()
         """(p,) the next token at each position."""
+        self.words = context.base.model.get_output_embeddings().weight.shape[0]
+        """Tokens that the model can predict; its tokenizer may have more, or fewer."""
 
     def model(self) -> PreTrainedModel:
         """The base with the adapter attached."""
@@ -60,10 +64,11 @@ class Pupil:
         found = predictions(base, self.model(), self.samples, self.method.top, batch)
         nats = self._per_sample(found.nats)
         sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
-        finite = nats.isfinite() & self._per_sample(found.logprobs.sum(-1)).isfinite()
+        finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s predicts nothing finite of %d public samples, which are left out: numbers %s",
+                "%s predicts nothing finite of %d public samples, which are left out; of those "
+                "that fit its window they are numbers %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_NAMED, 0].tolist()),
@@ -74,7 +79,7 @@ class Pupil:
             starts=self.positions.starts,
             ends=self.positions.ends,
             tokens=found.tokens.int(),
-            logprobs=found.logprobs.half(),
+            logprobs=found.logprobs.clamp(min=LEAST).half(),
             lognorm=found.lognorm,
         ).only(finite & first_of_each(self.positions.samples))
 
@@ -97,7 +102,8 @@ class Pupil:
         self.learns = Shares.of(self.targets, self.method.top)
         if self.method.own != "labels":
             self.learns = self._taken(own, torch.arange(len(self.targets)))
-        self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
+        if self.method.own == "mean":
+            self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
 
     def offer(self, teacher: int, theirs: Knowledge, ids: Tensor | None = None) -> None:
         """Take over what a teacher knows better than the best so far (DualMinCE: the lowest loss,
@@ -106,6 +112,13 @@ class Pupil:
         ids: the map of its vocabulary into this side's, unless it speaks in that already.
         """
         known = self.positions.known(theirs)
+        if (known < 0).all():
+            log.warning(
+                "%s is told of %d samples, and has none of them: is the public text the same?",
+                self.context.name,
+                len(theirs.samples),
+            )
+            return
         losses = torch.where(known < 0, torch.inf, theirs.losses[known.clamp(min=0)])
         better = losses < self.best
         rows = self.positions.of_samples(better)
@@ -121,7 +134,9 @@ class Pupil:
         at, room = places.clamp(min=0), self.method.top - theirs.tokens.shape[1]
         tokens = F.pad(theirs.tokens[at], (0, room), value=-1)  # cut, if they are more than asked
         logprobs = F.pad(theirs.logprobs[at].float(), (0, room), value=-torch.inf)
-        moved = translated(tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature)
+        moved = translated(
+            tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature, self.words
+        )
         moved.shares[places < 0] = 0
         return moved.or_else(Shares.of(self.targets[rows], self.method.top))
 

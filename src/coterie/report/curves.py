@@ -7,7 +7,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from coterie.config import SERVER
+from coterie.methods.base import SERVER
 from coterie.report.experiments import (
     Experiment,
     ReportedRun,

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.config import SERVER
 from coterie.files import path_part
+from coterie.methods.base import SERVER
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
 from coterie.report.tables import Table

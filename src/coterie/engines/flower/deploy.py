@@ -11,7 +11,7 @@ import httpx
 import torch
 
 from coterie.base import load_skeleton
-from coterie.config import SERVER, RunConfig, parse
+from coterie.config import RunConfig, parse
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
@@ -19,6 +19,7 @@ from coterie.engines.server import ServerRun, ServerWatch, new_run
 from coterie.engines.worker import Own, Seen, Worker
 from coterie.errors import CoterieError
 from coterie.federation import Participant, check, served
+from coterie.methods.base import SERVER
 from coterie.runs import RunFolder, describe
 
 MiB = 2**20
