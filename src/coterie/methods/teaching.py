@@ -6,7 +6,7 @@ those who do better than they do themselves.
 
 import logging
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class Pupil:
         owner = torch.searchsorted(self.samples.starts, inside, right=True) - 1
         self.targets = self.samples.ids[inside >= self.samples.answers[owner]].long()
         """(p,) the next token at each position."""
-        self.words = context.base.model.get_output_embeddings().weight.shape[0]
+        head: Any = context.base.model.get_output_embeddings()
+        self.words: int = head.weight.shape[0]
         """Tokens that the model can predict; its tokenizer may have more, or fewer."""
 
     def model(self) -> PreTrainedModel:
