@@ -110,16 +110,26 @@ def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
     return RunFolder(out / f"{run.name}-{name}-{RUN[:8]}")
 
 
+def assert_same_states(one: RunFolder, other: RunFolder) -> None:
+    """The server and every client ended in the same bits."""
+    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
+        assert_same_state(one, other, side)
+
+
+def assert_same_state(one: RunFolder, other: RunFolder, side: str) -> None:
+    mine, theirs = one.load(side), other.load(side)
+    assert mine.values == theirs.values, side
+    assert mine.tensors.keys() == theirs.tensors.keys(), side
+    for name, tensor in mine.tensors.items():
+        assert torch.equal(tensor, theirs.tensors[name]), (side, name)
+
+
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
     """The server and every client ended in the bits, and with the figures, of the local engine."""
     pairs = {"server": RunFolder(out / "server")}
     pairs |= {f"client-{c.name}": folder(run, out, c.name) for c in run.clients}
     for side, mine in pairs.items():
-        one, other = mine.load(side), local.load(side)
-        assert one.values == other.values, side
-        assert one.tensors.keys() == other.tensors.keys()
-        for name, tensor in one.tensors.items():
-            assert torch.equal(tensor, other.tensors[name]), (side, name)
+        assert_same_state(mine, local, side)
     for client in run.clients:
         result, expected = folder(run, out, client.name).result, local.result
         assert result is not None

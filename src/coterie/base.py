@@ -18,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from coterie.errors import CoterieError
 from coterie.training.precision import prepare
 
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, ImportError)
+"""What loaders raise for a folder or a name that is no base."""
 EMBEDDED = Path(__file__).parent / "assets"
 """Folder of the bases that ship with Coterie, by name."""
 
@@ -139,7 +141,11 @@ def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
     try:
         _find(name, root)
         return load()
-    except Exception as error:  # tokenizers raises nothing narrower for a damaged file
+    except Exception as error:
+        # tokenizers raises nothing narrower than Exception for a damaged file; others, such as too
+        # little memory, say more about themselves than we could.
+        if not isinstance(error, UNUSABLE) and type(error) is not Exception:
+            raise
         shipped = ", ".join(sorted(p.parent.name for p in EMBEDDED.glob("*/config.json")))
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import Loop, assert_as_local, folder, workers
+from loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 import coterie
 from coterie.api import Session
@@ -59,11 +59,7 @@ def text_of(split: Split, tokenizer: Tokenizer) -> str:
 
 def assert_same_bits(one: RunFolder, other: RunFolder) -> None:
     """The same states of everybody, and the same scores."""
-    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
-        mine, theirs = one.load(side), other.load(side)
-        assert mine.values == theirs.values, side
-        assert mine.tensors.keys() == theirs.tensors.keys()
-        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors), side
+    assert_same_states(one, other)
     mine, theirs = one.result, other.result
     assert mine is not None
     assert theirs is not None

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import yaml
+from loop import assert_same_states
 
 import coterie
 from coterie.engines.local import LocalRun
@@ -28,11 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:
     """The same states, bit for bit, and the same figures."""
-    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
-        mine, theirs = one.load(side), other.load(side)
-        assert mine.values == theirs.values, side
-        assert mine.tensors.keys() == theirs.tensors.keys()
-        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors), side
+    assert_same_states(one, other)
     assert figures(one) == figures(other)
     assert trust(one) == trust(other)
     mine, theirs = one.result, other.result

@@ -67,15 +67,6 @@ def sides(run) -> LocalRun:
     return LocalRun(run, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
 
 
-def assert_same_bits(one: RunFolder, other: RunFolder) -> None:
-    """Both runs ended in the same states of the server and of every client."""
-    for name in ["server", *(f"client-{client}" for client in one.description["clients"])]:
-        mine, theirs = one.load(name), other.load(name)
-        assert mine.values == theirs.values
-        assert mine.tensors.keys() == theirs.tensors.keys()
-        assert all(torch.equal(mine.tensors[n], theirs.tensors[n]) for n in mine.tensors)
-
-
 @pytest.fixture(params=METHODS.values(), ids=list(METHODS))
 def run(request, values, teachers):
     """A run of every method."""
@@ -105,7 +96,7 @@ def test_a_run_stopped_between_rounds_continues_to_the_same_bits(run, tmp_path) 
     with pytest.raises(KeyboardInterrupt):
         session.start(run, folder, Stop()).run()
     coterie.resume(folder.path)
-    assert_same_bits(folder, RunFolder(whole.path))
+    loop.assert_same_states(folder, RunFolder(whole.path))
 
 
 def test_the_order_of_clients_does_not_matter(run, tmp_path) -> None:
@@ -117,7 +108,7 @@ def test_the_order_of_clients_does_not_matter(run, tmp_path) -> None:
         own = session.federation(run).server
         LocalRun(run, session.base, order, folder, Watch(), own).run()
         folders.append(folder)
-    assert_same_bits(*folders)
+    loop.assert_same_states(*folders)
 
 
 def test_personal_parameters_are_in_no_message(run) -> None:

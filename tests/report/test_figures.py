@@ -1,10 +1,10 @@
 """Figures show what the runs measured, in colours that everybody can tell from the page."""
 
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from drawing import drawn
 
 from coterie.methods import available
 from coterie.report.assignment import assignment, holdings
@@ -13,7 +13,7 @@ from coterie.report.curves import curves, smooth
 from coterie.report.division import division
 from coterie.report.experiments import Experiment, experiments
 from coterie.report.routing import expert_names, routing
-from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
+from coterie.report.style import FIXED, THEMES, LeftOut, looks
 from coterie.report.sweep import sweep
 from coterie.report.tables import Table
 from coterie.report.trust import trust, trust_matrices
@@ -26,15 +26,6 @@ COMIGS = {"name": "comigs-1g1s", "generalists": 1, "specialists": {"anna": 2, "o
 def one(path) -> Experiment:
     (found,) = experiments([path])
     return found
-
-
-def drawn(found) -> Picture:
-    """The only figure, once it has been drawn for both themes and widths."""
-    (picture,) = found
-    assert isinstance(picture, Picture)
-    for narrow, theme in enumerate(THEMES):
-        ElementTree.fromstring(picture.render(Canvas(theme, bool(narrow)), "svg"))
-    return picture
 
 
 def table_of(found) -> Table:

@@ -1,9 +1,8 @@
 """Who learnt from whom: what sides recorded becomes one figure and its table."""
 
-from xml.etree import ElementTree
-
 import numpy as np
 import pytest
+from drawing import drawn
 
 from coterie.report.curves import curves
 from coterie.report.experiments import experiments
@@ -41,15 +40,6 @@ def mutual(written):
         return found
 
     return write
-
-
-def drawn(found) -> Picture:
-    """The only figure, once it has been drawn for both themes and widths."""
-    (picture,) = found
-    assert isinstance(picture, Picture)
-    for narrow, theme in enumerate(THEMES):
-        ElementTree.fromstring(picture.render(Canvas(theme, bool(narrow)), "svg"))
-    return picture
 
 
 def heights(picture: Picture):

@@ -37,7 +37,8 @@ class Weight:
 def start(session: Session, config: RunConfig) -> LocalRun:
     """The sides of a run, joined, whose training is cut to one step a round.
 
-    The batch stays: what a method sends beside its adapter may be as large as its batches.
+    The batch stays: what a method sends beside its adapter may be as large as its batches. So does
+    the public text, over which FedMKT's server passes once.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
