@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from coterie.adapters import AmoleAdapter, AmoleLayout
-from coterie.adapters.bases import chosen_linears
+from coterie.bases.precision import Precision, autocast, prepare
+from coterie.bases.sites import chosen_linears
 from coterie.training.loss import language_model_loss
-from coterie.training.precision import Precision, autocast, prepare
 
 BATCHES, TIME = (8, 1), 128
 EXPERTS, TOP_K, RANK, ALPHA = 8, 2, 8, 16.0

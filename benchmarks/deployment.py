@@ -30,12 +30,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from coterie.base import EMBEDDED
+from coterie.bases import EMBEDDED
 from coterie.config import RunConfig, parse
+from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.engines.flower.deploy import serve
 from coterie.engines.flower.keys import Keys
 from coterie.engines.flower.link import FlowerLink
-from coterie.engines.server import ServerRun, ServerWatch
 from coterie.runs import RunFolder
 
 MIB = 2**20

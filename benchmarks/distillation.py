@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout
+from coterie.bases.precision import autocast, prepare
 from coterie.chance import generator
 from coterie.data import Batch
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 from coterie.training.loss import shared_loss
-from coterie.training.precision import autocast, prepare
 
 MIB = 2**20
 BATCH, TIME, TOP = 4, 512, 128

@@ -22,10 +22,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import coterie
-from coterie.base import load_tokenizer
+from coterie.bases import load_tokenizer
+from coterie.bases.precision import Precision
 from coterie.chance import generator
 from coterie.runs import RunFolder
-from coterie.training.precision import Precision
 
 MIB = 2**20
 TARGETS = {4: 1.10, 32: 1.60}

@@ -25,7 +25,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-from coterie.base import Base
+from coterie.bases import Base
+from coterie.bases.precision import autocast
 from coterie.chance import generator
 from coterie.data import ClientData, DataSpec, Texts, sample_batch, tokenise
 from coterie.data.files import Document
@@ -33,9 +34,8 @@ from coterie.data.texts import split_by_fractions
 from coterie.errors import CoterieError
 from coterie.exchange import State
 from coterie.files import write_bytes, write_folder
-from coterie.training.evaluation import evaluate
+from coterie.scoring.evaluation import evaluate
 from coterie.training.loss import language_model_loss
-from coterie.training.precision import autocast
 
 END = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import coterie
-from coterie.base import EMBEDDED, load_tokenizer
+from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.config import parse
 
 WRITERS = EMBEDDED / "demo-writers"

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from coterie.base import load_skeleton
+from coterie.bases import load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.server import ServerRun, ServerWatch
-from coterie.engines.worker import Own, Worker
+from coterie.engines.deployed.client import Own, Worker
+from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.exchange.envelope import Order, unseal
 from coterie.federation import served
 from coterie.runs import RunFolder

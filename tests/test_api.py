@@ -11,13 +11,13 @@ import yaml
 
 import coterie
 from coterie import CoterieError
-from coterie.api import Session
 from coterie.config import parse
 from coterie.engines.local import LocalRun
-from coterie.methods.base import Method
+from coterie.engines.session import Session
+from coterie.methods.contract import Method
 from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import RunFolder, Watch
-from coterie.training.evaluation import evaluate
+from coterie.scoring.evaluation import evaluate
 
 
 @pytest.fixture

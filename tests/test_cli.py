@@ -19,8 +19,8 @@ import yaml
 from rich.console import Console
 
 import coterie.cli
-from coterie.api import Session
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.runs import RunFolder
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}

@@ -6,7 +6,7 @@ import pytest
 
 import coterie
 from coterie.config import load_config
-from coterie.report.tables import mean
+from coterie.results.tables import mean
 
 
 @pytest.mark.slow

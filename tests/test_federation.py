@@ -10,10 +10,10 @@ import torch
 from public_text import public_text
 
 import coterie
-from coterie.api import Session
-from coterie.base import load_base, load_tokenizer
+from coterie.bases import load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data import Examples
+from coterie.engines.session import Session
 from coterie.federation import EVERYONE, Participant, client_context, federation
 from coterie.methods import Setting
 from coterie.methods.pretrained import Pretrained

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer import Typer
 from typer.testing import CliRunner
 
-from coterie.base import load_base
+from coterie.bases import load_base
 from coterie.chance import generator
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_base.py"

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from coterie.base import load_tokenizer
-from coterie.comparison import is_table, load_table
+from coterie.bases import load_tokenizer
 from coterie.config import load_config
 from coterie.data import Examples
 from coterie.data.files import Record
 from coterie.data.instructions import instructions
 from coterie.federation import check, federation
 from coterie.methods import Setting, available
+from coterie.paper_tables import is_table, load_table
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.api import Run, compare, load, resume, run, tokenizer
-    from coterie.comparison import compare_table
     from coterie.config import RunConfig, load_config
     from coterie.errors import CoterieError
     from coterie.methods import Method
+    from coterie.paper_tables import compare_table
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
@@ -40,7 +40,7 @@ _HOMES = {
     "CoterieError": "errors",
     "Method": "methods",
     "RunConfig": "config",
-    "compare_table": "comparison",
+    "compare_table": "paper_tables",
     "load_config": "config",
 }
 

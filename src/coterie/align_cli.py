@@ -10,7 +10,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
-    from coterie.report.tables import Table
+    from coterie.results.tables import Table
 
 console = Console()
 LONGEST = 32
@@ -133,7 +133,7 @@ def _described(
 
 def _figures(ways: list[dict[str, Any]]) -> "Table":
     from coterie.alignment.summary import LAST
-    from coterie.report.tables import Table
+    from coterie.results.tables import Table
 
     edits = [*map(str, range(LAST)), f"{LAST}+"]
     return Table(
@@ -154,7 +154,7 @@ def _figures(ways: list[dict[str, Any]]) -> "Table":
 
 
 def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
-    from coterie.report.tables import Table
+    from coterie.results.tables import Table
 
     rows = [[_short(c["token"]), _short(c["nearest"]), str(c["edited"])] for c in cases]
     return Table(f"Furthest apart, {way}", ["token", "nearest", "edits"], rows)
@@ -163,7 +163,7 @@ def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
 def _roles(a: "Vocabulary", b: "Vocabulary", maps: list["VocabularyMap"]) -> "Table":
     """The ids of special tokens in each vocabulary and where they are mapped."""
     from coterie.alignment.vocabulary import ROLES
-    from coterie.report.tables import Table
+    from coterie.results.tables import Table
 
     rows = []
     for role in ROLES:

@@ -165,8 +165,8 @@ def compare(
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
     from coterie import api
-    from coterie.comparison import compare_table, is_table, table_folder
     from coterie.config import load_config
+    from coterie.paper_tables import compare_table, is_table, table_folder
     from coterie.runs import ConsoleWatch
 
     watch = partial(ConsoleWatch, console)

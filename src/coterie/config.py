@@ -18,13 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from coterie.complaints import sentence
+from coterie.config_errors import sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.data.templates import inlined
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods import POOLED, Method, available, method_from
-from coterie.methods.base import SERVER
+from coterie.methods.contract import SERVER
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"

@@ -52,7 +52,7 @@ def server(
     """
     deploy = _deployment()
     from coterie.config import load_deployment
-    from coterie.engines.board import Board
+    from coterie.engines.deployed.console import Board
 
     registered = list((folder_of_keys := deploy.Keys(keys)).clients())
     config = load_deployment(file, settings or (), registered)
@@ -111,7 +111,7 @@ def client(
     deploy = _deployment()
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
         raise CoterieError(f"The server is HOST:PORT, as example.org:9092, not {server!r}.")
-    from coterie.engines.board import ClientBoard
+    from coterie.engines.deployed.console import ClientBoard
 
     kit = deploy.Kit.load(key)
     if name not in (None, kit.name):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coterie.base import Base, Tokenizer, load_base, load_tokenizer
+from coterie.bases import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data import (
     ClientData,
@@ -24,7 +24,7 @@ from coterie.data import (
 from coterie.data.tokens import encoded, whole_text
 from coterie.errors import CoterieError
 from coterie.methods import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.base import SERVER, Log
+from coterie.methods.contract import SERVER, Log
 
 EVERYONE = "everyone"
 """The name of the one client of a pooled federation."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from coterie.api import load, tokenizer
-from coterie.base import context_token
+from coterie.bases import context_token
 from coterie.data.examples import Instruction, split
 from coterie.data.templates import render
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder
-from coterie.training.generate import context_length, generated
+from coterie.scoring.generation import context_length, generated
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def show(folder: Folder = DEFAULT) -> None:
     """Show the clients that the server lets in, and its certificate's hosts and end."""
     server = _keys()(folder)
     from coterie.engines.flower.keys import fingerprint
-    from coterie.report.tables import Table
+    from coterie.results.tables import Table
 
     clients = [(name, fingerprint(key)) for name, key in server.clients().items()]
     rows = clients or [("none yet", "`coterie keys add NAME` lets one in")]

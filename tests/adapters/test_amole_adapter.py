@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear
-from coterie.adapters.bases import chosen_linears
 from coterie.adapters.layout import Layout
 from coterie.adapters.padding import real_tokens
+from coterie.bases.sites import chosen_linears
 from coterie.errors import CoterieError
 
 LAYOUT = AmoleLayout(experts=9, rank=3, alpha=7.0)

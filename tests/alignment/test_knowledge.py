@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.sequence import dynamic
-from coterie.base import context_token, load_tokenizer
+from coterie.bases import context_token, load_tokenizer
 from coterie.data import Examples, Instruction
 from coterie.data.examples import continuing, examples, split
 from coterie.data.tokens import bare_encoder

@@ -16,7 +16,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from coterie.alignment import Vocabulary
-from coterie.base import load_tokenizer
+from coterie.bases import load_tokenizer
 from coterie.errors import CoterieError
 
 TEXT = ["the cat ate the hat, naïve as ever\n", "the hats of the cat's — 東京\n"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coterie.alignment import Vocabulary, read_vocabulary
 from coterie.alignment.vocabulary import byte_level
-from coterie.base import EMBEDDED, load_tokenizer
+from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.errors import CoterieError
 
 REAL = Path(__file__).parents[3] / "shared" / "tokenizers"
@@ -141,7 +141,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path) -> None:
 
 
 def test_a_name_that_is_nowhere(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("coterie.base.HfApi", lambda: None)  # no network
+    monkeypatch.setattr("coterie.bases.loading.HfApi", lambda: None)  # no network
     with pytest.raises(CoterieError, match="No tokenizer could be loaded from 'nobody/nothing'"):
         read_vocabulary("nobody/nothing")
 

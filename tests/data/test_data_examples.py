@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from coterie.base import load_tokenizer
+from coterie.bases import load_tokenizer
 from coterie.data.examples import continuing
 from coterie.data.tokens import bare_encoder
 

@@ -265,9 +265,9 @@ def taped(folder: Path) -> None:
     nothing yet, and says so by a file FOLDER/held.
     """
     from coterie.cli import main
-    from coterie.engines.client import ClientPart
+    from coterie.engines.deployed.client import Worker
     from coterie.engines.flower.link import FlowerLink
-    from coterie.engines.worker import Worker
+    from coterie.engines.part import ClientPart
 
     def note(data: bytes) -> None:
         # A client whose disk is said to be full has no tape either.

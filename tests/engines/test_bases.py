@@ -10,18 +10,18 @@ import torch
 from loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 import coterie
-from coterie.api import Session
-from coterie.base import Tokenizer, load_base, load_skeleton, load_tokenizer
+from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data import Examples, client_texts, tokenise
 from coterie.data.tokens import Split, encoded, whole_text
-from coterie.engines.server import ServerRun, ServerWatch
+from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, gathered, served
 from coterie.methods import Setting
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import RunFolder, Watch, describe
-from coterie.training.evaluation import evaluate
+from coterie.scoring.evaluation import evaluate
 
 NAMES = ("diarist", "poet", "whaler")
 Config = Callable[..., RunConfig]

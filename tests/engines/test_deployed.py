@@ -17,9 +17,9 @@ from loop import Loop, assert_as_local, deploy, folder, own, server, workers
 
 import coterie
 from coterie.config import parse
-from coterie.engines import server as engine
-from coterie.engines.server import ServerWatch
-from coterie.engines.worker import Worker
+from coterie.engines.deployed import server as engine
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.server import ServerWatch
 from coterie.errors import CoterieError
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
@@ -357,7 +357,7 @@ def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path
 
 
 def test_the_base_is_loaded_once(run, tmp_path, monkeypatch) -> None:
-    import coterie.engines.worker as module
+    import coterie.engines.deployed.client as module
 
     loads = Counter[str]()
     load = module.load_base

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import coterie
-from coterie.base import EMBEDDED
+from coterie.bases import EMBEDDED
 from coterie.config import load_config, parse
-from coterie.engines.worker import Own, Worker
+from coterie.engines.deployed.client import Own, Worker
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Order, unseal
 from coterie.runs import RunFolder

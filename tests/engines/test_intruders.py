@@ -16,8 +16,8 @@ import httpx
 import pytest
 import torch
 
-from coterie.base import EMBEDDED
-from coterie.engines.worker import Own, Worker
+from coterie.bases import EMBEDDED
+from coterie.engines.deployed.client import Own, Worker
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
 

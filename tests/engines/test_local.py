@@ -10,9 +10,9 @@ import torch
 import yaml
 
 import coterie
-from coterie.api import Session
-from coterie.base import load_skeleton
+from coterie.bases import load_skeleton
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.exchange import State
 from coterie.methods import ServerContext
 from coterie.runs import RunFolder, Watch
@@ -107,7 +107,7 @@ WORKER = """
 import struct, sys
 from pathlib import Path
 import torch
-from coterie.base import load_base
+from coterie.bases import load_base
 from coterie.config import load_config
 from coterie.exchange import State
 from coterie.methods import ServerContext

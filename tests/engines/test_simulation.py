@@ -15,7 +15,7 @@ from loop import assert_same_states
 import coterie
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
-from coterie.methods.base import Method, ServerSide
+from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import RunFolder, Watch
 

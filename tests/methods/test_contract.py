@@ -8,9 +8,9 @@ import torch
 
 import coterie
 from coterie.adapters import detach
-from coterie.api import Session
 from coterie.config import parse
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.exchange import Message, MessageError
 from coterie.exchange.schema import Way
 from coterie.methods import available
@@ -182,7 +182,7 @@ def test_poisoned_uploads_are_refused_and_the_round_goes_on(run) -> None:
 
 def test_a_model_of_ones_own_needs_no_change_to_the_package(config, tmp_path) -> None:
     """The method in the docstring of methods/base.py."""
-    from coterie.methods.base import Method, ServerSide
+    from coterie.methods.contract import Method, ServerSide
     from coterie.methods.pretrained import PretrainedClient
 
     class Silent(Method):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import coterie
 from coterie.adapters import detach
-from coterie.api import Session
-from coterie.base import Base
+from coterie.bases import Base
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.exchange import Message, MessageError
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.exact import ExactClient

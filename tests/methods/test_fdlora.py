@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.api import Session
 from coterie.chance import generator
 from coterie.data import sample_batch
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.exchange import Message
 from coterie.methods.fdlora import FDLora

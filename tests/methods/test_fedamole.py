@@ -8,9 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from coterie.api import Session
 from coterie.config import parse
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
 from coterie.methods import Setting, method_from

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from coterie.adapters import detach
-from coterie.api import Session
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.methods.fedit import FedIT, FedITFT
 from coterie.runs import RunFolder, Watch
 

@@ -13,10 +13,10 @@ import coterie
 from coterie.adapters import Adapter, detach
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
-from coterie.api import Session
-from coterie.base import load_tokenizer
+from coterie.bases import load_tokenizer
 from coterie.data import Examples
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
 from coterie.methods.fedmkt import FedMKTClient, FedMKTServer, _read, _spelt

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import coterie
-from coterie.api import Session
 from coterie.chance import generator
 from coterie.config import parse
 from coterie.data import sample_batch
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder, Watch
-from coterie.training.evaluation import top_logits
+from coterie.scoring.evaluation import top_logits
 from coterie.training.loss import language_model_loss
 
 NAMES = ("diarist", "poet", "whaler")

@@ -8,17 +8,17 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from coterie.api import Session
-from coterie.base import load_base, load_skeleton
+from coterie.bases import load_base, load_skeleton
+from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.methods import ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
 from coterie.runs import RunFolder, Watch
 from coterie.training.loss import language_model_loss, token_losses
-from coterie.training.precision import autocast
 
 METHODS = {
     "text": FedPrompt(virtual_tokens=5),

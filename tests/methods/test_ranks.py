@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import coterie
-from coterie.api import Session
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
 from coterie.methods.ranks import HetLora, HetLoraClient, present_rank

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.alignment.transfer import Shares
-from coterie.base import Base, load_base
+from coterie.bases import Base, load_base
 from coterie.chance import generator
 from coterie.data import ClientData, Examples, Instruction
 from coterie.data.examples import examples
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
-from coterie.methods.base import ClientContext
+from coterie.methods.contract import ClientContext
 from coterie.methods.fedmkt import FedMKT
 from coterie.methods.teaching import NOBODY, Pupil
 from coterie.training.loss import language_model_loss, shared_loss

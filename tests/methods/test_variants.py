@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.api import Session
 from coterie.data import sample_batch
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder, Watch
 from coterie.training.loss import language_model_loss

@@ -6,10 +6,10 @@ from statistics import fmean, stdev
 import pytest
 
 from coterie import CoterieError
-from coterie.report import Comparison
 from coterie.report.experiments import experiments, mean_series, over_seeds
 from coterie.report.page import _about
-from coterie.training.measures import PERPLEXITY
+from coterie.results import Comparison
+from coterie.scoring.metrics import PERPLEXITY
 
 LOCAL = {"name": "local", "rank": 8}
 

@@ -15,9 +15,9 @@ from coterie.report.experiments import Experiment, experiments
 from coterie.report.routing import expert_names, routing
 from coterie.report.style import FIXED, THEMES, LeftOut, looks
 from coterie.report.sweep import sweep
-from coterie.report.tables import Table
 from coterie.report.trust import trust, trust_matrices
-from coterie.training.measures import ACCURACY, PERPLEXITY
+from coterie.results.tables import Table
+from coterie.scoring.metrics import ACCURACY, PERPLEXITY
 
 LOCAL = {"name": "local"}
 COMIGS = {"name": "comigs-1g1s", "generalists": 1, "specialists": {"anna": 2, "others": 1}}

@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from coterie.adapters import Adapter, Layout
+from coterie.bases.precision import autocast, cast_frozen
 from coterie.training import loss as loss_module
 from coterie.training.loss import language_model_loss, token_losses
-from coterie.training.precision import autocast, cast_frozen
 
 
 def gpt2() -> PreTrainedModel:

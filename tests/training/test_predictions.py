@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from coterie.adapters import Adapter, Layout
-from coterie.base import Base, load_base
+from coterie.bases import Base, load_base
 from coterie.data import Examples, Instruction
 from coterie.data.examples import examples
 from coterie.data.tokens import bare_encoder
+from coterie.scoring.evaluation import evaluate
 from coterie.training import loss as loss_module
-from coterie.training.evaluation import evaluate
 from coterie.training.predictions import predictions
 
 ITEMS = [

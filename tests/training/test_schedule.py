@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from coterie.api import Session
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.runs import RunFolder, Watch
 from coterie.training import local
 from coterie.training.schedule import learning_rate

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters.bases import StandIn, attention_linears, chosen_linears, mlp_shape, walk
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
 from coterie.adapters.mixture import Balance, Mixture
+from coterie.bases.sites import StandIn, attention_linears, chosen_linears, mlp_shape, walk
 from coterie.errors import CoterieError
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import attach, detach
-from coterie.adapters.bases import StandIn, chosen_linears, working_dtype
 from coterie.adapters.layout import Role
 from coterie.adapters.lora import LoraPair, Part, initialise
 from coterie.adapters.padding import real_mask
+from coterie.bases.sites import StandIn, chosen_linears, working_dtype
 from coterie.errors import CoterieError
 
 ROLES: tuple[Role, ...] = ("shared", "domain", "projection")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coterie.adapters.bases import StandIn, sizes, working_dtype
 from coterie.adapters.layout import Layout, Role
+from coterie.bases.sites import StandIn, sizes, working_dtype
 from coterie.chance import generator
 
 

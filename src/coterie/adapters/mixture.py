@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coterie.adapters.activations import native
-from coterie.adapters.bases import MlpShape, StandIn, working_dtype
 from coterie.adapters.fused import WideExperts
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraPair, Part
 from coterie.adapters.padding import only_real
+from coterie.bases.sites import MlpShape, StandIn, working_dtype
 from coterie.errors import CoterieError
 
 Balance = Literal["uniform", "generalist"]

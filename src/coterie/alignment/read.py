@@ -16,7 +16,7 @@ from coterie.alignment.vocabulary import (
     roles_of,
     spelled,
 )
-from coterie.base import EMBEDDED, load_tokenizer
+from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.errors import CoterieError
 
 UNKNOWN, CONTROL, UNUSED, BYTE = 2, 3, 5, 6

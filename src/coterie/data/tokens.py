@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.base import context_token
+from coterie.bases import context_token
 from coterie.data.examples import Examples, examples, joined
 from coterie.data.files import read_documents
 from coterie.data.instructions import field_records, instructions

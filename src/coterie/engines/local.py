@@ -13,16 +13,16 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from coterie.base import Base
+from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data import tokens_per_sample
-from coterie.engines.client import ClientPart, due, result, score_server
+from coterie.engines.part import ClientPart, due, result, score_server
 from coterie.exchange import Json, State
 from coterie.federation import Participant, server_context
 from coterie.files import writing
 from coterie.methods import ClientId
 from coterie.runs import Recorder, RunFolder, Watch
-from coterie.training.measures import measure_of
+from coterie.scoring.metrics import measure_of
 
 
 class Rounds(ABC):

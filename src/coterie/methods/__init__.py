@@ -10,7 +10,8 @@ from rapidfuzz.process import extractOne
 
 from coterie.errors import CoterieError
 from coterie.methods.averaging import FedAvg, FedAvgFT, FedProx, FFALora, Local
-from coterie.methods.base import (
+from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
+from coterie.methods.contract import (
     ClientContext,
     ClientId,
     ClientSide,
@@ -19,7 +20,6 @@ from coterie.methods.base import (
     ServerSide,
     Setting,
 )
-from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedamole import FedAMoLE
 from coterie.methods.fedit import FedIT, FedITFT

@@ -15,7 +15,7 @@ from coterie.adapters import Role, Trainable
 from coterie.aggregation import RunningMean
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
-from coterie.methods.base import (
+from coterie.methods.contract import (
     ClientContext,
     ClientId,
     ClientSide,

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import Adapter, Layout, Role
-from coterie.methods.base import ClientId
+from coterie.methods.contract import ClientId
 from coterie.methods.exact import AveragingMethod
 from coterie.methods.lora import LoraMethod, PerClient
 from coterie.training.schedule import Penalty

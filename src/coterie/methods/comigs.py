@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from coterie.adapters import Adapter, Role
-from coterie.methods.base import ClientContext
+from coterie.methods.contract import ClientContext
 from coterie.methods.exact import AveragingMethod
 from coterie.methods.lora import PerClient
 from coterie.training.schedule import Level, Penalty, learning_rate

@@ -22,16 +22,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.aggregation import RunningMean
+from coterie.bases.precision import autocast
 from coterie.chance import generator
 from coterie.data import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterServer, copy
-from coterie.methods.base import ClientContext, ServerContext
+from coterie.methods.contract import ClientContext, ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.training.local import LocalTraining
 from coterie.training.loss import language_model_loss
-from coterie.training.precision import autocast
 
 BATCHES = 5
 """Of training text, to score weights on."""

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, Role
-from coterie.adapters.bases import chosen_linears
 from coterie.aggregation import Bounds, RunningMean, assign_all, relevance
+from coterie.bases.sites import chosen_linears
 from coterie.chance import generator
 from coterie.data import Batch
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
-from coterie.methods.base import (
+from coterie.methods.contract import (
     ClientContext,
     ClientId,
     ClientSide,
@@ -37,9 +37,9 @@ from coterie.methods.base import (
     ServerSide,
     Setting,
 )
+from coterie.privacy.mechanisms import noise_for, private_mean
 from coterie.training.embeddings import embedding_set, mean_embeddings
 from coterie.training.local import LocalTraining
-from coterie.training.privacy import noise_for, private_mean
 from coterie.training.schedule import Level, learning_rate
 
 Held = dict[str, list[int]]

@@ -36,7 +36,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Json, Message, MessageError, Schema, State
 from coterie.methods.adapter import AdapterClient, AdapterServer, copy
-from coterie.methods.base import SERVER, ClientContext, ClientId, ServerContext, Setting
+from coterie.methods.contract import SERVER, ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.lora import LoraMethod, PerClient
 from coterie.methods.teaching import Pupil
 

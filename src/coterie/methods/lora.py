@@ -13,7 +13,7 @@ from torch import nn
 from coterie.adapters import Adapter, Layout, Role
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterMethod
-from coterie.methods.base import ClientId, Setting
+from coterie.methods.contract import ClientId, Setting
 
 PerClient = int | dict[ClientId, int]
 """One number for all clients, or a number by client name, `others` standing for the rest."""

@@ -25,9 +25,9 @@ from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
 from coterie.methods.adapter import WHAT, AdapterClient, AdapterServer, copy
-from coterie.methods.base import ClientContext, ClientId, ServerContext, Setting
+from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.lora import LoraMethod, PerClient
-from coterie.training.evaluation import mean_loss, top_logits
+from coterie.scoring.evaluation import mean_loss, top_logits
 
 Tensors = Mapping[str, Tensor]
 Row = dict[ClientId, float]

@@ -5,9 +5,9 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from coterie.adapters import detach
-from coterie.base import Base
+from coterie.bases import Base
 from coterie.exchange import Message
-from coterie.methods.base import ClientContext, ClientSide, Method, ServerContext, ServerSide
+from coterie.methods.contract import ClientContext, ClientSide, Method, ServerContext, ServerSide
 
 
 class Pretrained(Method):

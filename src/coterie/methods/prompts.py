@@ -14,7 +14,7 @@ from coterie.adapters import Role
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterClient, AdapterMethod
-from coterie.methods.base import ClientContext, ClientId
+from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
 """Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""

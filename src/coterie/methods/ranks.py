@@ -20,7 +20,7 @@ from coterie.aggregation import LowRankSum, product_norm
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, check_shapes
 from coterie.methods.adapter import AdapterClient, AdapterServer
-from coterie.methods.base import ClientContext, ClientId, ServerContext
+from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.lora import LoraMethod, PerClient
 from coterie.training.schedule import Penalty
 

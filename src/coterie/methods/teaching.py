@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from coterie.adapters import Trainable
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
 from coterie.alignment.transfer import Shares, mixed, translated
+from coterie.bases.precision import autocast
 from coterie.chance import generator
 from coterie.data import Batch, Examples
 from coterie.errors import CoterieError
-from coterie.methods.base import ClientContext
+from coterie.methods.contract import ClientContext
 from coterie.training.loss import shared_loss
-from coterie.training.precision import autocast
 from coterie.training.predictions import predictions
 from coterie.training.schedule import learning_rate
 

@@ -1,5 +1,1 @@
-"""Tables and figures of runs."""
-
-from coterie.report.tables import Comparison, Table, run_table
-
-__all__ = ["Comparison", "Table", "run_table"]
+"""Plots, the page that holds them, and the audit of what leaves a client."""

@@ -18,8 +18,8 @@ from coterie.files import path_part
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.routing import ASSIGNED
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
-from coterie.report.tables import Table
 from coterie.report.trust import annotate
+from coterie.results.tables import Table
 
 
 @dataclass(frozen=True)

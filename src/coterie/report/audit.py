@@ -3,14 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from coterie.api import Session
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
 from coterie.exchange import Message, State
 from coterie.exchange.schema import Way
 from coterie.methods import ClientId
-from coterie.report.messages import WHOLE, first_exchange, size, start
-from coterie.report.tables import Table
+from coterie.results.messages import WHOLE, first_exchange, size, start
+from coterie.results.tables import Table
 
 WAYS: dict[Way, str] = {
     "hello": "from the client to the server, once",

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from coterie.base import Base
+from coterie.bases import Base
 from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.flops import Cost, counting_base, round_cost
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 WAYS = {"bytes/up": "upload", "bytes/down": "download"}
 MEGA, GIGA = 1e6, 1e9

@@ -7,7 +7,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from coterie.methods.base import SERVER
+from coterie.methods.contract import SERVER
 from coterie.report.experiments import (
     Experiment,
     ReportedRun,
@@ -16,8 +16,8 @@ from coterie.report.experiments import (
     over_seeds,
 )
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
-from coterie.report.tables import Table
-from coterie.training.measures import Measure
+from coterie.results.tables import Table
+from coterie.scoring.metrics import Measure
 
 MOST = 12
 """Lines that one panel can hold and still be read."""

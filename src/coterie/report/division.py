@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from coterie.report.experiments import Experiment
 from coterie.report.style import Canvas, LeftOut, Picture, listed, number
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 HEIGHT = 0.42
 """Inches of a client's row; the largest bubble nearly fills it."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from coterie.engines.client import SERVER_SCORE
+from coterie.engines.part import SERVER_SCORE
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
 from coterie.runs import RunFolder
-from coterie.training.measures import PERPLEXITY, Measure, measure_of
+from coterie.scoring.metrics import PERPLEXITY, Measure, measure_of
 
 Series = dict[int, float]
 """A figure by round or step, from 1 on."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.adapters import Trainable
-from coterie.base import Base, load_base
+from coterie.bases import Base, load_base
 from coterie.config import RunConfig
 from coterie.data import ClientData, Tokens
 from coterie.federation import Participant, client_context

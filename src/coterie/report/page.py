@@ -26,10 +26,10 @@ from coterie.report.style import (
     listed,
 )
 from coterie.report.sweep import sweep
-from coterie.report.tables import Comparison, Table
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
+from coterie.results.tables import Comparison, Table
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,

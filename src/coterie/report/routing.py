@@ -13,7 +13,7 @@ from coterie.methods import method_from
 from coterie.methods.lora import LoraMethod
 from coterie.report.experiments import Experiment, ReportedRun, over_seeds
 from coterie.report.style import Canvas, LeftOut, Picture, listed
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 PREFIX = "routing/"
 ASSIGNED = "assignment/"

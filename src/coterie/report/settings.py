@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available, method_from
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 COLUMNS = ("key", "default", "meaning")
 

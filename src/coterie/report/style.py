@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 
 @dataclass(frozen=True)

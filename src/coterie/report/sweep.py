@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from coterie.files import path_part
 from coterie.report.experiments import Experiment
 from coterie.report.style import Canvas, LeftOut, Picture, number
-from coterie.report.tables import Table, mean
 from coterie.report.trust import annotate
+from coterie.results.tables import Table, mean
 
 Cell = tuple[int, int]
 

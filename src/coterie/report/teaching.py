@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
-from coterie.methods.base import SERVER
+from coterie.methods.contract import SERVER
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 TAUGHT = "taught"
 MOST = 10

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
-from coterie.api import load, tokenizer
-from coterie.base import Tokenizer, context_token
+from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
 from coterie.data import Examples, Tokens
+from coterie.engines.finished import load, tokenizer
 from coterie.errors import CoterieError
 from coterie.federation import federation
 from coterie.files import path_part

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from coterie.files import path_part
 from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed
-from coterie.report.tables import Table
+from coterie.results.tables import Table
 
 METRIC = "trust"
 

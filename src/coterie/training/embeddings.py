@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from coterie.adapters import AmoleAdapter
-from coterie.base import Base
+from coterie.bases import Base
+from coterie.bases.precision import autocast
 from coterie.data import Batch, Examples, Split, sample_batch
 from coterie.training.loss import hidden_states
-from coterie.training.precision import autocast
 
 
 def embedding_set(

@@ -2,31 +2,26 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
+from coterie.bases.precision import autocast
 from coterie.chance import generator
 from coterie.data import sample_batch
 from coterie.errors import CoterieError
+from coterie.training.context import ClientContext
 from coterie.training.loss import language_model_loss
-from coterie.training.precision import autocast
 from coterie.training.schedule import Level
-
-if TYPE_CHECKING:
-    from coterie.methods.base import ClientContext
 
 
 class LocalTraining:
     """Updates one client's adapter; optimiser state lives on from round to round, unless the run
     file wants it fresh."""
 
-    def __init__(
-        self, context: "ClientContext", adapter: Trainable, levels: Sequence[Level]
-    ) -> None:
+    def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
         self.context = context
         self.adapter = adapter
         self.levels = [level for level in levels if adapter.parameters(*level.roles)]

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters.bases import working_dtype
 from coterie.adapters.padding import real_tokens
+from coterie.bases.precision import frozen_weight
+from coterie.bases.sites import working_dtype
 from coterie.data.batch import Batch
-from coterie.training.precision import frozen_weight
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """Largest number of logits made at a time; 24 million are 96 MB in float32."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.base import Base
+from coterie.bases import Base
+from coterie.bases.precision import autocast
 from coterie.data import Examples
 from coterie.training.loss import logits_in_pieces
-from coterie.training.precision import autocast
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 import torch
 
-from coterie.base import load_skeleton
+from coterie.bases import load_skeleton
 from coterie.config import RunConfig, parse
+from coterie.engines.deployed.client import Own, Seen, Worker
+from coterie.engines.deployed.server import ServerRun, ServerWatch, new_run
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
-from coterie.engines.server import ServerRun, ServerWatch, new_run
-from coterie.engines.worker import Own, Seen, Worker
 from coterie.errors import CoterieError
 from coterie.federation import Participant, check, served
-from coterie.methods.base import SERVER
+from coterie.methods.contract import SERVER
 from coterie.runs import RunFolder, describe
 
 MiB = 2**20

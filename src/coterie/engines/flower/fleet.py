@@ -35,9 +35,9 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
+from coterie.engines.deployed.client import Seen, Worker
 from coterie.engines.flower.keys import Kit
 from coterie.engines.flower.parcel import content, fetch, prepare, unpack
-from coterie.engines.worker import Seen, Worker
 from coterie.exchange import MessageError
 from coterie.exchange.message import LARGEST_MESSAGE
 

@@ -54,10 +54,10 @@ from flwr.supercore.protobuf.client import ProtobufClientInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 
+from coterie.engines.deployed.server import LONGEST_LINE
 from coterie.engines.flower.keys import Keys
 from coterie.engines.flower.parcel import content, fetch, prepare, unpack
 from coterie.engines.flower.proxy import Proxy, die_with_parent
-from coterie.engines.server import LONGEST_LINE
 from coterie.errors import CoterieError
 from coterie.files import write_private
 

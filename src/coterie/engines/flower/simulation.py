@@ -42,10 +42,10 @@ from flwr.common.constant import PARTITION_ID_KEY, SUPERLINK_NODE_ID
 from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.base import Bases, load_tokenizer
+from coterie.bases import Bases, load_tokenizer
 from coterie.config import parse
-from coterie.engines.client import ClientPart
 from coterie.engines.local import Rounds
+from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.federation import federation

@@ -1,0 +1,1 @@
+"""A run across machines: the server, a client's process, and what both show."""

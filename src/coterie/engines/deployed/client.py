@@ -1,0 +1,284 @@
+"""A client's process in a deployment: it answers the server's orders, each once or not at all.
+
+Its folder is a run folder with this one client. The newest checkpoint is that of the last step;
+whether it counts is known when the next order comes. Until then the one before is kept, too:
+
+checkpoints/00004/   the state that the server counts on
+checkpoints/00005/   the state after the next step, its upload, and about.json: which order it
+                     answered, and the figures that go to metrics.jsonl if it counts
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.bases import Base, load_base
+from coterie.config import RunConfig, parse
+from coterie.engines.part import ClientPart, due, result
+from coterie.errors import CoterieError
+from coterie.exchange import MessageError
+from coterie.exchange.envelope import VERSION, Fault, Figure, Order, Reply, seal, unseal
+from coterie.federation import Participant, federation
+from coterie.runs import Recorder, RunFolder, describe
+
+log = logging.getLogger(__name__)
+Seen = Callable[[str, object], None]
+"""Told of what happens, for people: joined, step, finished, fault, and figures by their names."""
+Figures = list[dict[str, Any]]
+"""Lines of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a client brings to any run: where its text, its base and its folders are."""
+
+    name: str
+    texts: dict[str, str]
+    """`path`, or `train`, `validation` and `test`, as in a run file."""
+    out: Path
+    base: str | None = None
+    """In place of the run's, where that is a folder."""
+    public: str | None = None
+    """In place of the run's public text."""
+
+    def config(self, described: dict[str, Any]) -> RunConfig:
+        """The run as this client sees it: with its own text and nobody else's."""
+        data = described.get("data", {})
+        if not isinstance(data, dict):
+            raise MessageError("The server describes no run.")
+        if self.public is not None:
+            data = {**data, "public": self.public}
+        return parse(
+            {
+                **described,
+                "clients": [{"name": self.name, **self.texts}],
+                "base": self.base or described.get("base"),
+                "data": data,
+                "data_root": "",
+            }
+        )
+
+
+class Worker:
+    """Answers orders. The base is loaded once, whatever the number of rounds and runs."""
+
+    def __init__(self, own: Own, seen: Seen = lambda *_: None) -> None:
+        self.own, self.seen = own, seen
+        self.bases: dict[tuple[object, ...], Base] = {}
+        self.run: OwnRun | None = None
+        self.finished = False
+
+    def answer(self, data: bytes) -> bytes:
+        """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
+        order, body = unseal(Order, data)
+        fault: Fault
+        try:
+            return self._obey(order, body)
+        except MessageError as error:
+            fault, why = "refused", error
+        except CoterieError as error:
+            fault, why = "failed", error
+        log.error("round %d: %s", order.round + 1, why)
+        self.seen("fault", str(why))
+        return self._reply(order, fault=fault)
+
+    def close(self) -> None:
+        """Let go of the run's folder."""
+        if self.run is not None:
+            self.run.close()
+
+    def _obey(self, order: Order, body: bytes) -> bytes:
+        if order.client != self.own.name:
+            raise MessageError(f"The server takes this client for {order.client!r}.")
+        if order.kind == "join":
+            return self._join(order)
+        if self.run is None or self.run.id != order.run:
+            return self._reply(order, fault="unknown run")
+        if order.kind == "step":
+            upload, figures = self.run.step(order, body)
+            return self._reply(order, upload, figures)
+        figures = self.run.finish(order, body)
+        self.finished = True
+        return self._reply(order, figures=figures)
+
+    def _join(self, order: Order) -> bytes:
+        if order.version != VERSION:
+            return self._unlike(order, "version", "another Coterie", VERSION)
+        config = self.own.config(order.config or {})
+        torch.set_num_threads(config.threads or torch.get_num_threads())
+        base = self._base(config)
+        if order.base not in ("", base.digest):
+            return self._unlike(order, "base", "another base", config.base)
+        if self.run is None or self.run.id != order.run:
+            self.close()
+            self.run = OwnRun(order.run, config, base, self.own, self.seen)
+        self.seen("joined", self.run)
+        return self._reply(order, self.run.part.hello(), base=base.digest)
+
+    def _unlike(self, order: Order, fault: Fault, theirs: str, mine: str) -> bytes:
+        """Refuse to join those who run something else."""
+        why = f"the run has {theirs} than this client ({mine})"
+        log.error(why)
+        self.seen("fault", why)
+        return self._reply(order, fault=fault)
+
+    def _base(self, config: RunConfig) -> Base:
+        key = (config.base, config.training.precision, config.data.window)
+        if key not in self.bases:
+            self.bases = {key: load_base(*key, config.root)}
+            log.info("loaded the base %s: %s", config.base, self.bases[key].digest)
+        return self.bases[key]
+
+    def _reply(
+        self,
+        order: Order,
+        body: bytes = b"",
+        figures: Figures | None = None,
+        *,
+        fault: Fault | None = None,
+        base: str = "",
+    ) -> bytes:
+        shares = self.run is not None and self.run.config.deployment.share_metrics
+        shared = [Figure(**figure) for figure in figures or []] if shares else None
+        reply = Reply(
+            run=order.run,
+            client=self.own.name,
+            kind=order.kind,
+            round=order.round,
+            fault=fault,
+            base=base,
+            figures=shared,
+        )
+        return seal(reply, body)
+
+
+class OwnRun:
+    """One client's part of one deployed run, in a folder of its own."""
+
+    def __init__(self, id: str, config: RunConfig, base: Base, own: Own, seen: Seen) -> None:
+        self.id, self.config, self.seen = id, config, seen
+        [participant] = federation(config, base.tokenizer)  # of this client alone
+        self.folder = self._folder(own, participant)
+        self.locked = ExitStack()
+        self.locked.enter_context(self.folder.lock())
+        self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
+        self.part = ClientPart(config, base, participant, self.recorder.log)
+        if self.folder.checkpoints():
+            self.part.side.restore(self.folder.load(self._state))
+        else:
+            self._save(0, About())
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.locked.close()
+
+    @property
+    def _state(self) -> str:
+        return f"client-{self.part.name}"
+
+    def _folder(self, own: Own, participant: Participant) -> RunFolder:
+        folder = RunFolder(own.out / f"{self.config.name}-{own.name}-{self.id[:8]}")
+        clients = {own.name: participant.described()}
+        if not folder.is_run:
+            description = describe(self.config.as_dict(), clients, run=self.id)
+            return RunFolder.create(folder.path, description)
+        if folder.description["clients"][own.name]["data"] != participant.digest():
+            raise CoterieError(f"The text is not what it was when the run in {folder.path} began.")
+        return folder
+
+    def step(self, order: Order, download: bytes) -> tuple[bytes, Figures]:
+        """The upload of a round and its figures; from store if the order was obeyed before."""
+        digest = blake2b(download, digest_size=8).hexdigest()
+        newest = self._settle(order, digest)
+        if (newest.round, newest.digest) == (order.round, digest):
+            log.info("round %d: answered from store", order.round + 1)
+            path = self.folder.checkpoint(order.round + 1)
+            return (path / "upload").read_bytes(), newest.figures
+        began = time.monotonic()
+        try:
+            if order.counted == order.round - 1 and due(self.config, order.round - 1):
+                self.recorder.round = order.round - 1
+                self.part.close(order.round - 1, download)
+            self.recorder.round = order.round
+            upload = self.part.step(order.round, download)
+            about = self._about_now(order.round, digest, began)
+            self._save(order.round + 1, about, {"upload": upload})
+        except BaseException:  # as if it had not begun: this round may come again
+            self.recorder.take()
+            self.part.side.restore(self.folder.load(self._state))
+            raise
+        self.seen("step", order.round)
+        return upload, about.figures
+
+    def finish(self, order: Order, download: bytes) -> Figures:
+        """Take in the last download; the folder then holds the result. Returns its figures."""
+        last, began = self.config.rounds - 1, time.monotonic()
+        if self._about().round <= last:
+            self._settle(order, "")
+            self.recorder.round = last
+            if order.counted != last:  # its last step was not of the last round
+                self.part.score("trained")
+            self.part.close(last, download)
+            self._save(last + 2, self._about_now(last + 1, "", began))
+        self._count(self._about())
+        self.folder.finish(result(self.config, self.folder))
+        self.seen("finished", self.folder.path)
+        return self._about().figures
+
+    def _about_now(self, round: int, digest: str, began: float) -> "About":
+        self.recorder.log(None, "seconds", time.monotonic() - began)
+        return About(round, digest, self.recorder.take())
+
+    def _settle(self, order: Order, digest: str) -> "About":
+        """Keep the newest step if the server counted it, undo it if not; what is then the newest.
+
+        A step that this order repeats is kept, too: it is answered from store.
+        """
+        newest = self._about()
+        counted = -1 if order.counted is None else order.counted
+        if newest.round == counted:
+            self._count(newest)
+        elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
+            log.warning("round %d did not count and is undone", newest.round + 1)
+            if len(self.folder.checkpoints()) > 1:
+                self.folder.drop([self.folder.checkpoint(newest.round + 1)])
+                self.part.side.restore(self.folder.load(self._state))
+                newest = self._about()
+        if newest.round < counted:
+            log.warning("the state of round %d is not here; going on without it", counted + 1)
+        return newest
+
+    def _count(self, newest: "About") -> None:
+        """Make the newest step the one that the server counts on."""
+        lines = list(self.folder.metrics())
+        if newest.figures and newest.figures[-1] not in lines:
+            self.folder.rewrite([*lines, *newest.figures])
+        self.folder.drop(self.folder.checkpoints()[:-1])
+
+    def _about(self) -> "About":
+        text = (self.folder.checkpoint(self.folder.rounds()) / "about.json").read_text()
+        return About(**json.loads(text))
+
+    def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
+        state = self.part.side.state()
+        beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
+        self.folder.save(rounds, [(self._state, state)], files=beside, keep=2)
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint's step was."""
+
+    round: int = -1
+    """-1: before the first."""
+    digest: str = ""
+    """Of the download."""
+    figures: Figures = field(default_factory=list)

@@ -1,0 +1,171 @@
+"""What a server or a client of a deployment shows while it works, on a terminal or in a log."""
+
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.status import Status
+from rich.table import Table
+
+from coterie.engines.deployed.server import Seat, ServerWatch
+
+
+class Living:
+    """What lives on a terminal within its block; elsewhere there are lines alone."""
+
+    def __init__(self, console: Console, live: Live | Status) -> None:
+        self.console, self._live = console, live
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        """Begin to draw, on a terminal."""
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take away what was drawn."""
+        self._live.stop()
+
+
+class Board(Living, ServerWatch):
+    """A table that lives on a terminal: the round, who is in, what each is doing, and its bytes.
+
+    Elsewhere (a file, a pipe, a service's log) a line for every event and round.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+        super().__init__(console, self.live)
+        self.title, self.rounds, self.done, self.first = "", 0, 0, 0
+        self.states: dict[str, str] = {}
+        self.up: dict[str, int] = {}
+        self.down: dict[str, int] = {}
+        self.last: dict[str, datetime] = {}
+        self.began = time.monotonic()
+
+    def start(self, title: str, rounds: int, done: int) -> None:
+        """Note what runs."""
+        self.title, self.rounds, self.done, self.first = title, rounds, done, done
+        self._say(f"{title}: {rounds} rounds" + (f", {done} are done" if done else ""))
+        self.began = time.monotonic()
+
+    def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
+        """Draw the table anew."""
+        busy = set(working)
+        self.states = {name: _state(seat, name in busy) for name, seat in seats.items()}
+        if self.console.is_terminal:
+            self.live.update(self._table(), refresh=True)
+
+    def moved(self, client: str, up: int, down: int) -> None:
+        """Count bytes."""
+        self.up[client] = self.up.get(client, 0) + up
+        self.down[client] = self.down.get(client, 0) + down
+        if up:
+            self.last[client] = datetime.now()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._say(f"{datetime.now():%H:%M:%S} {text}")
+
+    def round_over(self, round: int, counted: int) -> None:
+        """A line for every round."""
+        self.done = round + 1
+        left = self._left()
+        rest = f", about {left} left" if left else ""
+        self.note(f"round {self.done}/{self.rounds}: {counted} uploads counted{rest}")
+
+    def _left(self) -> str:
+        finished = self.done - self.first
+        if not finished or self.done == self.rounds:
+            return ""
+        seconds = (time.monotonic() - self.began) / finished * (self.rounds - self.done)
+        return str(timedelta(seconds=round(seconds)))
+
+    def _table(self) -> Table:
+        left = self._left()
+        title = f"{self.title}: round {min(self.done + 1, self.rounds)} of {self.rounds}"
+        table = Table(title=title + (f", about {left} left" if left else ""), title_justify="left")
+        for head in ("client", "state"):
+            table.add_column(head)
+        for head in ("last upload", "up", "down"):
+            table.add_column(head, justify="right")
+        for name, state in sorted(self.states.items()):
+            last = f"{self.last[name]:%H:%M:%S}" if name in self.last else ""
+            moved = (_size(self.up.get(name, 0)), _size(self.down.get(name, 0)))
+            table.add_row(name, state, last, *moved)
+        return table
+
+
+class ClientBoard(Living):
+    """A line for every event of a client's part, and on a terminal one that lives."""
+
+    def __init__(self, console: Console) -> None:
+        self.live = Status("looking for the server", console=console)
+        super().__init__(console, self.live)
+        self.rounds, self.done, self.began = 0, 0, time.monotonic()
+        self.losses: list[float] = []
+        self.bytes = {"bytes/up": 0, "bytes/down": 0}
+
+    def __call__(self, what: str, value: Any) -> None:
+        """See `engines.worker.Seen`."""
+        match what:
+            case "connected":
+                self._say(f"connected to {value}")
+            case "away":
+                self._say(f"{value}; trying again")
+            case "joined":
+                self.rounds, self.began = value.config.rounds, time.monotonic()
+                self._say(f"joined the run {value.config.name}: {value.config.label}")
+                schema = value.part.schema
+                for when, fields in (("once", schema.hello), ("every round", schema.up)):
+                    for field in fields:
+                        self._say(f"  leaves this machine {when}: {field.what}")
+            case "fault":
+                self._say(f"could not do what the server asked: {value}")
+            case "step":
+                self._step(value)
+            case "bytes/up" | "bytes/down":
+                self.bytes[what] = value
+            case _ if what.startswith("loss/"):
+                self.losses.append(value)
+                self.live.update(f"training: loss {value:.3f}")
+
+    def _step(self, round: int) -> None:
+        """A round's work is done; what the server makes of it comes later."""
+        self.done += 1
+        figures = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
+        figures += [f"{_size(self.bytes[way])} {way[6:]}" for way in self.bytes]
+        seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
+        figures += [f"about {timedelta(seconds=int(seconds))} left"] if seconds else []
+        self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
+        self.losses = []
+        self.live.update("waiting for the server")
+
+
+def _state(seat: Seat, working: bool) -> str:
+    if seat.present is None:
+        return "away"
+    if not seat.joined:
+        return "joining"
+    return "working" if working else "ready"
+
+
+def _size(count: float) -> str:
+    """Bytes for people: 2.4 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.1f} {unit}".replace(".0 B", " B")
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,376 @@
+"""A server in a deployment: rounds over a network on which clients are late, gone or wrong.
+
+It knows clients by their names. How bytes reach them is a `Link`'s affair; see flower/link.py.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from coterie.config import RunConfig
+from coterie.engines.part import result, score_server
+from coterie.errors import CoterieError
+from coterie.exchange import MessageError, State
+from coterie.exchange.envelope import VERSION, Figure, Kind, Order, Reply, seal, unseal
+from coterie.federation import Participant, server_context
+from coterie.files import write_bytes
+from coterie.runs import Recorder, RunFolder
+
+log = logging.getLogger(__name__)
+RETRY = 20.0
+"""Seconds until a client that could not do its work is asked again."""
+GRACE = 60.0
+"""Seconds that the end of a run waits for clients that are gone."""
+
+LONGEST_LINE = 300
+"""Characters of a line that tells what happened."""
+
+
+class Link(Protocol):
+    """How bytes travel between the server and clients, by name."""
+
+    def present(self) -> Mapping[str, str]:
+        """Who is connected, and a mark that changes when a client connects anew."""
+        ...
+
+    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+        """Send an order, which nobody needs after so many seconds; a ticket for its reply."""
+        ...
+
+    def replies(self, tickets: Iterable[str]) -> Iterable[tuple[str, bytes | None]]:
+        """Replies that have come to some tickets; None where there will be none. Each once."""
+        ...
+
+    def wait(self) -> None:
+        """Let a little time pass."""
+        ...
+
+
+@dataclass
+class Seat:
+    """What the server knows of a client."""
+
+    present: str | None = None
+    """The link's mark of its connection."""
+    joined: bool = False
+    ticket: str | None = None
+    """Of the order that it has not replied to."""
+    again: float = 0.0
+    """When it may be asked again."""
+    failed: bool = False
+    """Whether it could not do what it was asked the last time."""
+    counted: int | None = None
+    """The last round in which its upload counted."""
+
+
+class ServerWatch:
+    """Follows a deployed run; the default one shows nothing."""
+
+    def start(self, title: str, rounds: int, done: int) -> None:
+        """A run begins: `done` of its rounds are done."""
+
+    def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
+        """Who is there, and who is still working on the round."""
+
+    def moved(self, client: str, up: int, down: int) -> None:
+        """Bytes travelled."""
+
+    def note(self, text: str) -> None:
+        """Something that a person may want to know."""
+
+    def round_over(self, round: int, counted: int) -> None:
+        """A round is complete and saved, with so many uploads."""
+
+
+class ServerRun:
+    """One method on a network, from its newest checkpoint (or the start) to its end.
+
+    Every turn looks at who is there and sends each client what it lacks: an order to join, the
+    round's step, or the end. So a client, or this process, may vanish at any point and come back.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        skeleton: nn.Module,
+        folder: RunFolder,
+        link: Link,
+        watch: ServerWatch,
+        own: Participant | None = None,
+    ) -> None:
+        self.config, self.folder, self.link, self.watch = config, folder, link, watch
+        self.own = own
+        self.run = folder.description["run"]
+        self.recorder = Recorder(folder, lambda *_: None)
+        self.schema = config.method.schema()
+        names = tuple(sorted(client.name for client in config.clients))
+        log_own = partial(self.recorder.log, None)
+        self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
+        self.seats = {name: Seat() for name in names}
+        self.quorum = config.deployment.quorum or len(names)
+        self.base = ""
+        self.hellos: dict[str, bytes] = {}
+        self.kind: Kind = "step"
+        """What clients are to do, those that are waited for."""
+        self.round = 0
+        self.waiting: set[str] = set()
+        """Clients that have not done it yet."""
+        self.strangers: set[str] = set()
+        """Clients with a key that the run does not name."""
+        self.late: set[str] = set()
+        """Tickets of replies that nobody waits for."""
+
+    def rounds(self) -> None:
+        """All rounds that are left."""
+        done = self._restore()
+        self.watch.start(self.config.label, self.config.rounds, done)
+        with TemporaryDirectory() as spool:
+            for round in range(done, self.config.rounds):
+                began = time.monotonic()
+                self.round = self.recorder.round = round
+                counted = self._round(Path(spool))
+                self.recorder.log(None, "seconds", time.monotonic() - began)
+                self.recorder.flush()
+                self.folder.save(round + 1, self._states())
+                self.watch.round_over(round, counted)
+            self._finish(Path(spool))
+        self.folder.finish(result(self.config, self.folder))
+
+    def _round(self, spool: Path) -> int:
+        """One round, of whom is there at its start; how many uploads counted."""
+        if len(self._ready()) < self.quorum:
+            self._note(f"round {self.round + 1} waits for {self.quorum} clients")
+        while len(self._ready()) < self.quorum:
+            self._turn(spool)
+        members = self._ready()
+        self.server.open(self.round, members)
+        self._ask("step", members)
+        end = time.monotonic() + self.config.deployment.deadline
+        while True:
+            while not self._complete(members, end):
+                self._turn(spool)
+            done = sorted(set(members) - self.waiting)
+            refused = [n for n in done if not self._count(n, (spool / n).read_bytes())]
+            counted = len(done) - len(refused)
+            if counted >= self.quorum:
+                break
+            self._note(f"round {self.round + 1}: {counted} uploads are too few; asking again")
+            self._ask("step", {*self.waiting, *refused})
+            for name in refused:
+                self._failed(self.seats[name])
+            self.server.open(self.round, members)  # what was counted is counted anew
+        for name in sorted(self.waiting):
+            self._note(f"round {self.round + 1}: {name} was left out")
+            self._forget(self.seats[name])
+        self.waiting = set()  # nobody is asked for anything until the next round
+        self.server.close()
+        score_server(self.config, self.server, self.own, self.round, self.recorder.log)
+        return counted
+
+    def _complete(self, members: list[str], end: float) -> bool:
+        """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
+        if not self.waiting:
+            return True
+        seats = [self.seats[name] for name in self.waiting]
+        gone = all(seat.present is None or seat.failed for seat in seats)
+        enough = len(members) - len(self.waiting) >= self.quorum
+        return enough and (gone or time.monotonic() > end)
+
+    def _count(self, name: str, data: bytes) -> bool:
+        """Count an upload in, unless the method refuses it."""
+        try:
+            self.server.receive(name, self.schema.receive("up", data))
+        except Exception as error:  # whatever it is, one client cannot stop a run
+            self._refuse(f"round {self.round + 1}: refused the upload of {name}", error)
+            return False
+        self.seats[name].counted = self.round
+        return True
+
+    def _finish(self, spool: Path) -> None:
+        """Let everybody who has taken part end the run; those who are gone have what they have."""
+        self.round = self.config.rounds
+        self._ask("finish", self.hellos)
+        began = time.monotonic()
+        longest = max(GRACE, self.config.deployment.deadline)
+        while self.waiting and time.monotonic() < began + longest:
+            here = any(self.seats[name].present for name in self.waiting)
+            if not here and time.monotonic() > began + GRACE:
+                break
+            self._turn(spool)
+        for name in sorted(self.waiting):
+            self._note(f"{name} did not take in the end; continue with --resume when it is back")
+        self.recorder.flush()
+
+    def _ask(self, kind: Kind, names: Iterable[str]) -> None:
+        """From now on, clients of these names are to do something."""
+        self.kind, self.waiting = kind, set(names)
+        for name in self.waiting:
+            self.seats[name].again, self.seats[name].failed = 0.0, False
+
+    def _failed(self, seat: Seat) -> None:
+        """Ask a client again later; a round that has enough others does not wait for it."""
+        seat.again, seat.failed = time.monotonic() + RETRY, True
+
+    def _ready(self) -> list[str]:
+        return sorted(n for n, seat in self.seats.items() if seat.joined and seat.present)
+
+    def _turn(self, spool: Path) -> None:
+        """Look who is there, take replies in, send what each client lacks, and rest a little."""
+        present = self.link.present()  # before replies, so that who leaves has replied
+        tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
+        for ticket, data in self.link.replies([*tickets, *self.late]):
+            if ticket in tickets:
+                self._reply(tickets[ticket], data, spool)
+            self.late.discard(ticket)
+        for name in sorted(present.keys() - self.seats.keys()):
+            if self.config.deployment.anyone:
+                self.seats[name] = Seat()
+            elif name not in self.strangers:
+                self.strangers.add(name)
+                self._note(f"{name} has a key, but no part in this run")
+        for name, seat in sorted(self.seats.items()):
+            mark = present.get(name)
+            if mark != seat.present:
+                self._note(f"{name} {'is here' if mark else 'is gone'}")
+                self._forget(seat)
+                seat.present, seat.again, seat.failed = mark, 0.0, False
+            if mark and seat.ticket is None and time.monotonic() >= seat.again:
+                if not seat.joined:
+                    self._send(name, "join")
+                elif name in self.waiting:
+                    self._send(name, self.kind)
+        self.watch.seats(self.round, self.seats, self.waiting)
+        self.link.wait()
+
+    def _forget(self, seat: Seat) -> None:
+        """Wait no longer for a client's reply; if it comes after all, it is thrown away."""
+        if seat.ticket is not None:
+            self.late.add(seat.ticket)
+        seat.ticket = None
+
+    def _send(self, name: str, kind: Kind) -> None:
+        seat = self.seats[name]
+        order = Order(
+            run=self.run,
+            client=name,
+            kind=kind,
+            round=self.round,
+            counted=seat.counted,
+            version=VERSION,
+            base=self.base,
+            config=self._described(name) if kind == "join" else None,
+        )
+        body = b"" if kind == "join" else self.schema.send("down", self.server.download(name))
+        data = seal(order, body)
+        seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
+        if kind != "join":
+            self.recorder.log(name, "bytes/down", len(body))
+        self.watch.moved(name, 0, len(data))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """The run as a client may know it: without names, paths and bases of others."""
+        values = self.config.as_dict()
+        for key in ("clients", "divide", "data_root", "baselines", "bases", "server"):
+            values.pop(key)
+        training = self.config.training_of(name).model_dump(mode="json")
+        return {**values, "base": self.config.base_of(name), "training": training}
+
+    def _reply(self, name: str, data: bytes | None, spool: Path) -> None:
+        """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
+        seat = self.seats[name]
+        seat.ticket = None
+        self._failed(seat)  # unless it turns out otherwise
+        if data is None:
+            return
+        self.watch.moved(name, len(data), 0)
+        try:
+            reply, body = unseal(Reply, data)
+            if (reply.run, reply.client) != (self.run, name):
+                raise MessageError("It is of another run or client.")
+            if reply.fault == "unknown run":
+                seat.joined, seat.again, seat.failed = False, 0.0, False
+            elif reply.fault is not None:
+                self._note(f"{name} could not {reply.kind}: {reply.fault}; its own log says more")
+            elif reply.kind == "join":
+                self._join(name, reply, body)
+            elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
+                self._done(name, reply, body, spool)
+        except Exception as error:  # whatever it is, one client cannot stop a run
+            self._refuse(f"refused what {name} sent", error)
+
+    def _join(self, name: str, reply: Reply, hello: bytes) -> None:
+        if not self.config.method.mixes_bases:
+            self.base = self.base or reply.base
+            if reply.base != self.base:
+                raise MessageError("Its base has other weights than that of the others.")
+        if self.hellos.get(name) != hello:
+            self.server.join(name, self.schema.receive("hello", hello))
+            self.hellos[name] = hello
+        seat = self.seats[name]
+        seat.joined, seat.again, seat.failed = True, 0.0, False
+        self._note(f"{name} has joined")
+
+    def _done(self, name: str, reply: Reply, body: bytes, spool: Path) -> None:
+        if self.kind == "step":
+            self.schema.receive("up", body)  # refused now, it can come again
+            write_bytes(spool / name, body)
+            self.recorder.log(name, "bytes/up", len(body))
+        for figure in reply.figures or []:
+            self._take_figure(name, figure)
+        self.seats[name].again, self.seats[name].failed = 0.0, False
+        self.waiting.discard(name)
+
+    def _take_figure(self, name: str, figure: Figure) -> None:
+        """Record what a client logged, under its own name."""
+        if self.config.deployment.share_metrics and not figure.name.startswith("bytes/"):
+            client = None if figure.client is None else name
+            if client is not None or figure.name != "seconds":
+                self.recorder.log(client, figure.name, figure.value)
+
+    def _refuse(self, what: str, error: Exception) -> None:
+        """Note what was wrong; what a method did not foresee is kept for its author."""
+        if not isinstance(error, CoterieError):
+            log.debug(what, exc_info=error)
+            error = CoterieError(f"{type(error).__name__} in the method")
+        self._note(f"{what}: {error}")
+
+    def _note(self, text: str) -> None:
+        line = " ".join(text.split())[:LONGEST_LINE]  # it may quote what a client sent
+        log.info(line)
+        self.watch.note(line)
+
+    def _states(self) -> Iterable[tuple[str, State]]:
+        yield "server", self.server.state()
+        counted = {name: seat.counted for name, seat in self.seats.items()}
+        hellos = {
+            n: torch.frombuffer(bytearray(h), dtype=torch.uint8) for n, h in self.hellos.items()
+        }
+        yield "engine", State(hellos, {"counted": counted, "base": self.base})
+
+    def _restore(self) -> int:
+        done = self.folder.rounds()
+        self.folder.forget_from(done)
+        if done:
+            engine = self.folder.load("engine")
+            self.base = engine.values["base"]
+            for name, counted in engine.values["counted"].items():
+                self.seats.setdefault(name, Seat()).counted = counted
+            for name, hello in sorted(engine.tensors.items()):
+                self.hellos[name] = hello.numpy().tobytes()
+                self.server.join(name, self.schema.receive("hello", self.hellos[name]))
+            self.server.restore(self.folder.load("server"))
+        return done
+
+
+def new_run() -> str:
+    """An id by which clients know a run, whatever becomes of the server's process."""
+    return secrets.token_hex(8)

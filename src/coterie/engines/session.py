@@ -1,0 +1,157 @@
+"""What several runs on the same base and data have in common, loaded once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from coterie.bases import Base, Bases
+from coterie.config import RunConfig
+from coterie.engines.local import LocalRun, Rounds
+from coterie.errors import CoterieError
+from coterie.federation import Federation, Participant, check, gathered
+from coterie.methods import Method, available
+from coterie.methods.contract import SERVER
+from coterie.runs import RunFolder, Watch, describe
+
+Engine = Literal["local", "flower-simulation"]
+"""Where clients work: in this process, one at a time; or in several processes of this machine."""
+
+
+class Session:
+    """One base and one set of texts, for as many runs as are wanted."""
+
+    def __init__(
+        self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
+    ) -> None:
+        self.config, self.engine = config, engine
+        self.rounds = _rounds(engine, config.method)
+        every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
+        torch.set_num_threads(threads or config.threads or every)
+        self._federations: dict[tuple[int, bool], Federation] = {}
+
+    @cached_property
+    def bases(self) -> Bases:
+        """The one copy of each base."""
+        config = self.config
+        return Bases(config.training.precision, config.data.window, config.root)
+
+    @property
+    def base(self) -> Base:
+        """The run's base."""
+        return self.bases[self.config.base]
+
+    def participants(self, config: RunConfig) -> list[Participant]:
+        """The clients of a run with this session's data."""
+        return self.federation(config).clients
+
+    def federation(self, config: RunConfig) -> Federation:
+        """Everybody who takes part in a run with this session's data, with their bases."""
+        key = (config.seed, config.pooled)
+        if key not in self._federations:
+            found = gathered(config, self.base.tokenizer)
+            clients = [self._with_base(config, client) for client in found.clients]
+            server = None if found.server is None else self._with_base(config, found.server)
+            self._federations[key] = Federation(clients, server)
+        return self._federations[key]
+
+    def _with_base(self, config: RunConfig, one: Participant) -> Participant:
+        return replace(one, base=self.bases[config.base_of(one.name)])
+
+    def check(self, *configs: RunConfig) -> None:
+        """Raise CoterieError if a method cannot run with the clients there are."""
+        for config in configs:
+            clients = self.participants(config)
+            public = clients[0].public is not None
+            check(config, tuple(client.name for client in clients), public)
+
+    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds:
+        """A run with this session's data, ready for its rounds."""
+        who = self.federation(config)
+        return self.rounds(config, self.base, who.clients, folder, watch, who.server)
+
+    def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
+        """What a run folder must say so that the run can be repeated."""
+        clients = {p.name: p.described() for p in participants}
+        own = self.federation(config).server
+        server = {} if own is None else {SERVER: own.described()}
+        return describe(config.as_dict(), clients, engine=self.engine, **server)
+
+    def cell(
+        self,
+        config: RunConfig,
+        name: str,
+        seed: int,
+        path: Path,
+        watch: Callable[[], Watch],
+        report: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """The result of one run of a comparison: found again, continued, or run."""
+        config = config.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
+        folder = self._folder(config, path, report)
+        with folder.lock():
+            self.finish(folder, config, watch)
+        return folder.result or {}
+
+    def _folder(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
+        """The folder of one run of a comparison: found again if it is the same run, or made."""
+        description = self.description(config, self.participants(config))
+        same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
+        folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
+        if folder.is_run:
+            if not _changed(folder, self.federation(config)):
+                if folder.result is not None:
+                    report(f"{config.name}: already there")
+                return folder
+            report(f"{config.name}: the texts have changed, running it again")
+        return RunFolder.create(folder.path, description, force=True)
+
+    def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
+        """Bring one run to its result, unless it has one."""
+        if folder.result is not None:
+            return
+        for name in _changed(folder, self.federation(config)):
+            whose = "the server" if name == SERVER else f"client {name!r}"
+            raise CoterieError(
+                f"The text of {whose} is not what it was when the run in "
+                f"{folder.path} began; start a new run."
+            )
+        self.start(config, folder, watch()).run()
+
+
+def _rounds(engine: Engine, method: Method) -> type[Rounds]:
+    """What runs the rounds; raises CoterieError for an engine that is not there or cannot."""
+    if engine == "local":
+        return LocalRun
+    if engine not in get_args(Engine):
+        raise CoterieError(
+            f"There is no engine {engine!r}; there are {', '.join(get_args(Engine))}."
+        )
+    try:
+        from coterie.engines.flower.simulation import SimulatedRun
+    except ModuleNotFoundError as error:
+        if error.name not in ("flwr", "ray"):
+            raise
+        raise CoterieError(
+            f"The engine {engine} needs {error.name}: install the extra, "
+            "pip install 'coterie[simulation]'."
+        ) from None
+    if available().get(method.name) is not type(method):
+        raise CoterieError(
+            f"The engine {engine} finds methods by their names, and {method.name!r} is not "
+            "registered: give it an entry point in the group coterie.methods, or run it with the "
+            "engine local."
+        )
+    return SimulatedRun
+
+
+def _changed(folder: RunFolder, who: Federation) -> list[str]:
+    """Those whose text is not what it was when the run began."""
+    described = folder.description
+    server = {SERVER: described[SERVER]} if SERVER in described else {}
+    then = {name: one["data"] for name, one in (described["clients"] | server).items()}
+    now = who.digests()
+    return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]

@@ -1,0 +1,171 @@
+"""The contract of a method: the only thing that engines, checks and reports know about it.
+
+A method is plain data (its hyper-parameters), a declaration of what may travel, and two makers:
+one for the side that lives where the data live, one for the side that lives on the server.
+A complete method of one's own, which shares nothing and changes nothing::
+
+    class Silent(Method):
+        name = "silent"
+        summary = "the base alone"
+
+        def client(self, context):
+            return PretrainedClient(context)
+
+        def server(self, context):
+            return ServerSide()
+
+Pass an instance to `coterie.run(config, method=Silent())`, or give the class to the entry point
+group `coterie.methods` to use it by name in run files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from transformers import PreTrainedModel
+
+from coterie.exchange import Message, Schema, State
+from coterie.training.context import ClientContext, ClientId, Log
+
+SERVER = "server"
+"""The name of a server that has a model of its own, where clients have theirs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method can know of a run before it begins, to refuse what it cannot do."""
+
+    clients: tuple[ClientId, ...]
+    public: bool
+    """Whether there is a public text."""
+    bases: Mapping[ClientId, str] = field(default_factory=dict)
+    """Each client's base, by its name in the run file."""
+    server: bool = False
+    """Whether the server has a model of its own."""
+    instructions: bool = False
+    """Whether the data are prompts with answers."""
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server side of a method is given; `base` may have no weights (meta tensors)."""
+
+    seed: int
+    base: nn.Module
+    clients: tuple[ClientId, ...]
+    log: Log
+    own: ClientContext | None = None
+    """What a server with a model of its own works with, as a client does.
+
+    Its name is `server`; its training text is the public one.
+    """
+
+
+class ClientSide:
+    """One client's side. Whoever runs it calls hello once, then step once a round."""
+
+    def hello(self) -> Message:
+        """What the server must know once: ranks, sizes, a vocabulary."""
+        return Message()
+
+    def step(self, download: Message) -> Message:
+        """One round of local work on what the server sent; returns the upload."""
+        raise NotImplementedError
+
+    def finish(self, download: Message) -> None:
+        """After the last round: take the download in. May compute, never uploads."""
+
+    def model(self) -> PreTrainedModel:
+        """This client's model, ready for evaluation; valid until another client's is asked for."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Everything that must survive a restart. It is personal and never travels."""
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Go back to a state."""
+
+
+class ServerSide:
+    """The server's side; the default one shares nothing."""
+
+    round: int = 0
+
+    def join(self, client: ClientId, hello: Message) -> None:
+        """A client takes part from now on, or again. Raises MessageError to refuse it."""
+
+    def open(self, round: int, participants: list[ClientId]) -> None:
+        """A round begins; or again, if too few of its uploads could be counted."""
+        self.round = round
+
+    def download(self, client: ClientId) -> Message:
+        """What a client gets at the start of a round, or after the last one."""
+        return Message(self.round)
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        """Count an upload in. Raises MessageError to refuse it."""
+
+    def close(self) -> None:
+        """The round ends: aggregate. Downloads from now on are the next round's."""
+        self.round += 1
+
+    def model(self) -> PreTrainedModel | None:
+        """The server's own model, where a method has one."""
+        return None
+
+    def state(self) -> State:
+        """Everything that must survive a restart."""
+        return State()
+
+    def restore(self, state: State) -> None:
+        """Go back to a state."""
+
+
+class Method(BaseModel):
+    """A way of learning together: hyper-parameters, what travels, and two makers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str]
+    """What it shares and keeps, in one line."""
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+    """Which model of a client is the result: after local training, or after the last download."""
+
+    common: ClassVar[tuple[str, ...]] = ()
+    """Hyper-parameters that other methods take over when they are compared with this one."""
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Every field that may travel (it takes the place of a pydantic method of old)."""
+        return Schema()
+
+    @property
+    def mixes_bases(self) -> bool:
+        """Whether clients may have different bases; they may where nothing is uploaded."""
+        return not self.schema().up
+
+    def client(self, context: ClientContext) -> ClientSide:
+        """The side that lives where the data live."""
+        raise NotImplementedError
+
+    def server(self, context: ServerContext) -> ServerSide:
+        """The side that lives on the server."""
+        return ServerSide()
+
+    def counts(self, message: Message) -> dict[str, int]:
+        """What people may divide a message's size by, of which it holds so many.
+
+        `{"public sample": 1000}` says that it tells of a thousand.
+        """
+        return {}
+
+    def check(self, setting: Setting) -> None:
+        """Raise CoterieError if the method cannot run in this setting."""
+
+    def described(self) -> dict[str, Any]:
+        """The method as a run file would give it."""
+        return {"name": self.name, **self.model_dump(mode="json")}

@@ -1,0 +1,5 @@
+"""Tables of results, their statistics, and how they compare with a paper's."""
+
+from coterie.results.tables import Comparison, Table, run_table
+
+__all__ = ["Comparison", "Table", "run_table"]

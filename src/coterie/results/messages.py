@@ -1,0 +1,143 @@
+"""What the messages of an exchange weigh, by field, measured on real encoded ones."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from coterie.config import RunConfig
+from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
+from coterie.exchange import Json, Message
+from coterie.exchange.schema import Field, Schema, Way
+from coterie.methods import ClientId
+from coterie.results.tables import Table
+from coterie.runs import RunFolder, Watch
+
+Messages = dict[ClientId, dict[Way, Message]]
+"""Each client's hello, its upload of a round, and the download that answers it."""
+WHOLE = "whole message, with names"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What one declared field, or a whole message, weighs for one client and exchange."""
+
+    client: ClientId
+    way: Way
+    field: str
+    what: str
+    bytes: int
+
+
+def start(session: Session, config: RunConfig) -> LocalRun:
+    """The sides of a run, joined, whose training is cut to one step a round.
+
+    The batch stays: what a method sends beside its adapter may be as large as its batches. So does
+    the public text, over which FedMKT's server passes once.
+    """
+    session.check(config)
+    training = config.training.model_copy(update={"steps": 1})
+    short = config.model_copy(update={"training": training})
+    who = session.federation(short)
+    return LocalRun(short, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
+
+
+def first_exchange(run: LocalRun) -> Messages:
+    """The messages of the first round in which anybody uploads something.
+
+    Rounds are real ones, whose messages are encoded and checked as always but go nowhere. Methods
+    that begin with rounds alone are waited for; if nothing may travel, one round is enough.
+    """
+    schema, server, names = run.schema, run.server, sorted(run.clients)
+    messages: Messages = {name: {"hello": run.clients[name].hello()} for name in names}
+    for round in range(run.config.rounds if schema.up else 1):
+        server.open(round, names)
+        for name in names:
+            down = schema.receive("down", schema.send("down", server.download(name)))
+            upload = schema.send("up", run.clients[name].step(down))
+            messages[name]["up"] = schema.receive("up", upload)
+        for name in names:
+            server.receive(name, messages[name]["up"])
+        server.close()
+        if any(m["up"].tensors or m["up"].values for m in messages.values()):
+            break
+    for name in names:
+        messages[name]["down"] = server.download(name)
+    return messages
+
+
+def traffic(session: Session, config: RunConfig) -> list[Weight]:
+    """Bytes up and down per client of a method's first exchange, by declared field."""
+    run = start(session, config)
+    return [
+        weight
+        for name, messages in first_exchange(run).items()
+        for way in ("up", "down")
+        for weight in _weights(run.schema, way, name, messages[way])
+    ]
+
+
+def size(part: Tensor | Json) -> int:
+    """Bytes of a tensor, or of a value as JSON."""
+    return part.nbytes if isinstance(part, Tensor) else len(json.dumps(part).encode())
+
+
+def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iterable[Weight]:
+    declared: tuple[Field, ...] = getattr(schema, way)
+    sizes = dict.fromkeys(declared, 0)
+    for part, value in (*message.tensors.items(), *message.values.items()):
+        matching = [field for field in declared if fnmatchcase(part, field.pattern)]
+        sizes[max(matching, key=lambda field: _part_by_part(part, field.pattern))] += size(value)
+    for field, weight in sizes.items():
+        yield Weight(name, way, field.pattern, field.what, weight)
+    yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
+
+
+def _part_by_part(name: str, pattern: str) -> bool:
+    """Whether a name matches a pattern of which only the last star stands for a slash too."""
+    patterns = pattern.split("/")
+    names = name.split("/", len(patterns) - 1)
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+@dataclass(frozen=True)
+class MessagesTable:
+    """What an exchange weighs: by column and row of a table, the weights of all clients."""
+
+    title: str
+    weights: Mapping[str, Mapping[str, list[Weight]]]
+
+    def tables(self) -> list[Table]:
+        """A table per column; where clients differ, the least and the most."""
+        return [
+            Table(
+                f"{self.title}: {column}",
+                ("method", "way", "field", "what", "bytes"),
+                [line for row, weights in rows.items() for line in _lines(row, weights)],
+                "Bytes per client and exchange; what is sent once, at the start, is not counted.",
+            )
+            for column, rows in self.weights.items()
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """The same, client by client."""
+        columns = {
+            column: {row: [vars(weight) for weight in weights] for row, weights in rows.items()}
+            for column, rows in self.weights.items()
+        }
+        return {"table": self.title, "shows": "messages", "columns": columns}
+
+
+def _lines(row: str, weights: Iterable[Weight]) -> Iterable[tuple[str, ...]]:
+    fields: dict[tuple[Way, str, str], list[int]] = {}
+    for weight in weights:
+        fields.setdefault((weight.way, weight.field, weight.what), []).append(weight.bytes)
+    for (way, field, what), sizes in fields.items():
+        least, most = min(sizes), max(sizes)
+        shown = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        yield row, way, field, what, shown

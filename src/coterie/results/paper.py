@@ -1,0 +1,159 @@
+"""A paper's table, with our figures beside the paper's: scores, ranks and how they agree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from scipy.stats import spearmanr
+
+from coterie.results.tables import Comparison, Result, Table, with_spread
+from coterie.scoring.metrics import MEASURES, PERPLEXITY, Measure
+
+Figures = Mapping[str, float | None]
+"""A column of the paper: its figure by row, None where it has none; shares are in per cent."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """Results by column, row and seed, and the paper's figures by column and row.
+
+    Rows may lack results while the table is under way, or figures of the paper. Ranks and the rank
+    correlation of a column are over the rows that have both; without any figure of the paper, over
+    all rows that have results.
+    """
+
+    title: str
+    paper: str
+    split: str
+    """Which text the models are scored on: test or validation."""
+    figures: Mapping[str, Figures]
+    notes: Mapping[str, str]
+    results: Mapping[str, Mapping[str, Sequence[Result]]]
+    asked: Mapping[str, str | None] = field(default_factory=dict)
+    """By column, what is asked for of the scores; see `measure_of`."""
+
+    def summary(self) -> dict[str, Any]:
+        """By column: what was measured per row, its rank, the paper's figure and rank.
+
+        `figure` is what was measured and the key of our mean, which is from 0 to 1 if it is a
+        share; the paper's figures are as they were given.
+        """
+        columns = [
+            {
+                "name": name,
+                "note": self.notes[name],
+                "figure": measure.key,
+                "correlation": correlation(rows, measure),
+                "rows": rows,
+            }
+            for name in self.results
+            for measure in [self._comparison(name).measure]
+            for rows in [self._rows(name)]
+        ]
+        return {"table": self.title, "paper": self.paper, "split": self.split, "columns": columns}
+
+    def tables(self) -> list[Table]:
+        """The table in the paper's layout; then, per column, each client's figures."""
+        columns = map(self._comparison, self.results)
+        return [self._layout(), *(column.table() for column in columns if column.results)]
+
+    def _comparison(self, column: str) -> Comparison:
+        """A column's rows that have results."""
+        finished = {row: found for row, found in self.results[column].items() if found}
+        return Comparison(column, finished, self.split, self.asked.get(column))
+
+    def _layout(self) -> Table:
+        columns = self.summary()["columns"]
+        compared = any(row["paper"] is not None for c in columns for row in c["rows"])
+        names = list(dict.fromkeys(name for rows in self.results.values() for name in rows))
+        lines = [[name] for name in names]
+        last, heads = ["Spearman"], ["method"]
+        for column in columns:
+            found = {row["row"]: row for row in column["rows"]}
+            measure = MEASURES[column["figure"]]
+            heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
+            for name, line in zip(names, lines, strict=True):
+                paper = self.figures[column["name"]].get(name)
+                line += _cells(found.get(name), measure, paper, compared)
+            agreement = column["correlation"]
+            last += ["" if agreement is None else f"{agreement:.2f}", "", "", ""]
+        group = 4 if compared else 2
+        if compared:
+            lines.append(last)
+        return Table(self.title, heads, lines, self._note(columns, compared), group)
+
+    def _note(self, columns: Sequence[Mapping[str, Any]], compared: bool) -> str:
+        counts = sorted({row["seeds"] for column in columns for row in column["rows"]})
+        seeds = " to ".join(map(str, counts)) or "no"
+        spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
+        many = "" if counts == [1] else "s"
+        measures = {column["name"]: MEASURES[column["figure"]] for column in columns}
+        if len(one := set(measures.values())) == 1:
+            (measure,) = one
+            what = f"Mean {self.split} {measure.label} over clients{spread}"
+            parts = [f"{what}, {seeds} seed{many}. {measure.better}"]
+        else:
+            parts = [f"Means over clients{spread}, {seeds} seed{many}."]
+            parts += [f"{name}: {self.split} {m.label}. {m.better}" for name, m in measures.items()]
+        if compared:
+            where = f" ({self.paper})" if self.paper else ""
+            parts += [
+                f"Under `paper` is the paper's figure{where}; ranks are among the rows that both"
+                " have, and Spearman is the correlation of the two rankings."
+            ]
+        parts += [f"{name}: {note}." for name, note in self.notes.items() if note]
+        return " ".join(parts)
+
+    def _rows(self, column: str) -> list[dict[str, Any]]:
+        """The rows that have results, with ranks among those that can be compared."""
+        comparison = self._comparison(column)
+        rows, measure = comparison.summary(), comparison.measure
+        figures = self.figures[column]
+        common = [row["method"] for row in rows if figures.get(row["method"]) is not None]
+        common = common or [row["method"] for row in rows]
+        ours = {row["method"]: row[measure.key] for row in rows if row["method"] in common}
+        theirs = {name: f for name in common if (f := figures.get(name)) is not None}
+        return [
+            {
+                "row": row.pop("method"),
+                **row,
+                "rank": _rank(name, ours, measure),
+                "paper": figures.get(name),
+                "paper_rank": _rank(name, theirs, measure),
+            }
+            for row in rows
+            for name in [row["method"]]
+        ]
+
+
+def correlation(rows: Sequence[Mapping[str, Any]], measure: Measure = PERPLEXITY) -> float | None:
+    """Spearman's rank correlation of our figures with the paper's, where there are both.
+
+    None if it is not defined: fewer than two such rows, or all alike on one side.
+    """
+    common = [row for row in rows if row["paper"] is not None]
+    ours, theirs = ([row[key] for row in common] for key in (measure.key, "paper"))
+    if min(len(set(ours)), len(set(theirs))) < 2:
+        return None
+    return float(cast(Any, spearmanr(ours, theirs)).statistic)
+
+
+def _rank(name: str, figures: Mapping[str, float], measure: Measure) -> int | None:
+    """1 for the best; equal figures share the better rank."""
+    if name not in figures:
+        return None
+    mine = measure.order(figures[name])
+    return 1 + sum(measure.order(figure) < mine for figure in figures.values())
+
+
+def _cells(
+    row: Mapping[str, Any] | None, measure: Measure, figure: float | None, compared: bool
+) -> list[str]:
+    """One row's cells in one column; nothing of ours where it has not run."""
+    ours, ranks = "", ["", ""]
+    if row is not None:
+        ours = with_spread(row, measure)
+        ranks = ["" if row[key] is None else str(row[key]) for key in ("rank", "paper_rank")]
+    if not compared:
+        return [ours, ranks[0]]
+    return [ours, ranks[0], "" if figure is None else f"{figure:.2f}", ranks[1]]

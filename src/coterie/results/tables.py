@@ -1,0 +1,252 @@
+"""Tables of results: on screen, in Markdown, and as plain data for JSON."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from coterie.scoring.metrics import PERPLEXITY, Measure, measure_of
+
+Result = Mapping[str, Any]
+"""What a run's result.json holds."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, column heads, and rows of text whose first cell names the row.
+
+    It prints itself on a rich console; where its figures do not fit side by side, part by part.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    group: int = 1
+    """After the first, so many columns at a time stay together."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For the screen: text is wrapped, figures never are."""
+        yield ""
+        yield Text(self.title, style="bold")
+        for part in self._parts(options.max_width):
+            table = RichTable(
+                box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+            )
+            for number in part:
+                words = self._is_text(number)
+                head = Text(self.columns[number])
+                table.add_column(head, justify="left" if words else "right", no_wrap=not words)
+            for row in self.rows:
+                table.add_row(*(Text(row[number]) for number in part))
+            yield table
+        if self.note:
+            yield Text(self.note, style="italic")
+
+    def _is_text(self, number: int) -> bool:
+        return number == 0 or any(re.search("[a-z]{2}", row[number]) for row in self.rows)
+
+    def _width(self, number: int) -> int:
+        """Characters that a column needs: its longest cell, less where text can be wrapped."""
+        cells = [self.columns[number], *(row[number] for row in self.rows)]
+        longest = max(map(len, cells))
+        return min(longest, 16) if self._is_text(number) else longest
+
+    def _parts(self, width: int) -> Iterator[list[int]]:
+        """The columns, the first before each lot that fits into a width."""
+        part = [0]
+        for first in range(1, len(self.columns), self.group):
+            group = range(first, min(first + self.group, len(self.columns)))
+            # Between two columns stand three characters.
+            if len(part) > 1 and sum(self._width(n) + 3 for n in (*part, *group)) - 2 > width:
+                yield part
+                part = [0]
+            part += group
+        yield part
+
+    def markdown(self) -> str:
+        """For a page."""
+        heads = "| " + " | ".join(self.columns) + " |"
+        text = map(self._is_text, range(len(self.columns)))
+        rule = "|" + "".join(" --- |" if words else " ---: |" for words in text)
+        rows = ["| " + " | ".join(row) + " |" for row in self.rows]
+        note = ["", self.note] if self.note else []
+        return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
+
+
+def scores(result: Result) -> dict[str, dict[str, float]]:
+    """The scores that a method reports, by client."""
+    return result[result["reports"]]
+
+
+def mean(result: Result, figure: str) -> float:
+    """A figure's mean over clients."""
+    return fmean(score[figure] for score in scores(result).values())
+
+
+def server_score(result: Result) -> Mapping[str, float] | None:
+    """The score of the server's own model, where it has one."""
+    return result.get("server")
+
+
+def shown_of(results: Iterable[Result], asked: str | None = None) -> Measure:
+    """What to show of results, of which the server's scores are a part; see `measure_of`."""
+    found = [(scores(result).values(), server_score(result)) for result in results]
+    return measure_of((s for clients, server in found for s in (*clients, server) if s), asked)
+
+
+def run_table(
+    results: Mapping[str, Result], split: str = "test", figure: str | None = None
+) -> Table:
+    """A row per client and a column per method; then the means; then the server, if it has a model.
+
+    Cells are perplexity and bits per byte, or the one figure that suits the data or that is asked
+    for (see `measure_of`); of a share, its standard deviation over clients follows the mean.
+    """
+    clients = sorted({client for result in results.values() for client in scores(result)})
+    found = results.values()
+    measure = shown_of(found, figure)
+    pair = measure is PERPLEXITY
+    figures = ("perplexity", "bits_per_byte") if pair else (measure.key,)
+    rows = [[client, *(_cell(scores(r)[client], measure) for r in found)] for client in clients]
+    means = [{figure: mean(r, figure) for figure in figures} for r in found]
+    rows.append(["mean", *(_cell(score, measure) for score in means)])
+    if measure.share and len(clients) > 1:
+        values = [[score[measure.key] for score in scores(r).values()] for r in found]
+        rows.append(["std over clients", *(measure.cell(stdev(v)) for v in values)])
+    note, served = measure.better, [server_score(r) for r in found]
+    if any(served):
+        rows.append(["server", *(_cell(score, measure) if score else "" for score in served)])
+        note += " The mean is without the server."
+    what = "perplexity per token / bits per byte" if pair else measure.label
+    title = f"Each client's model on its own {split} text: {what}"
+    return Table(title, ["client", *results], rows, note)
+
+
+def _cell(score: Mapping[str, float], measure: Measure) -> str:
+    cell = measure.cell(score[measure.key])
+    return f"{cell} / {score['bits_per_byte']:.3f}" if measure is PERPLEXITY else cell
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several methods on the same data: results by method, one per seed."""
+
+    name: str
+    results: Mapping[str, Sequence[Result]]
+    split: str = "test"
+    """Which text the models are scored on: test or validation."""
+    figure: str | None = None
+    """What is asked for of the scores; see `measure_of`."""
+
+    @property
+    def measure(self) -> Measure:
+        """What is shown of the scores."""
+        return shown_of((r for results in self.results.values() for r in results), self.figure)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Per method: its figure per client; over clients, the mean and the standard deviation
+        (`spread`); over seeds, the mean's (`std`) and each client's (`clients_std`).
+
+        The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
+        that key, `std` and `seeds` of the server's own model, which is in no mean, or is None.
+        """
+        measure = self.measure
+        rows = [self._row(name, results, measure.key) for name, results in self.results.items()]
+        best_first = sorted(rows, key=lambda row: measure.order(row[measure.key]))
+        for row in rows:
+            row["rank"] = 1 + best_first.index(row)
+        return rows
+
+    def table(self) -> Table:
+        """A row per method, in the given order; where the server has a model, it comes last.
+
+        Then every model is a result of its own, and cells have standard deviations over seeds.
+        """
+        rows, measure = self.summary(), self.measure
+        bits = measure is PERPLEXITY
+        clients = list(rows[0]["clients"]) if rows else []
+        counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
+        seeds = " to ".join(map(str, counts))
+        spread = any(count > 1 for count in counts)
+        served = any(row["server"] for row in rows)
+        aside = " Mean and rank are without the server." if served else ""
+        return Table(
+            f"{self.name}: {self.split} {measure.label}",
+            [
+                "method",
+                *clients,
+                "mean (std)" if spread else "mean",
+                "bits/byte" if bits else "over clients",
+                "rank",
+                *(["server"] if served else []),
+            ],
+            [
+                [
+                    row["method"],
+                    *(_of_client(row, client, measure, served) for client in clients),
+                    with_spread(row, measure),
+                    f"{row['bits_per_byte']:.3f}" if bits else f"± {measure.cell(row['spread'])}",
+                    str(row["rank"]),
+                    *([_of_server(row, measure)] if served else []),
+                ]
+                for row in rows
+            ],
+            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {measure.better}{aside}",
+        )
+
+    def _row(self, method: str, results: Sequence[Result], figure: str) -> dict[str, Any]:
+        figures = {
+            client: [scores(result)[client][figure] for result in results]
+            for client in scores(results[0])
+        }
+        clients = {client: fmean(values) for client, values in figures.items()}
+        served = [score[figure] for score in map(server_score, results) if score]
+        return {
+            "method": method,
+            "clients": clients,
+            "clients_std": {client: _std(values) for client, values in figures.items()},
+            "spread": _std(list(clients.values())),
+            **_over_seeds([mean(result, figure) for result in results], figure),
+            "server": _over_seeds(served, figure) if served else None,
+            "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
+            "trained": fmean(_mean_at(result, "trained", figure) for result in results),
+            "aggregated": fmean(_mean_at(result, "aggregated", figure) for result in results),
+        }
+
+
+def _std(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _over_seeds(values: Sequence[float], figure: str) -> dict[str, float]:
+    """A figure of one model, or a mean over models, per seed: its mean and standard deviation."""
+    return {figure: fmean(values), "std": _std(values), "seeds": len(values)}
+
+
+def _of_client(row: Mapping[str, Any], client: str, measure: Measure, spread: bool) -> str:
+    """A client's cell, with its standard deviation over seeds if wanted."""
+    std, seeds = row["clients_std"][client], row["seeds"] if spread else 1
+    value = row["clients"][client]
+    return with_spread({measure.key: value, "std": std, "seeds": seeds}, measure)
+
+
+def _of_server(row: Mapping[str, Any], measure: Measure) -> str:
+    """The server's cell; empty where it has no model of its own."""
+    return with_spread(row["server"], measure) if row["server"] else ""
+
+
+def with_spread(row: Mapping[str, Any], measure: Measure) -> str:
+    """A figure's mean and, of several seeds, its standard deviation."""
+    spread = f" ({measure.cell(row['std'])})" if row["seeds"] > 1 else ""
+    return measure.cell(row[measure.key]) + spread
+
+
+def _mean_at(result: Result, point: str, figure: str) -> float:
+    return fmean(score[figure] for score in result[point].values())

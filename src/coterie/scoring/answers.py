@@ -1,0 +1,104 @@
+"""How likely answers are, and which of several is likeliest; how near written ones come."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.data.examples import Examples, Instruction, continuing, joined, split
+from coterie.data.tokens import bare_encoder
+from coterie.errors import CoterieError
+from coterie.training.loss import token_losses
+
+
+@torch.no_grad()
+def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: int) -> Tensor:
+    """Negative log-likelihood of each answer given its prompt, end token included: (n,) float64.
+
+    In nats, summed over the answer's tokens. `batch` samples of similar lengths at once.
+    """
+    nats = torch.zeros(len(samples), dtype=torch.float64)
+    with autocast(base.precision, base.device.type):
+        for chosen in samples.starts.diff().argsort(stable=True).split(batch):
+            losses = token_losses(model, *samples.batch(chosen).to(base.device))
+            nats[chosen] = losses.sum(1, dtype=torch.float64).cpu()
+    return nats
+
+
+def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
+    """The samples, and after them each again with every other of its choices as the answer.
+
+    Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
+    tokens, which leaves something of any choice.
+    """
+    encoder = continuing(bare_encoder(base.tokenizer)[0])
+    encoded: dict[str, Tensor] = {}
+    items: list[Instruction] = []
+    owners, rows, answers = [], [], []
+    places = zip(*(place.tolist() for place in _places(samples)), strict=True)
+    for number, (item, (start, answer, end)) in enumerate(zip(samples.items, places, strict=True)):
+        for choice in dict.fromkeys(item.choices):
+            if choice == item.answer:
+                continue
+            items.append(Instruction(item.prompt, choice))
+            text = split(items[-1])[1]
+            if text not in encoded:
+                ids = encoder.encode(text, add_special_tokens=False).ids
+                encoded[text] = torch.tensor(ids, dtype=torch.int32)
+            prompt, last = samples.ids[start:answer], samples.ids[end - 1 : end]
+            owners.append(number)
+            rows.append(torch.cat([prompt, encoded[text], last])[: window + 1])
+            answers.append(answer - start)
+    if not rows:
+        return samples, torch.zeros(0, dtype=torch.int64)
+    starts = torch.tensor([0, *accumulate(map(len, rows))])
+    added = Examples(torch.cat(rows), starts, starts[:-1] + torch.tensor(answers), 0, tuple(items))
+    return joined([samples, added]), torch.tensor(owners)
+
+
+def _places(samples: Examples) -> tuple[Tensor, Tensor, Tensor]:
+    """Where samples start, where their answers do, and where they end."""
+    return samples.starts[:-1], samples.answers, samples.starts[1:]
+
+
+def accuracy(nats: Tensor, rows: Examples, owners: Tensor) -> float | None:
+    """The share of samples whose own answer is likelier per token than its other choices.
+
+    nats: (rows,) as `answer_losses` of the rows that `with_choices` gave. Of samples that have
+    choices; None if none has.
+    """
+    count = len(rows) - len(owners)
+    asked = torch.tensor([bool(item.choices) for item in rows.items[:count]])
+    if not asked.any():
+        return None
+    means = nats / (rows.starts[1:] - rows.answers)
+    others = torch.full((count,), torch.inf, dtype=torch.float64)
+    others.scatter_reduce_(0, owners, means[count:], "amin")
+    return (means[:count] < others)[asked].double().mean().item()
+
+
+def exact(answers: Sequence[str], written: Sequence[str]) -> float:
+    """The share of written answers that are the right ones, spaces around them apart."""
+    pairs = zip(answers, written, strict=True)
+    return sum(right.strip() == text.strip() for right, text in pairs) / len(answers)
+
+
+def rouge_l(answers: Sequence[str], written: Sequence[str]) -> float:
+    """Mean F1 of Rouge-L: the longest common subsequence of words, without stemming.
+
+    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004). Words are runs of the
+    letters a to z and digits, case apart: a text in another script has none, and scores 0.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError as error:
+        raise CoterieError(
+            f"Rouge-L needs {error.name}: install it, pip install rouge-score."
+        ) from None
+    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+    pairs = zip(answers, written, strict=True)
+    return sum(scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs) / len(answers)

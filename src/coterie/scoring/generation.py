@@ -1,0 +1,107 @@
+"""What a model writes after a prompt: the likeliest token each time, many prompts at once."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.data.examples import Examples
+
+
+def generate_answers(
+    base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
+) -> list[str]:
+    """What the model writes after each sample's prompt; see `continuations`."""
+    places = zip(examples.starts[:-1].tolist(), examples.answers.tolist(), strict=True)
+    prompts = [examples.ids[start:answer] for start, answer in places]
+    return continuations(base, model, prompts, new_tokens, batch)
+
+
+@torch.no_grad()
+def continuations(
+    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, batch: int
+) -> list[str]:
+    """Greedy text after each prompt, up to the end token, of at most `new_tokens` tokens.
+
+    prompts: each (n,) of any lengths, begun by the base's context token. Less is written where the
+    model's context ends. How many are worked on at once (`batch`) does not change the text, save
+    where rounding decides between two tokens.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    written: dict[int, str] = {}
+    with autocast(base.precision, base.device.type):
+        for numbers, limit in _batches(model, lengths, new_tokens, batch):
+            texts = _together(base, model, [prompts[n] for n in numbers], limit)
+            written.update(zip(numbers, texts, strict=True))
+    return [written[number] for number in range(len(prompts))]
+
+
+def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """The model's `generate` on prompts (batch, time), mask 0 where they are padded: (batch, time +
+    new). PEFT's warning is left out that positions are counted, as they are for any prompt."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Position ids are not supported")
+        write: Any = model.generate
+        return write(input_ids=ids, attention_mask=mask, **options)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Tokens that a model reads, besides a soft prompt (PEFT) of its own; None if it has no end."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    return None if longest is None else longest - _soft_prompt(model)
+
+
+def _soft_prompt(model: PreTrainedModel) -> int:
+    return getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None) or 0
+
+
+def _batches(
+    model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, batch: int
+) -> Iterator[tuple[list[int], int]]:
+    """Prompts of similar lengths, by number, and how many tokens are written after each."""
+    room = context_length(model)
+    alike = bool(_soft_prompt(model))
+
+    def kind(number: int) -> tuple[int, int]:
+        length = lengths[number]
+        # The last token that is written is not read.
+        limit = new_tokens if room is None else min(new_tokens, room - length + 1)
+        # PEFT counts padding between a soft prompt and the text, so there must be none.
+        return limit, length if alike else 0
+
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for (limit, _), same in groupby(order, key=kind):
+        numbers = list(same)
+        for first in range(0, len(numbers), batch):
+            yield numbers[first : first + batch], limit
+
+
+def _together(
+    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], limit: int
+) -> list[str]:
+    """The texts after some prompts, which are padded at their beginnings."""
+    if limit < 1:
+        return [""] * len(prompts)
+    words = base.tokenizer
+    end = words.eos_token_id
+    assert isinstance(end, int), "the data room made sure of it"
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), end)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    # What a base would rather do (sample, avoid repetitions) is set aside.
+    greedy = GenerationConfig(
+        max_new_tokens=limit, do_sample=False, num_beams=1, repetition_penalty=1.0, temperature=1.0,
+        top_p=1.0, top_k=50, use_cache=True, eos_token_id=end, pad_token_id=end,
+    )  # fmt: skip
+    found = generated(model, ids.to(base.device), mask.to(base.device), generation_config=greedy)
+    new = [row[: row.index(end)] if end in row else row for row in found[:, longest:].tolist()]
+    return [str(words.decode(row, skip_special_tokens=True)) for row in new]

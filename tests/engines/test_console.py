@@ -1,0 +1,78 @@
+"""What server and clients show: the table, lines where there is no terminal, and sizes."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from coterie.engines.deployed.console import Board, ClientBoard
+from coterie.engines.deployed.server import Seat
+from coterie.exchange import Field, Schema
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=80)
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_server_shows_who_is_there_and_what_they_do() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Board(console) as board:
+        board.start("fedavg", 4, 1)
+        board.moved("anna", 2_400_000, 512)
+        seats = {
+            "anna": Seat(present="1", joined=True),
+            "ben": Seat(present="2"),
+            "chloe": Seat(joined=True),
+            "dan": Seat(present="3", joined=True),
+        }
+        board.seats(1, seats, {"dan"})
+    text = shown(console)
+    assert "round 2 of 4" in text
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
+    assert "2.4 MB" in rows["anna"]
+    assert "512 B" in rows["anna"]
+    states = {name: rows[name].split()[3] for name in seats}
+    assert states == {"anna": "ready", "ben": "joining", "chloe": "away", "dan": "working"}
+
+
+def test_a_server_without_a_terminal_writes_a_line_for_every_round(console) -> None:
+    with Board(console) as board:
+        board.start("fedavg", 2, 0)
+        board.seats(0, {}, ())
+        board.note("anna has joined")
+        board.round_over(0, 3)
+        board.round_over(1, 2)
+    lines = shown(console).splitlines()
+    assert len(lines) == 4
+    assert "round 1/2: 3 uploads counted, about" in lines[2]
+    assert lines[3].endswith("round 2/2: 2 uploads counted")
+
+
+def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
+    schema = Schema(
+        (Field("size", "how much there is", "json"),), (Field("a*", "the averaged part"),)
+    )
+    part = SimpleNamespace(schema=schema)
+    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", rounds=2), part=part)
+    with ClientBoard(console) as board:
+        board("joined", run)
+        for loss in (3.0, 2.0):
+            board("loss/joint", loss)
+        board("bytes/down", 1_500)
+        board("bytes/up", 999)
+        board("step", 0)
+        board("step", 1)
+        board("away", "example.org:9092 cannot be reached")
+    text = shown(console)
+    assert "leaves this machine once: how much there is" in text
+    assert "leaves this machine every round: the averaged part" in text
+    assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text
+    assert "round 2/2: 999 B up, 1.5 kB down\n" in text
+    assert text.endswith("cannot be reached; trying again\n")

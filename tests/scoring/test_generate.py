@@ -1,0 +1,116 @@
+"""What models write, against one token after another without cache, padding or neighbours."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
+from torch import Tensor
+
+from coterie.adapters import Adapter, Layout
+from coterie.bases import Base, load_base
+from coterie.data.examples import Instruction, examples
+from coterie.scoring.generation import context_length, continuations, generate_answers
+
+LENGTHS = (9, 2, 5, 14, 5, 1, 3, 9, 7)
+
+
+def prompts() -> list[Tensor]:
+    chance = torch.Generator().manual_seed(2)
+    return [torch.randint(1, 8192, (n,), generator=chance).int() for n in LENGTHS]
+
+
+def adapted(folder: str) -> Base:
+    """A base with an adapter whose values make texts differ."""
+    base = load_base(folder, "fp32", 16)
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", shared=())
+    chance = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.5, generator=chance)
+    adapter.attach(base.model)
+    return base
+
+
+@torch.no_grad()
+def slowly(model, prompt: Tensor, count: int, end: int) -> list[int]:
+    """The likeliest token after all that there is, `count` times or until the end token."""
+    ids: list[int] = prompt.tolist()
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        if ids[-1] == end:
+            return ids[len(prompt) : -1]
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_any_batch_writes_what_the_plain_loop_writes(bases, family) -> None:
+    base = adapted(str(bases / family))
+    # A token that the loop writes in the middle of one text, or of some, ends them.
+    never = slowly(base.model, prompts()[0], 6, end=-1)
+    base.tokenizer.eos_token = base.tokenizer.convert_ids_to_tokens(never[3])
+    end = never[3]
+    expected = [slowly(base.model, prompt, 6, end) for prompt in prompts()]
+    assert 0 < len(expected[0]) < 4
+    assert max(map(len, expected)) == 6
+    assert len({tuple(text) for text in expected}) > 5
+    for batch in (1, 3, 16):
+        texts = continuations(base, base.model, prompts(), 6, batch)
+        assert texts == [base.tokenizer.decode(text) for text in expected]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_soft_prompt_stands_right_before_each_prompt(bases, family) -> None:
+    base = load_base(str(bases / family), "fp32", 16)
+    torch.manual_seed(3)
+    tuning = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
+    )
+    model: Any = get_peft_model(base.model, tuning).eval()
+    end: Any = base.tokenizer.eos_token_id
+    expected = [slowly(model, prompt, 5, end) for prompt in prompts()]
+    for batch in (1, 3, 16):
+        texts = continuations(base, model, prompts(), 5, batch)
+        assert texts == [base.tokenizer.decode(text) for text in expected]
+    assert context_length(model) == 60
+
+
+def test_text_ends_with_the_models_context(bases) -> None:
+    base = adapted(str(bases / "gpt2"))
+    chance = torch.Generator().manual_seed(4)
+    long = [torch.randint(1, 8192, (n,), generator=chance).int() for n in (60, 64, 5, 60, 65, 66)]
+    end: Any = base.tokenizer.eos_token_id
+    room = [5, 1, 8, 5, 0, 0]  # a context of 64, and one token more that is not read
+    expected = [slowly(base.model, p, n, end) for p, n in zip(long, room, strict=True)]
+    assert [len(text) for text in expected] == room
+    texts = continuations(base, base.model, long, 8, batch=16)
+    assert texts == [base.tokenizer.decode(text) for text in expected]
+
+
+def test_what_the_base_would_rather_do_is_set_aside(bases) -> None:
+    base = adapted(str(bases / "gpt2"))
+    plain = continuations(base, base.model, prompts(), 6, 4)
+    config = base.model.generation_config
+    assert config is not None
+    config.repetition_penalty, config.do_sample, config.temperature = 5.0, True, 9.0
+    assert continuations(base, base.model, prompts(), 6, 4) == plain
+
+
+def test_the_prompt_of_a_sample_is_all_before_its_answer(bases) -> None:
+    base = adapted(str(bases / "gpt2"))
+    words: Any = base.tokenizer
+    items = [Instruction(f"Name {n} of them. ", "no", ()) for n in ("one", "a hundred", "ten")]
+    end = words.eos_token_id
+    found = examples(items, words.backend_tokenizer, base.context_token, end, 32, None, "Ada")
+    expected = []
+    for item in items:
+        text = words(item.prompt.rstrip(), add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([base.context_token, *text])
+        expected.append(words.decode(slowly(base.model, ids, 4, end)))
+    assert generate_answers(base, base.model, found, 4, batch=2) == expected
+
+
+def test_in_bf16(bases) -> None:
+    base = load_base(str(bases / "llama"), "bf16", 16)
+    texts = continuations(base, base.model, prompts(), 3, batch=4)
+    assert len(texts) == len(LENGTHS)
+    assert all(texts)

@@ -1,0 +1,247 @@
+"""Table files: what they say, what is wrong with them, and filling them in."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+import coterie
+from coterie import CoterieError
+from coterie.config import parse
+from coterie.engines.local import LocalRun
+from coterie.paper_tables import is_table, load_table, merged, slug
+from coterie.runs import RunFolder, Watch
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def table(values, tmp_path) -> Make:
+    """Writes a table file of two columns, the second with other clients; arguments replace keys."""
+    run = values(rounds=1)
+    del run["method"]
+    clients = run.pop("clients")
+
+    def make(**changes: Any) -> Path:
+        file = {
+            "table": "Two by two",
+            "run": run,
+            "columns": [
+                {"name": "All Three", "run": {"clients": clients}},
+                {"name": "two", "run": {"clients": clients[:2]}},
+            ],
+            "rows": [
+                {"method": "pretrained", "paper": [9, None]},
+                {"name": "Low rank", "method": {"name": "fedavg", "rank": 2}, "paper": [8, 7]},
+                {"method": "centralized"},
+            ],
+        }
+        path = tmp_path / "table.yaml"
+        path.write_text(yaml.safe_dump(file | changes))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[str]:
+    """The names of the runs that are worked on."""
+    names: list[str] = []
+    original = LocalRun.run
+
+    def run(self: LocalRun) -> None:
+        names.append(self.config.name)
+        original(self)
+
+    monkeypatch.setattr(LocalRun, "run", run)
+    return names
+
+
+def test_columns_merge_over_the_common_run_and_settings_over_both(table) -> None:
+    path = table(
+        columns=[
+            {
+                "name": "A",
+                "run": {"clients": [{"name": "x", "path": "x.txt"}], "training": {"steps": 7}},
+                "methods": {"Low rank": {"attention_rank": 1}},
+            }
+        ],
+        rows=[{"name": "Low rank", "method": {"name": "fedavg", "rank": 2}}],
+    )
+    _, (column,) = load_table(path, ["training.batch=5"])
+    cell = column.cells["Low rank"]
+    assert (cell.training.steps, cell.training.batch, cell.training.precision) == (7, 5, "fp32")
+    assert cell.method.described().items() >= {"rank": 2, "attention_rank": 1}.items()
+    assert cell.name == "low-rank"
+
+
+def test_relative_data_start_at_the_files_folder(table, tmp_path) -> None:
+    column = {"name": "A", "run": {"clients": [{"name": "x", "path": "x.txt"}]}}
+    path = table(columns=[column], rows=[{"method": "local"}], run={"data_root": "texts"})
+    assert load_table(path)[1][0].run.root == tmp_path / "texts"
+    assert load_table(path, ["data_root=/else"])[1][0].run.root == Path("/else")
+
+
+def test_merging_and_slugs() -> None:
+    below = {"a": {"b": 1, "c": 2}, "d": [1]}
+    assert merged(below, {"a": {"b": 3}, "d": [2]}) == {"a": {"b": 3, "c": 2}, "d": [2]}
+    assert below == {"a": {"b": 1, "c": 2}, "d": [1]}
+    assert slug("AG News (low), 2.5") == "ag-news-low-2.5"
+
+
+def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
+    _, columns = load_table(table(), methods=["fedavg", "pretrained"], columns=["all three"])
+    assert [column.spec.name for column in columns] == ["All Three"]
+    assert list(columns[0].cells) == ["pretrained", "Low rank"]
+    _, columns = load_table(table(), methods=["low rank"])
+    assert [list(column.cells) for column in columns] == [["Low rank"], ["Low rank"]]
+    with pytest.raises(CoterieError, match=r"no row 'zed' \(rows: pretrained, Low rank, cent"):
+        load_table(table(), methods=["zed"])
+    with pytest.raises(CoterieError, match=r"no column 'zed' \(columns: All Three, two\)"):
+        load_table(table(), columns=["zed"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rowz": []}, "Unknown key 'rowz'. Did you mean 'rows'?"),
+        ({"rows": []}, "needs `rows`"),
+        ({"rows": [{"name": "x"}]}, r"rows\[0\].method is missing"),
+        ({"rows": [{"methud": "local"}]}, r"Did you mean 'rows\[0\].method'"),
+        ({"rows": [{"method": "local", "paper": [1]}]}, "'local' has 1 figures .* for 2 columns"),
+        ({"rows": [{"method": "local", "paper": [1, "x"]}]}, "should be a number"),
+        ({"rows": [{"method": "local"}] * 2}, "Two `rows` are named 'local'"),
+        ({"columns": []}, "columns"),
+        (
+            {"columns": [{"name": "A", "methods": {"zed": {}}}], "rows": [{"method": "local"}]},
+            "the row 'zed', which is not there",
+        ),
+        (
+            {"columns": [{"name": "A"}, {"name": "a"}], "rows": [{"method": "local"}]},
+            "Two `columns` are named 'A'",
+        ),
+        (
+            {"columns": [{"name": "A"}], "rows": [{"method": "local"}]},
+            "column 'A', row .* [Nn]obody",
+        ),
+        ({"rows": [{"method": "fedavgg"}]}, "row 'fedavgg': There is no method"),
+        ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
+        ({"run": {"method": "local"}}, "leave 'method' out"),
+        ({"seeds": 0}, "seeds should be"),
+        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'messages'"),
+        ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(changes, sentence, table) -> None:
+    with pytest.raises(CoterieError, match=sentence):
+        load_table(table(**changes))
+
+
+def test_a_table_file_is_told_from_a_run_file(table, values, tmp_path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(values()))
+    assert is_table(table())
+    assert not is_table(run)
+
+
+def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, counted) -> None:
+    out, said = tmp_path / "out", []
+    path = table()
+    with pytest.raises(KeyboardInterrupt):
+        coterie.compare_table(path, out=out, watch=StopAtFedAvg)
+    begun = json.loads((out / "table.json").read_text())["columns"]
+    assert [row["row"] for row in begun[0]["rows"]] == ["pretrained"]
+    shown = coterie.compare_table(path, out=out, seeds=2, report=said.append)
+    assert said == ["pretrained-seed0: already there"]
+    rows = ["pretrained", "low-rank", "centralized"]
+    runs = [f"{row}-seed{seed}" for seed in (0, 1) for row in rows]
+    assert counted == [*runs[:2], *runs[1:], *runs]  # the interrupted one was continued
+    # The cell of a row with its method's name is the one that `compare` would make.
+    cell = parse(values(rounds=1, method="pretrained"))
+    folder = RunFolder(out / "all-three" / f"pretrained-seed0-{cell.digest()}")
+    assert folder.result is not None
+    coterie.compare_table(path, out=out, seeds=2)
+    assert len(counted) == len([*runs[:2], *runs[1:], *runs])
+    columns = shown.summary()["columns"]
+    ours = columns[0]["rows"][0]
+    cells = (out / "all-three").glob("pretrained-seed*")
+    scores = [
+        score for cell in cells for score in (RunFolder(cell).result or {})["trained"].values()
+    ]
+    assert ours["perplexity"] == pytest.approx(fmean(score["perplexity"] for score in scores))
+    assert [row["seeds"] for row in columns[1]["rows"]] == [2, 2, 2]
+    assert "| Low rank |" in (out / "table.md").read_text()
+
+
+class StopAtFedAvg(Watch):
+    def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
+        if title == "fedavg":
+            raise KeyboardInterrupt
+
+
+def test_what_cannot_run_is_refused_before_anything_is(table, tmp_path, counted) -> None:
+    rows = [{"method": "pretrained"}, {"method": {"name": "fedavg", "rank": {"zed": 3}}}]
+    with pytest.raises(CoterieError, match=r"In column 'All Three', row 'fedavg': "):
+        coterie.compare_table(table(rows=rows), out=tmp_path / "out")
+    assert counted == []
+
+
+def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
+    rows = [{"method": "fedavg"}]
+    own = coterie.compare_table(table(rows=rows), out=tmp_path / "out").summary()
+    path = table(rows=rows, point="trained")
+    trained = coterie.compare_table(path, out=tmp_path / "out").summary()
+    row, other = own["columns"][0]["rows"][0], trained["columns"][0]["rows"][0]
+    assert row["perplexity"] == pytest.approx(row["aggregated"])
+    assert other["perplexity"] == pytest.approx(row["trained"])
+
+
+def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) -> None:
+    rows = [
+        {"name": "Averaged", "method": {"name": "fedavg", "rank": 2}},
+        {"name": "Tuned", "method": {"name": "fedavg", "rank": 2}, "point": "trained"},
+    ]
+    path = table(rows=rows)
+    shown = coterie.compare_table(path, columns=["two"], out=tmp_path / "out")
+    assert counted == ["averaged-seed0"]
+    averaged, tuned = shown.summary()["columns"][0]["rows"]
+    assert averaged["perplexity"] == averaged["aggregated"] == tuned["aggregated"]
+    assert tuned["perplexity"] == tuned["trained"] != averaged["perplexity"]
+
+
+def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
+    path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
+    for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:
+        assert column["figure"] == "perplexity"
+
+
+def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
+    shown = coterie.compare_table(table(shows="jaccard", rows=[]), out=tmp_path / "out")
+    columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
+    assert columns == shown.summary()["columns"]
+    assert columns["two"].keys() == {"diarist", "poet"}
+    assert columns["two"]["poet"]["diarist"] == columns["All Three"]["diarist"]["poet"]
+    assert 0 < columns["two"]["poet"]["diarist"] < 1
+    assert not list((tmp_path / "out").glob("*/"))  # nothing is run
+
+
+def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
+    rows = [{"method": "local"}, {"method": {"name": "pcl-2", "warmup": 2, "every": 1}}]
+    path = table(shows="messages", rows=rows)
+    shown = coterie.compare_table(path, settings=["rounds=3"], out=tmp_path / "out")
+    assert shown.summary()["columns"]["two"].keys() == {"local", "pcl-2"}
+    assert "| pcl-2 | up | update/* |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_the_pages_example_is_a_table(tmp_path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "tables.md"
+    (example,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "table.yaml"
+    path.write_text(example)
+    _, (column,) = load_table(path)
+    assert column.cells["CoMiGS"].method.described()["specialists"] == {"anna": 1, "ben": 3}
