@@ -20,10 +20,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from coterie.cli.keys import keys_app
 from coterie.engines.flower import keys as keys_module
 from coterie.engines.flower.keys import Keys, Kit, fingerprint
 from coterie.errors import CoterieError
-from coterie.keys_cli import keys_app
 
 SPKI = serialization.PublicFormat.SubjectPublicKeyInfo
 
@@ -394,6 +394,6 @@ def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> 
 
 def test_help_needs_neither_cryptography_nor_torch() -> None:
     script = (
-        "import sys, coterie.keys_cli; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
+        "import sys, coterie.cli.keys; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

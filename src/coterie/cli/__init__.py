@@ -1,4 +1,4 @@
-"""The command line; the commands of a deployment are in deploy_cli.py and keys_cli.py."""
+"""The command line; the commands of a deployment are in deploy.py and keys.py."""
 
 import sys
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from coterie.align_cli import align
-from coterie.deploy_cli import client, server
+from coterie.cli.deploy import client, server
+from coterie.cli.inspect import align
+from coterie.cli.keys import keys_app
 from coterie.errors import CoterieError
-from coterie.keys_cli import keys_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -331,7 +331,7 @@ def generate(
 
         coterie generate runs/mine --client anna --field instruction="Name a sea."
     """
-    from coterie.generation import Writing, answer, write
+    from coterie.cli.writing import Writing, answer, write
 
     if (prompt is None) == (not field):
         raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
