@@ -16,7 +16,7 @@ from coterie.errors import CoterieError
 def files(tmp_path, monkeypatch) -> Path:
     """Two small vocabularies, and a cache of the test's own."""
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("coterie.cli.inspect.console", Console(width=80))
+    monkeypatch.setattr("coterie.cli.terminal.console", Console(width=80))
     a = {"a": 0, "bb": 1, "ccc": 2, "Ċ" * 60: 3, "<|endoftext|>": 4}
     b = {"a": 0, "b": 1, "cccc": 2, "Ċ": 3, "<s>": 4, "<pad>": 5}
     for name, ids in (("a", a), ("b", b)):

@@ -1,26 +1,20 @@
-"""A deployment's keys: the certificate, the clients' kits, and the commands that make them."""
+"""A deployment's keys: the certificate, and the clients' kits."""
 
-import re
 import socket
 import ssl
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
 
 import pytest
-from typer.testing import CliRunner
 
 pytest.importorskip("cryptography")
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coterie.cli.keys import keys_app
 from coterie.engines.flower import keys as keys_module
 from coterie.engines.flower.keys import Keys, Kit, fingerprint
 from coterie.errors import CoterieError
@@ -310,90 +304,3 @@ def test_what_is_no_kit_is_refused_and_not_shown(
 def test_a_kit_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
     with pytest.raises(CoterieError, match=f"^Could not read the kit .*{name}: {why}.$"):
         Kit.load(tmp_path / name)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a command printed, and the sentence with which it refused."""
-
-    out: str
-    refusal: str = ""
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch) -> Callable[..., Said]:
-    """Runs `coterie keys ...` in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> Said:
-        result = CliRunner().invoke(keys_app, arguments)
-        if isinstance(result.exception, CoterieError):
-            return Said(result.output, str(result.exception))
-        assert result.exit_code == 0, result.output
-        return Said(result.output)
-
-    return run
-
-
-def test_init_without_a_host_says_that_it_is_for_one_machine(command) -> None:
-    said = command("init").out
-    assert "this machine only" in said
-    assert "coterie keys certify keys --host NAME" in said
-    assert Keys(Path("keys")).hosts() == ["localhost", "127.0.0.1", "::1"]
-    assert "exists already" in command("init").refusal
-
-
-def test_init_with_hosts_names_them(command) -> None:
-    said = command("init", "mine", "--host", "coterie.example.org", "--host", "192.0.2.7").out
-    assert "this machine only" not in said
-    assert "coterie.example.org, 192.0.2.7." in said
-    assert Keys(Path("mine")).hosts()[3:] == ["coterie.example.org", "192.0.2.7"]
-
-
-def test_clients_are_added_listed_and_removed(command) -> None:
-    command("init")
-    assert "coterie keys add NAME" in command("list").out
-    assert "The kit of anna is anna.key" in command("add", "anna").out
-    command("add", "ben", "--keys", "keys", "--out", "kit.txt")
-    keys = Keys(Path("keys"))
-    assert Kit.load(Path("anna.key")).name == "anna"
-    assert Kit.load(Path("kit.txt")).name == "ben"
-    listed = command("list").out
-    for name, key in keys.clients().items():
-        assert re.search(rf"^{name} +{fingerprint(key)}", listed, re.MULTILINE)
-    assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
-    assert command("remove", "anna").out == "From now on the server refuses the kit of anna.\n"
-    assert list(keys.clients()) == ["ben"]
-    assert "There is no client 'anna' in keys" in command("remove", "anna").refusal
-
-
-def test_a_host_is_added_later(command) -> None:
-    command("init")
-    assert (
-        "::1, coterie.example.org, until" in command("certify", "--host", "coterie.example.org").out
-    )
-
-
-@pytest.mark.parametrize("arguments", [["add", "anna"], ["list"], ["remove", "anna"], ["certify"]])
-def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
-    assert command(*arguments).refusal == (
-        "keys is not a server's folder of keys; make one with `coterie keys init keys`."
-    )
-    assert not Path("anna.key").exists()
-
-
-@pytest.mark.parametrize("arguments", [["init"], ["list"], ["add", "anna"]])
-def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "coterie.engines.flower.keys")
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    assert command(*arguments).refusal == (
-        "Deployment needs cryptography: install the extra, pip install 'coterie[flower]'."
-    )
-    assert "anna" in CliRunner().invoke(keys_app, ["add", "--help"]).output
-
-
-def test_help_needs_neither_cryptography_nor_torch() -> None:
-    script = (
-        "import sys, coterie.cli.keys; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
-    )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -133,7 +133,7 @@ def command(monkeypatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["coterie", "report", *map(str, arguments)])
     for name in ("console", "errors"):
         console = Console(width=80, stderr=name == "errors")
-        monkeypatch.setattr(coterie.cli, name, console)
+        monkeypatch.setattr(coterie.cli.terminal, name, console)
     with pytest.raises(SystemExit) as end:
         coterie.cli.main()
     return int(end.value.code or 0)

@@ -3,17 +3,18 @@
 import re
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from coterie.cli import terminal
+from coterie.cli.options import Out
 from coterie.errors import CoterieError
 
-console = Console()
-errors = Console(stderr=True)
 EXTRA = "install the extra, pip install 'coterie[flower]'"
 
 
@@ -32,9 +33,7 @@ def server(
         list[str] | None,
         typer.Option("--set", help="Change a key of the run file: rounds=4. Repeatable."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The run's folder; default runs/NAME.", show_default=False)
-    ] = None,
+    out: Out = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
     ] = False,
@@ -57,16 +56,13 @@ def server(
     registered = list((folder_of_keys := deploy.Keys(keys)).clients())
     config = load_deployment(file, settings or (), registered)
     folder = out or Path("runs") / config.name
-    _end_by_ctrl_c()
-    try:
-        with Board(console) as board:
-            if resume and (folder / "run.json").exists():
-                done = deploy.serve_again(folder, folder_of_keys, address, board)
-            else:
-                done = deploy.serve(config, folder, folder_of_keys, address, board)
-    except KeyboardInterrupt:
-        _stopped("Finished rounds are kept; go on with the same command and --resume.")
-    _say(f"The run is finished; it is in {done.path}.")
+    how = "Finished rounds are kept; go on with the same command and --resume."
+    with _stoppable(how), Board(terminal.console) as board:
+        if resume and (folder / "run.json").exists():
+            done = deploy.serve_again(folder, folder_of_keys, address, board)
+        else:
+            done = deploy.serve(config, folder, folder_of_keys, address, board)
+    terminal.say(f"The run is finished; it is in {done.path}.")
 
 
 def client(
@@ -120,17 +116,14 @@ def client(
     texts = {k: str(Path(v).resolve()) for k, v in given.items() if v is not None}
     _check_texts(kit.name, texts)
     own = deploy.Own(kit.name, texts, out, _place(base), _place(public))
-    _end_by_ctrl_c()
-    _say(f"{kit.name}: looking for {server}")
-    try:
-        with ClientBoard(console) as seen:
+    with _stoppable("What is done is kept; the same command goes on."):
+        terminal.say(f"{kit.name}: looking for {server}")
+        with ClientBoard(terminal.console) as seen:
             worker = deploy.take_part(server, kit, own, seen, threading.Event())
-    except KeyboardInterrupt:
-        _stopped("What is done is kept; the same command goes on.")
     if worker.run is not None:
         folder = worker.run.folder.path
-        _say(f"The run is finished; this client's model is in {folder}. Write with it:")
-        _say(f'  coterie generate {folder} --client {kit.name} --prompt "..."')
+        terminal.say(f"The run is finished; this client's model is in {folder}. Write with it:")
+        terminal.say(f'  coterie generate {folder} --client {kit.name} --prompt "..."')
 
 
 def _place(path: str | None) -> str | None:
@@ -158,19 +151,15 @@ def _deployment() -> Any:
     return deploy
 
 
-def _end_by_ctrl_c() -> None:
-    """Let a service manager's SIGTERM end the command as Ctrl-C does."""
+@contextmanager
+def _stoppable(how: str) -> Iterator[None]:
+    """Turn Ctrl-C, and a service manager's SIGTERM, into a sentence that says how to go on."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-
-
-def _stopped(how: str) -> NoReturn:
-    errors.print(f"Stopped. {how}", highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(130) from None
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        terminal.stopped(how)

@@ -1,4 +1,4 @@
-"""The command `coterie align`: how well the tokens of two tokenizers can stand for one another."""
+"""The commands that look at methods, runs and tokenizers, and change none of them."""
 
 import time
 from dataclasses import asdict
@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+
+from coterie.cli import terminal
+from coterie.cli.options import Debug, RunFile, Settings
+from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
     from coterie.results.tables import Table
 
-console = Console()
 LONGEST = 32
 """Characters of a token that a table shows."""
 WAYS = ("A -> B", "B -> A")
@@ -25,6 +27,86 @@ Tokenizer = Annotated[
         show_default=False,
     ),
 ]
+
+
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this method's settings.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """List every method, its paper and what it shares; or one method's settings."""
+    from coterie.report.settings import method_table, methods_table
+
+    if name is None:
+        terminal.console.print(methods_table())
+        terminal.say("\n`coterie methods NAME` shows a method's settings.")
+        return
+    terminal.console.print(method_table(name))
+    terminal.say(f"\nIn a run file:        method: {{name: {name}, KEY: VALUE}}")
+    terminal.say(f"On the command line:  --set method={name} --set method.KEY=VALUE")
+
+
+def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False) -> None:
+    """Show everything that leaves a client in a round, and everything that never does.
+
+    Read off the method's declaration and measured on the real messages of one short round. Where
+    clients have no path, as in a deployment, a text of the demo stands in for theirs.
+    """
+    from coterie.config import load_with_any_text
+    from coterie.report.audit import audit_run
+
+    for table in audit_run(load_with_any_text(file, settings or ())):
+        terminal.console.print(table)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Runs' folders, or folders that hold some."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Default: `report` in the first RUN.", show_default=False)
+    ] = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|first|last",
+            help="Colour texts by this layer's experts; default first and last.",
+            show_default=False,
+        ),
+    ] = None,
+    texts: Annotated[
+        bool,
+        typer.Option("--texts/--no-texts", help="Show clients' texts, with each expert's part."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Draw what runs have measured: one page that opens offline, and each figure as SVG and PNG.
+
+    A run may still be in progress. Runs of the same method that differ in their seed are averaged.
+
+    Example:
+
+        coterie report runs/compare-mine --out report
+    """
+    try:
+        from coterie.report.page import PRIVATE, write_report
+    except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "jinja2"):
+            raise
+        raise CoterieError(
+            f"Reports need {error.name}: install the extra, pip install 'coterie[report]'."
+        ) from None
+
+    written = write_report(runs, out or runs[0] / "report", texts, layer)
+    for section in written.sections:
+        terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
+        for item in section.left_out:
+            terminal.say(f"  left out: {item.title}: {item.why}")
+    if texts:
+        terminal.say(PRIVATE)
+    terminal.say(f"\nThe page is {written.page}; its figures are in {written.figures}.")
 
 
 def align(
@@ -56,7 +138,9 @@ def align(
     from coterie.files import write_json
 
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
-    _say(f"A is {tokenizer_a}: {len(a.tokens):,} tokens\nB is {tokenizer_b}: {len(b.tokens):,}")
+    terminal.say(
+        f"A is {tokenizer_a}: {len(a.tokens):,} tokens\nB is {tokenizer_b}: {len(b.tokens):,}"
+    )
     pairs = ((a, b), (b, a))
     found = [
         _map(source, target, way, not no_cache)
@@ -67,18 +151,18 @@ def align(
         _described(source, target, result, seconds, worst)
         for (source, target), (result, seconds) in zip(pairs, found, strict=True)
     ]
-    console.print(_figures(ways))
+    terminal.console.print(_figures(ways))
     for way, described in zip(WAYS, ways, strict=True):
         if described["worst"]:
-            console.print(_worst(way, described["worst"]))
-    console.print(_roles(a, b, maps))
+            terminal.console.print(_worst(way, described["worst"]))
+    terminal.console.print(_roles(a, b, maps))
     if json is not None:
         names = {"A": tokenizer_a, "B": tokenizer_b}
         tokens = {"A": len(a.tokens), "B": len(b.tokens)}
         write_json(
             json, {"tokenizers": names, "tokens": tokens, **dict(zip(WAYS, ways, strict=True))}
         )
-        _say(f"\nAlso in {json}.")
+        terminal.say(f"\nAlso in {json}.")
 
 
 def _map(
@@ -93,7 +177,9 @@ def _map(
     if cache and (kept := kept_map(source, target)) is not None:
         return kept, None
     start = time.perf_counter()
-    live = Progress(console=console, disable=not console.is_terminal, transient=True)
+    live = Progress(
+        console=terminal.console, disable=not terminal.console.is_terminal, transient=True
+    )
     with live:
         task = live.add_task(f"{way}: nearest tokens", total=1.0)
         found = vocabulary_map(source, target, lambda share: live.update(task, completed=share))
@@ -183,7 +269,3 @@ def _id(token: int | None) -> str:
 
 def _short(token: str) -> str:
     return token if len(token) <= LONGEST else f'{token[: LONGEST - 2]}…"'
-
-
-def _say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

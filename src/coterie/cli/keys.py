@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from coterie.cli import terminal
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.engines.flower.keys import Keys
 
-keys_app = typer.Typer(
+app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Keep a server's keys: its certificate, and the clients that it lets in.",
 )
-console = Console()
 DEFAULT = Path("keys")
 
 Folder = Annotated[Path, typer.Argument(help="The server's folder of keys.")]
@@ -36,7 +35,7 @@ Hosts = Annotated[
 Name = Annotated[str, typer.Argument(help="The client's name.", show_default=False)]
 
 
-@keys_app.command()
+@app.command()
 def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """Begin a deployment: make the server's certificate and the authority that signs it.
 
@@ -45,14 +44,16 @@ def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
         coterie keys init --host coterie.example.org
     """
     made = _keys().create(folder, host or ())
-    _say(f"The server's keys are in {folder}. It holds private keys: show them to nobody.")
-    _say(f"Its certificate is for {', '.join(made.hosts())}.")
+    terminal.say(f"The server's keys are in {folder}. It holds private keys: show them to nobody.")
+    terminal.say(f"Its certificate is for {', '.join(made.hosts())}.")
     if not host:
-        _say("So it works on this machine only; for clients elsewhere add the server's name:")
-        _say(f"  coterie keys certify {folder} --host NAME")
+        terminal.say(
+            "So it works on this machine only; for clients elsewhere add the server's name:"
+        )
+        terminal.say(f"  coterie keys certify {folder} --host NAME")
 
 
-@keys_app.command()
+@app.command()
 def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """Renew the server's certificate for two years, and add hosts to it; clients' kits stay good.
 
@@ -62,11 +63,11 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """
     server = _keys()(folder)
     server.certify(host or ())
-    _say(_certificate(server))
-    _say("The server uses it from its next start.")
+    terminal.say(_certificate(server))
+    terminal.say("The server uses it from its next start.")
 
 
-@keys_app.command()
+@app.command()
 def add(
     name: Name,
     keys: FolderOption = DEFAULT,
@@ -82,13 +83,15 @@ def add(
         coterie keys add anna
     """
     kit = _keys()(keys).add(name, out or Path(f"{name}.key"))
-    _say(f"The kit of {name} is {kit}. It holds a private key, which the server does not keep:")
-    _say(
+    terminal.say(
+        f"The kit of {name} is {kit}. It holds a private key, which the server does not keep:"
+    )
+    terminal.say(
         f"carry it to the machine of {name} by a way that nobody else can read, and delete it here."
     )
 
 
-@keys_app.command("list")
+@app.command("list")
 def show(folder: Folder = DEFAULT) -> None:
     """Show the clients that the server lets in, and its certificate's hosts and end."""
     server = _keys()(folder)
@@ -97,15 +100,15 @@ def show(folder: Folder = DEFAULT) -> None:
 
     clients = [(name, fingerprint(key)) for name, key in server.clients().items()]
     rows = clients or [("none yet", "`coterie keys add NAME` lets one in")]
-    console.print(Table(f"Clients in {folder}", ("client", "fingerprint (SHA-256)"), rows))
-    _say(f"\n{_certificate(server)}")
+    terminal.console.print(Table(f"Clients in {folder}", ("client", "fingerprint (SHA-256)"), rows))
+    terminal.say(f"\n{_certificate(server)}")
 
 
-@keys_app.command()
+@app.command()
 def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
     """Forget a client: the server no longer lets it in."""
     _keys()(keys).remove(name)
-    _say(f"From now on the server refuses the kit of {name}.")
+    terminal.say(f"From now on the server refuses the kit of {name}.")
 
 
 def _certificate(server: "Keys") -> str:
@@ -125,8 +128,3 @@ def _keys() -> "type[Keys]":
             "Deployment needs cryptography: install the extra, pip install 'coterie[flower]'."
         ) from None
     return Keys
-
-
-def _say(text: str) -> None:
-    """Print plain text as it is, whatever the width."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

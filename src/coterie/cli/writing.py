@@ -5,15 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from coterie.api import load, tokenizer
-from coterie.bases import context_token
-from coterie.data.examples import Instruction, split
-from coterie.data.templates import render
 from coterie.errors import CoterieError
-from coterie.runs import RunFolder
-from coterie.scoring.generation import context_length, generated
 
 
 @dataclass(frozen=True)
@@ -31,6 +23,8 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
 
     Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
     """
+    from coterie.api import tokenizer
+
     words: Any = tokenizer(run, client)
     ids = words(prompt or words.bos_token or words.eos_token)["input_ids"]
     found = _continued(run, client, ids, words.eos_token_id, how)
@@ -42,6 +36,12 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
 
     Raises CoterieError, too, if the run is not on instructions or the template has other fields.
     """
+    from coterie.api import tokenizer
+    from coterie.bases import context_token
+    from coterie.data.examples import Instruction, split
+    from coterie.data.templates import render
+    from coterie.runs import RunFolder
+
     instructions = RunFolder(run).description["config"]["data"].get("instructions")
     if instructions is None:
         raise CoterieError(
@@ -56,6 +56,11 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
 
 def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -> list[int]:
     """The tokens and those that the model writes after them, up to the end token."""
+    import torch
+
+    from coterie.api import load
+    from coterie.scoring.generation import context_length, generated
+
     model = load(run, client)
     longest = context_length(model)
     if longest is not None and len(ids) + how.tokens > longest:

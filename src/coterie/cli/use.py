@@ -1,0 +1,71 @@
+"""The command that uses what a run has learned: `coterie generate`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.cli import terminal
+from coterie.cli.options import Debug
+from coterie.cli.writing import Writing, answer, write
+from coterie.errors import CoterieError
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    client: Annotated[str, typer.Option(help="Whose model writes.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="What it goes on from.", show_default=False)
+    ] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=TEXT",
+            help="Instead of a prompt, in a run on instructions: a field of its template. "
+            "Repeatable.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 80,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="0: the likeliest token. Default 0.8, with --field 0.",
+            show_default=False,
+        ),
+    ] = None,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Other seeds write other texts.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Write with a client's personal model.
+
+    Example, after the demo:
+
+        coterie generate runs/demo --client poet --prompt "I sing of"
+
+    After a run on instructions it answers:
+
+        coterie generate runs/mine --client anna --field instruction="Name a sea."
+    """
+    if (prompt is None) == (not field):
+        raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
+    if temperature is None:
+        temperature = 0.8 if prompt is not None else 0.0
+    how = Writing(tokens, temperature, top_p, seed)
+    if prompt is not None:
+        terminal.say(write(run, client, prompt, how))
+    else:
+        terminal.say(answer(run, client, _fields(field or ()), how))
+
+
+def _fields(given: Iterable[str]) -> dict[str, str]:
+    """Fields' names and texts, from NAME=TEXT."""
+    fields: dict[str, str] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        if not equals or not name or name in fields:
+            raise CoterieError(f"--field takes NAME=TEXT, each name once, not {item!r}.")
+        fields[name] = text
+    return fields
