@@ -7,6 +7,7 @@ import yaml
 
 from coterie import CoterieError, RunConfig, load_config
 from coterie.config import parse
+from coterie.config_errors import RENAMED
 from coterie.methods.averaging import FedAvg
 from coterie.methods.comigs import CoMiGS2G
 
@@ -35,8 +36,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("rounds=", "rounds should be a whole number, not None."),
         ("rounds=0", "rounds should be greater than or equal to 1, not 0."),
         ("training=5", "training should be a mapping of keys to values, not 5."),
-        ("training.betas=[a, b]", "training.betas[0] should be a number, not 'a'."),
-        ("training.betas=[1]", "training.betas[1] is missing."),
+        ("training.optimiser.betas=[1]", "optimiser.betas should be a list of 2 numbers, not [1]."),
         ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
         ("method.specialists=abc", "method.specialists should be a whole number or a mapping"),
         ("method.specialists={poet: x}", "method.specialists.poet should be a whole number"),
@@ -50,7 +50,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("divide={source: x.jsonl, by: label}", "exclude each other"),
         ("name=../x", "name should be up to 64 letters"),
         ("data.window=5000", "limit of 2000 train tokens is too small"),
-        ("evaluation.figure=accuracy", "set data.instructions"),
+        ("evaluation.metric=accuracy", "set data.instructions"),
         ("evaluation.generate=9", "set data.instructions"),
         ("data.instructions.template=ask.jinja", "there is no file"),
         ("data.instructions={choices: [yes, no]}", "put them in quotes"),
@@ -68,6 +68,31 @@ def test_a_wrong_setting_is_one_sentence(setting, sentence, run_file) -> None:
         load_config(run_file, [setting])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_key_that_has_another_name_now_is_told(old, new, run_file) -> None:
+    with pytest.raises(CoterieError) as error:
+        load_config(run_file, [f"{old}=1"])
+    assert str(error.value) == f"{old} is now {new}."
+
+
+def test_renamed_keys_of_a_method_are_told_where_it_has_the_new_one_alone(
+    values, monkeypatch
+) -> None:
+    monkeypatch.setitem(RENAMED, "method.rang", "method.rank.all")
+    monkeypatch.setitem(RENAMED, "method.top_k", "method.rank.most")
+    for method in ({"name": "local", "rang": 3}, {"rang": 3}):
+        with pytest.raises(CoterieError, match=r"^method\.rang is now method\.rank\.all\.$"):
+            parse(values(method=method))
+    with pytest.raises(CoterieError, match=r"^Unknown key 'method\.rang'"):
+        parse(values(method={"name": "pretrained", "rang": 3}))  # which has no rank either
+    parse(values(method={"name": "fedavg", "top_k": 1}))  # which has it still
+
+
+def test_a_value_that_has_another_name_now_is_told(run_file) -> None:
+    with pytest.raises(CoterieError, match="metric should be exact_match, not written"):
+        load_config(run_file, ["evaluation.metric=written"])
 
 
 @pytest.fixture
@@ -171,8 +196,8 @@ def test_other_methods_take_over_what_makes_them_comparable(config) -> None:
 def test_what_is_written_can_be_shown_only_where_it_is_written(values) -> None:
     data = {"window": 48, "instructions": {"template": "plain"}}
     with pytest.raises(CoterieError, match="set evaluation\\.generate"):
-        parse(values(data=data, evaluation={"figure": "rouge_l"}))
-    parse(values(data=data, evaluation={"figure": "rouge_l", "generate": 8}))
+        parse(values(data=data, evaluation={"metric": "rouge_l"}))
+    parse(values(data=data, evaluation={"metric": "rouge_l", "generate": 8}))
 
 
 def test_a_templates_file_becomes_part_of_the_run(values, tmp_path) -> None:
@@ -197,21 +222,23 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
 
 def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, values) -> None:
     rates = {"poet": 4e-3, "server": 1e-3}
-    training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "rates": rates}
+    training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "learning_rates": rates}
     run = config(bases={"poet": "small"}, training=training, server={"base": "large"})
     assert parse(run.as_dict()) == run
     assert [run.base_of(n) for n in ("poet", "whaler", "server")] == ["small", run.base, "large"]
     for name, rate in {"poet": 4e-3, "whaler": 2e-3, "server": 1e-3}.items():
         training = run.training_of(name)
-        assert (training.learning_rate, training.rates) == (rate, {})
+        assert (training.learning_rate, training.learning_rates) == (rate, {})
         assert training.final_learning_rate == pytest.approx(rate / 10)
     pooled = run.model_copy(update={"pooled": True})
     assert (pooled.base_of("poet"), pooled.training_of("poet").learning_rate) == ("large", 1e-3)
     alone = pooled.model_copy(update={"server": None})
     assert alone.base_of("poet") == run.base
     assert config(server={}).base_of("server") == run.base
-    with pytest.raises(CoterieError, match=r"training\.rates\.poet should be greater than 0"):
-        parse(values(training={"rates": {"poet": 0}}))
+    with pytest.raises(
+        CoterieError, match=r"training\.learning_rates\.poet should be greater than 0"
+    ):
+        parse(values(training={"learning_rates": {"poet": 0}}))
     with pytest.raises(
         CoterieError, match=r"Unknown key 'server\.tset'. Did you mean 'server\.test'"
     ):

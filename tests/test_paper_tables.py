@@ -132,6 +132,8 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ({"rows": [{"method": "fedavgg"}]}, "row 'fedavgg': There is no method"),
         ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
         ({"run": {"method": "local"}}, "leave 'method' out"),
+        ({"run": {"training": {"clip": 1}}}, r"column 'All Three', .*: training\.clip is now"),
+        ({"shows": "written"}, r"^shows should be exact_match, not written\.$"),
         ({"seeds": 0}, "seeds should be"),
         ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'messages'"),
         ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),
@@ -217,7 +219,7 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
     for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:
-        assert column["figure"] == "perplexity"
+        assert column["metric"] == "perplexity"
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:

@@ -166,7 +166,7 @@ def test_prompts_of_fedmkts_tasks(file) -> None:
         assert column.run.data.instructions is not None
         [item] = instructions([Record("a record", fields)], column.run.data.instructions)
         assert (item.prompt, item.answer) == (prompt, answer)
-        written = column.run.evaluation.figure == "rouge_l"
+        written = column.run.evaluation.metric == "rouge_l"
         assert written != (len(item.choices) >= 2)
         if "choices" in fields:
             assert item.choices == tuple(fields["choices"]["text"])

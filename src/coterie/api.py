@@ -34,7 +34,7 @@ class Run:
     def table(self) -> Table:
         """Each client's score by method."""
         scored = self.config.evaluation
-        return run_table(self.results, scored.split, scored.figure)
+        return run_table(self.results, scored.split, scored.metric)
 
     def model(self, client: str) -> PreTrainedModel:
         """A client's model, or the server's; see `load`."""
@@ -113,12 +113,12 @@ def compare(
     session = Session(config)
     session.check(*(cell for cell, _ in cells))
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
-    split, figure = config.evaluation.split, config.evaluation.figure
+    split, metric = config.evaluation.split, config.evaluation.metric
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
             results[name].append(session.cell(cell, name, seed, path, watch, report))
-            write_comparison(Comparison(config.name, _filled(results), split, figure), path)
-    return Comparison(config.name, results, split, figure)
+            write_comparison(Comparison(config.name, _filled(results), split, metric), path)
+    return Comparison(config.name, results, split, metric)
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from coterie.config_errors import sentence
+from coterie.config_errors import refuse_renamed, sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.data.templates import inlined
 from coterie.errors import CoterieError
@@ -178,14 +178,14 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> "RunConfig":
-        figure, generate = self.evaluation.figure, self.evaluation.generate
-        if figure not in (None, "perplexity") or generate is not None:
-            what = "evaluation.generate" if generate else f"evaluation.figure: {figure}"
+        metric, generate = self.evaluation.metric, self.evaluation.generate
+        if metric not in (None, "perplexity") or generate is not None:
+            what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
             if self.data.instructions is None:
                 raise ValueError(f"{what} is for prompts with answers; set data.instructions")
-        if figure in ("written", "rouge_l") and generate is None:
+        if metric in ("exact_match", "rouge_l") and generate is None:
             raise ValueError(
-                f"{figure} is of answers that models write; set evaluation.generate to how many"
+                f"{metric} is of answers that models write; set evaluation.generate to how many"
                 " tokens they may have"
             )
         return self
@@ -315,6 +315,7 @@ def _values(path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
     """A run from plain data; raises CoterieError with the first thing that is wrong."""
+    refuse_renamed(values, METHOD)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -377,8 +378,8 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
     target = values
     for parent in parents:
         inner = target.get(parent)
-        if parent == "method" and isinstance(inner, str):
-            inner = {"name": inner}  # a method given by its name alone has settings too
+        if parent in ("method", "optimiser") and isinstance(inner, str):
+            inner = {"name": inner}  # what is given by its name alone has settings too
         elif inner is not None and not isinstance(inner, Mapping):
             raise CoterieError(
                 f"--set {setting!r}: {parent!r} is not a mapping of keys; set it as a whole."

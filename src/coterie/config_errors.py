@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from rapidfuzz.process import extractOne
 
+from coterie.errors import CoterieError
 from coterie.methods import Method, available
 
 Place = tuple[int | str, ...]
@@ -25,6 +26,50 @@ WANTED = {
     "tuple": "a list",
 }
 """What pydantic's kinds of errors ask for: `int` for int_type, int_parsing and int_from_float."""
+
+RENAMED = {
+    "training.rates": "training.learning_rates",
+    "training.decay": "training.learning_rate_decay",
+    "training.fresh_optimiser": "training.reset_optimiser",
+    "training.betas": "training.optimiser.betas",
+    "training.weight_decay": "training.optimiser.weight_decay",
+    "training.clip": "training.max_grad_norm",
+    "evaluation.figure": "evaluation.metric",
+}
+"""Keys of a run file that had another name once. Those under `method.` are for methods that do not
+have the old key; where the new one is under `method.` too, for those that have it."""
+RENAMED_VALUES = {
+    ("evaluation.metric", "written"): "exact_match",
+    ("shows", "written"): "exact_match",
+}
+"""The same of values, by their key; `shows` is one of a table file."""
+
+
+def refuse_renamed(values: Mapping[str, Any], default: str = "local") -> None:
+    """Raise CoterieError, in one sentence, if a run or table file has a key's or value's old name.
+
+    default: the method of a run file that names none.
+    """
+    known = _method(values, default).model_fields
+    for old, new in RENAMED.items():
+        here, key = _inside(values, old)
+        if key not in here or (old.startswith("method.") and old.split(".")[1] in known):
+            continue
+        if not new.startswith("method.") or new.split(".")[1] in known:
+            raise CoterieError(f"{old} is now {new}.")
+    for (path, old), new in RENAMED_VALUES.items():
+        here, key = _inside(values, path)
+        if here.get(key) == old:
+            raise CoterieError(f"{path} should be {new}, not {old}.")
+
+
+def _inside(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any], str]:
+    """Where a dotted path ends, empty if there is no such mapping, and the path's last key."""
+    *sections, key = path.split(".")
+    here: Any = values
+    for section in sections:
+        here = here.get(section) if isinstance(here, Mapping) else None
+    return (here if isinstance(here, Mapping) else {}), key
 
 
 def sentence(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
@@ -79,17 +124,22 @@ def _written(place: Place) -> str:
 
 def _keys(model: type[BaseModel], place: Place, values: Mapping[str, Any]) -> list[str]:
     """The keys that the mapping at a place may have."""
-    named = values.get("method")
-    name = named.get("name") if isinstance(named, Mapping) else named
     keys = list(model.model_fields)
     for part in place:
         if part in model.model_fields:
             model = next(_models(model.model_fields[str(part)].annotation), model)
             keys = list(model.model_fields)
         if model is Method:
-            model = available().get(str(name), available()["local"])
+            model = _method(values)
             keys = ["name", *model.model_fields]
     return keys
+
+
+def _method(values: Mapping[str, Any], default: str = "local") -> type[Method]:
+    """The method that a run file names; `local` if there is none of that name."""
+    named = values.get("method")
+    name = named.get("name", default) if isinstance(named, Mapping) else named or default
+    return available().get(str(name), available()["local"])
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -249,7 +249,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled:
         trained = clients if config.server is None else [*clients, SERVER]
         _check_names("bases", config.bases, clients)
-        _check_names("training.rates", config.training.rates, trained)
+        _check_names("training.learning_rates", config.training.learning_rates, trained)
     bases = {name: config.base_of(name) for name in clients}
     method, theirs = config.method, {*bases.values()}
     if not config.pooled and theirs != {config.base} and not method.mixes_bases:

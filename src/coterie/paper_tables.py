@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coterie.config import RunConfig, apply_setting, parse, read_mapping, run_file
-from coterie.config_errors import sentence
+from coterie.config_errors import refuse_renamed, sentence
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
@@ -25,7 +25,7 @@ Shown = PaperTable | OverlapTable | MessagesTable
 """What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
 
 
-Shows = Literal["perplexity", "accuracy", "written", "rouge_l", "jaccard", "messages"]
+Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
 
 
 class _Spec(BaseModel):
@@ -76,7 +76,7 @@ class TableSpec(_Spec):
     paper: str = Field(default="", description="what the paper's figures were measured on")
     shows: Shows | None = Field(
         default=None,
-        description="what is measured; default: each column's evaluation.figure, or what suits it",
+        description="what is measured; default: each column's evaluation.metric, or what suits it",
     )
     seeds: int = Field(default=1, ge=1, description="runs per cell")
     point: Literal["trained", "aggregated"] | None = Field(
@@ -149,6 +149,7 @@ def load_table(
     Raises CoterieError, in one sentence, for anything that is not valid.
     """
     values = read_mapping(path)
+    refuse_renamed(values)
     try:
         spec = TableSpec.model_validate(values)
     except ValidationError as error:
@@ -190,7 +191,7 @@ def _column(
             where = f"column {column.name!r}, row {row.label!r}"
             cells[row.label] = _parse({**run, "name": slug(row.label), "method": method}, where)
     common = _parse(run, f"column {column.name!r}")
-    if spec.shows in ("written", "rouge_l") and common.evaluation.generate is None:
+    if spec.shows in ("exact_match", "rouge_l") and common.evaluation.generate is None:
         raise CoterieError(
             f"In column {column.name!r}: {spec.shows} is of answers that models write; set"
             " evaluation.generate to how many tokens they may have."
@@ -309,7 +310,7 @@ def _scores(
         },
         notes={column.spec.name: column.spec.note for column, _ in sessions},
         results=results,
-        asked={c.spec.name: spec.shows or c.run.evaluation.figure for c, _ in sessions},
+        asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
     )
     points = {row.label: row.point or spec.point for row in spec.rows}
     for column, session in sessions:

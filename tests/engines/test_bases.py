@@ -97,7 +97,10 @@ def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) 
     [
         ({"bases": {"peot": "tiny-gpt2"}}, "bases names 'peot'.*diarist, poet, whaler"),
         ({"bases": {"server": "tiny-gpt2"}}, "bases names 'server'"),
-        ({"training": {"rates": {"server": 0.1}}}, "training.rates names 'server'"),
+        (
+            {"training": {"learning_rates": {"server": 0.1}}},
+            "training.learning_rates names 'server'",
+        ),
         (
             {"server": {}, "clients": [{"name": "server", "path": "poet.txt"}], "bases": {}},
             "A client is named 'server'",
@@ -257,7 +260,7 @@ def test_a_division_sets_a_public_text_and_the_servers_test_aside(divided, tmp_p
 
 
 def test_a_pooled_client_has_the_servers_base_and_the_public_part_too(divided) -> None:
-    rates = {"training": {"steps": 1, "rates": {"server": 0.5}}}
+    rates = {"training": {"steps": 1, "learning_rates": {"server": 0.5}}}
     run, pooled = divided(**rates), divided(method="centralized", **rates)
     session = Session(pooled)
     who, [everyone] = gathered(run, session.base.tokenizer), session.participants(pooled)
@@ -296,7 +299,7 @@ def deployed(run: RunConfig, out: Path) -> Loop:
 def test_a_deployment_gives_the_same_bits_and_tells_nobody_of_others(
     method, with_server, other, tmp_path
 ) -> None:
-    training = {"steps": 2, "batch": 2, "precision": "fp32", "rates": {"poet": 0.001}}
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rates": {"poet": 0.001}}
     common = tmp_path / "common.txt"
     common.write_text("What everybody may see. " * 20, encoding="utf-8")
     data = with_server().data.model_copy(update={"public": str(common)})
@@ -314,6 +317,6 @@ def test_a_deployment_gives_the_same_bits_and_tells_nobody_of_others(
             assert not [n for n in NAMES if n in told]
             assert (other in told) == (name == "poet")
             assert (run.base in told) == (name != "poet")
-            assert order.config["training"]["rates"] == {}
+            assert order.config["training"]["learning_rates"] == {}
             assert order.config["training"]["learning_rate"] == (0.001 if name == "poet" else 0.002)
     assert RunFolder(folder(run, tmp_path, "poet").path).result

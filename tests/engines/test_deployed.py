@@ -99,7 +99,7 @@ def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> Non
     for name in NAMES:
         score = result["trained"][name]
         assert score == local.results["fedamole"]["trained"][name]
-        assert {"accuracy", "written", "rouge_l", "perplexity"} <= score.keys()
+        assert {"accuracy", "exact_match", "rouge_l", "perplexity"} <= score.keys()
 
 
 def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:

@@ -231,7 +231,7 @@ def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypa
     firsts = []
     for clip in (None, 1e-3, 1e3):
         gradients.clear()
-        training = {"steps": 1, "batch": 2, "precision": "fp32", "clip": clip}
+        training = {"steps": 1, "batch": 2, "precision": "fp32", "max_grad_norm": clip}
         run = config(method="local", rounds=1, training=training)
         coterie.run(run, out=tmp_path / str(clip))
         firsts.append(gradients[0])

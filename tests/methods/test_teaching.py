@@ -342,7 +342,7 @@ def test_a_loss_that_is_not_finite_stops_the_study(poisoned) -> None:
 @pytest.mark.parametrize(("task", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.3, 2.0)])
 def test_study_is_plain_training_on_both_losses(base, make, task, temperature, clip) -> None:
     """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual."""
-    training = TRAINING.model_copy(update={"clip": clip})
+    training = TRAINING.model_copy(update={"max_grad_norm": clip})
     pupil = make(training=training, task_weight=task, epochs=2, temperature=temperature)
     pupil.begin(made_up(base, 0, [2.0] * 5))
     pupil.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))

@@ -55,18 +55,18 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
         ]
         written(f"cmp/{name}", {"name": name}, figures=begun, accuracies=accuracies)
     experiment = one(tmp_path / "cmp")
-    assert (experiment.measure, experiment.instructed) == (ACCURACY, True)
+    assert (experiment.metric, experiment.instructed) == (ACCURACY, True)
     accuracy, _ = curves(experiment)
     assert drawn([accuracy]).title == "Test accuracy (%) over rounds"
     assert table_of([accuracy]).rows == [["local", "10.00", "62.50"], ["fedavg", "10.00", "85.00"]]
     assert "logarithmic" not in drawn([accuracy]).caption
-    assert "More is better" in drawn([accuracy]).caption
+    assert "Higher is better" in drawn([accuracy]).caption
 
 
 def test_a_run_says_which_figure_is_drawn(written) -> None:
-    asked = {"every": None, "split": "test", "figure": "perplexity"}
+    asked = {"every": None, "split": "test", "metric": "perplexity"}
     run = written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)
-    assert one(run).measure is PERPLEXITY
+    assert one(run).metric is PERPLEXITY
 
 
 @pytest.fixture

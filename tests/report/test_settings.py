@@ -34,7 +34,8 @@ def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
     found = {key: (default, meaning) for key, default, meaning in keys(RunConfig)}
     assert all(meaning for _, meaning in found.values())
     assert found["training.batch"][0] == "64"
-    assert found["training.betas"][0] == "[0.9, 0.95]"
+    adamw = "{name: adamw, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.01}"
+    assert found["training.optimiser"][0] == adamw
     assert found["clients[].name"][0] == "required"
     assert found["method"][0] == "comigs-1g1s"
     assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= found.keys()

@@ -91,7 +91,7 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     }
     example = table({"X": rows}, X={"a": 83.06, "b": 75.5, "c": 70})
     (column,) = example.summary()["columns"]
-    assert column["figure"] == "accuracy"
+    assert column["metric"] == "accuracy"
     found = {row["row"]: (row["rank"], row["paper_rank"]) for row in column["rows"]}
     assert found == {"a": (1, 1), "b": (3, 2), "c": (2, 3)}
     assert column["rows"][0]["accuracy"] == pytest.approx(0.8)
@@ -99,7 +99,7 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     layout, clients = example.tables()
     assert layout.rows[0] == ["a", "80.00 (7.07)", "1", "83.06", "1"]
     assert layout.note.startswith("Mean test accuracy (%) over clients (standard deviation), 1 to")
-    assert "More is better." in layout.note
+    assert "Higher is better." in layout.note
     assert clients.title == "X: test accuracy (%)"
     assert clients.columns == [
         "method",
@@ -119,8 +119,8 @@ def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:
     layout = example.tables()[0]
     assert layout.rows == [["a", "3.00", "2", "30.00", "1"], ["b", "2.00", "1", "20.00", "2"]]
     assert layout.note == (
-        "Means over clients, 1 seed. X: test perplexity. Less is better. Y: test accuracy (%). "
-        "More is better. X: other texts."
+        "Means over clients, 1 seed. X: test perplexity. Lower is better. Y: test accuracy (%). "
+        "Higher is better. X: other texts."
     )
     asked = replace(example, asked=dict.fromkeys("XY", "perplexity"))
     assert [row[3:] for row in asked.tables()[0].rows] == [["2.70", "2"], ["1.80", "1"]]

@@ -61,9 +61,9 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
         ["mean", "75.00", "54.03"],
         ["std over clients", "35.36", "41.05"],  # of 50 and 100: 25 times the square root of 2
     ]
-    assert table.note == "More is better."
-    assert run_table(results, figure="rouge_l").rows[0] == ["a", "25.00", "12.50"]
-    assert run_table(results, figure="perplexity").rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125"]
+    assert table.note == "Higher is better."
+    assert run_table(results, asked="rouge_l").rows[0] == ["a", "25.00", "12.50"]
+    assert run_table(results, asked="perplexity").rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125"]
     mixed = results | {"other": result(a=3, b=5)}  # one method has no accuracy
     assert run_table(mixed).rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125", "3.00 / 0.300"]
 
@@ -78,8 +78,8 @@ def test_a_comparison_of_answers_ranks_the_most_first() -> None:
     table = comparison.table()
     assert table.columns == ["method", "a", "b", "mean (std)", "over clients", "rank"]
     assert table.rows[0] == ["local", "60.00", "70.00", "65.00 (21.21)", "± 7.07", "2"]
-    assert table.note.endswith("More is better.")
-    asked = Comparison("x", found, figure="perplexity")
+    assert table.note.endswith("Higher is better.")
+    asked = Comparison("x", found, asked="perplexity")
     assert [row["rank"] for row in asked.summary()] == [1, 2]
 
 
@@ -95,8 +95,8 @@ def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
         ["mean", "15.00 / 1.500", "12.00 / 1.200"],
         ["server", "", "2.00 / 0.200"],
     ]
-    assert table.note == "Less is better. The mean is without the server."
-    assert run_table({"local": results["local"]}).note == "Less is better."
+    assert table.note == "Lower is better. The mean is without the server."
+    assert run_table({"local": results["local"]}).note == "Lower is better."
     accuracies = answered(a=0.5, b=1)
     both = {"fedmkt": accuracies | {"server": {**accuracies["trained"]["a"], "accuracy": 0.9}}}
     assert run_table(both).rows[-2:] == [["std over clients", "35.36"], ["server", "90.00"]]
@@ -124,7 +124,7 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
         ["local", "12.00 (2.83)", "20.00 (0.00)", "16.00 (1.41)", "1.600", "2", ""],
         ["fedmkt", "9.00 (1.41)", "16.00 (0.00)", "12.50 (0.71)", "1.250", "1", "3.50 (2.12)"],
     ]
-    assert table.note.endswith("Less is better. Mean and rank are without the server.")
+    assert table.note.endswith("Lower is better. Mean and rank are without the server.")
     once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
     assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "1.200", "1", "2.00"]
     alone = Comparison("x", {"local": found["local"]}).table()

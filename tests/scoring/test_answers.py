@@ -89,7 +89,7 @@ def test_scores_are_those_of_rows_alone(bases, family, batch) -> None:
     assert told["loss"] == mean
     assert told["perplexity"] == pytest.approx(math.exp(mean))
     assert told["bits_per_byte"] == pytest.approx(score.nats / math.log(2) / score.bytes)
-    assert {"written", "rouge_l"}.isdisjoint(told)
+    assert {"exact_match", "rouge_l"}.isdisjoint(told)
 
 
 def test_every_choice_is_compared_with_every_other(bases) -> None:
@@ -129,7 +129,7 @@ def test_what_is_written_is_compared(bases, batch) -> None:
     assert all(item.answer for item in items)
     score = evaluate(base, base.model, encoded(base, [*items, *ITEMS[3:]]), 40, batch, generate=1)
     told = score.as_dict()
-    assert told["written"] == 3 / len(ITEMS)
+    assert told["exact_match"] == 3 / len(ITEMS)
     answers = [item.answer for item in [*items, *ITEMS[3:]]]
     assert told["rouge_l"] == pytest.approx(sum(map(f1, answers, texts)) / len(ITEMS))
 

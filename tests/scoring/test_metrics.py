@@ -3,30 +3,30 @@
 import pytest
 
 from coterie.engines.local import LocalRun
-from coterie.scoring.metrics import ACCURACY, MEASURES, PERPLEXITY, ROUGE_L, measure_of
+from coterie.scoring.metrics import ACCURACY, METRICS, PERPLEXITY, ROUGE_L, metric_of
 
 TEXT = {"perplexity": 12.3456, "bits_per_byte": 1.0}
 CHOSEN = TEXT | {"samples": 3, "accuracy": 0.83064}
-WRITTEN = TEXT | {"samples": 3, "written": 0.5, "rouge_l": 0.25}
+WRITTEN = TEXT | {"samples": 3, "exact_match": 0.5, "rouge_l": 0.25}
 
 
 @pytest.mark.parametrize(
     ("scores", "asked", "key"),
     [
         ([], None, "perplexity"),
-        ([], "written", "written"),
+        ([], "exact_match", "exact_match"),
         ([TEXT, TEXT], None, "perplexity"),
         ([CHOSEN, CHOSEN | WRITTEN], None, "accuracy"),
         ([WRITTEN, WRITTEN], None, "rouge_l"),
         ([CHOSEN, WRITTEN], None, "perplexity"),
         ([CHOSEN | WRITTEN, WRITTEN], None, "rouge_l"),
-        ([CHOSEN | WRITTEN], "written", "written"),
+        ([CHOSEN | WRITTEN], "exact_match", "exact_match"),
         ([CHOSEN | WRITTEN], "perplexity", "perplexity"),
-        ([CHOSEN], "written", "accuracy"),  # nobody has what is asked for
+        ([CHOSEN], "exact_match", "accuracy"),  # nobody has what is asked for
     ],
 )
 def test_what_suits_every_score_is_shown(scores, asked, key) -> None:
-    assert measure_of(scores, asked) is MEASURES[key]
+    assert metric_of(scores, asked) is METRICS[key]
 
 
 def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
@@ -35,7 +35,7 @@ def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
     assert (PERPLEXITY.label, ROUGE_L.label) == ("perplexity", "ROUGE-L (%)")
     assert sorted([0.2, 0.9, 0.5], key=ACCURACY.order) == [0.9, 0.5, 0.2]
     assert sorted([2, 9, 5], key=PERPLEXITY.order) == [2, 5, 9]
-    assert (PERPLEXITY.better, ACCURACY.better) == ("Less is better.", "More is better.")
+    assert (PERPLEXITY.better, ACCURACY.better) == ("Lower is better.", "Higher is better.")
 
 
 @pytest.mark.parametrize(

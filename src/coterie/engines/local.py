@@ -22,7 +22,7 @@ from coterie.federation import Participant, server_context
 from coterie.files import writing
 from coterie.methods import ClientId
 from coterie.runs import Recorder, RunFolder, Watch
-from coterie.scoring.metrics import measure_of
+from coterie.scoring.metrics import metric_of
 
 
 class Rounds(ABC):
@@ -130,10 +130,10 @@ class Rounds(ABC):
         found = [line["value"] for line in figures if line["name"] == scored]
         if not found:
             return ""
-        measure = measure_of(found, self.config.evaluation.figure)
-        mean = sum(score[measure.key] for score in found) / len(found)
-        unit = " %" if measure.share else ""
-        return f"{self.config.evaluation.split} {measure.name} {measure.cell(mean)}{unit}  "
+        metric = metric_of(found, self.config.evaluation.metric)
+        mean = sum(score[metric.key] for score in found) / len(found)
+        unit = " %" if metric.share else ""
+        return f"{self.config.evaluation.split} {metric.name} {metric.cell(mean)}{unit}  "
 
 
 class LocalRun(Rounds):

@@ -153,9 +153,7 @@ class Pupil:
         self.adapter.require_grad(*set(self.adapter.roles.values()))
         training = context.training
         rate = learning_rate(training, context.rounds)(round * training.steps)
-        optimiser = torch.optim.AdamW(
-            parameters, lr=rate, betas=training.betas, weight_decay=training.weight_decay
-        )
+        optimiser = training.optimiser.build(parameters, rate)
         learns = self._with_own()
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
         for turn in range(method.epochs):
@@ -172,8 +170,8 @@ class Pupil:
                         "lower training.learning_rate may help."
                     )
                 loss.backward()
-                if training.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(parameters, training.clip)
+                if training.max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
                 optimiser.step()
                 optimiser.zero_grad()
                 losses.append(loss.item())

@@ -17,7 +17,7 @@ from coterie.report.experiments import (
 )
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
 from coterie.results.tables import Table
-from coterie.scoring.metrics import Measure
+from coterie.scoring.metrics import Metric
 
 MOST = 12
 """Lines that one panel can hold and still be read."""
@@ -29,7 +29,7 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     best = _best(experiment)
     if not best:
         yield LeftOut(_title(experiment), "no run has been evaluated yet")
-    elif any(len(_mean(run, experiment.measure)) > 1 for run in experiment.all):
+    elif any(len(_mean(run, experiment.metric)) > 1 for run in experiment.all):
         yield _over_rounds(experiment, best)
     else:
         yield _final(experiment, best)
@@ -41,21 +41,21 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _title(experiment: Experiment) -> str:
-    return f"{experiment.split.capitalize()} {experiment.measure.label}"
+    return f"{experiment.split.capitalize()} {experiment.metric.label}"
 
 
-def _mean(run: ReportedRun, measure: Measure) -> Series:
-    return mean_series(run.series(measure).values())
+def _mean(run: ReportedRun, metric: Metric) -> Series:
+    return mean_series(run.series(metric).values())
 
 
 def _best(experiment: Experiment) -> list[str]:
     """Labels that have scores, at most MOST: those with the best last mean; in table order."""
     means = {
-        label: [mean for run in runs if (mean := _mean(run, experiment.measure))]
+        label: [mean for run in runs if (mean := _mean(run, experiment.metric))]
         for label, runs in experiment.drawn.items()
     }
     last = {
-        label: experiment.measure.order(float(np.mean([mean[max(mean)] for mean in found])))
+        label: experiment.metric.order(float(np.mean([mean[max(mean)] for mean in found])))
         for label, found in means.items()
         if found
     }
@@ -68,23 +68,23 @@ def _some(experiment: Experiment, best: list[str]) -> str:
     return f" The {len(best)} best of {len(experiment.runs)} are drawn." if left > 0 else ""
 
 
-def _series(run: ReportedRun, client: str, measure: Measure) -> Series:
+def _series(run: ReportedRun, client: str, metric: Metric) -> Series:
     """Of a panel: the mean over clients, one of them, or the server."""
     if client == "mean":
-        return _mean(run, measure)
-    return {SERVER: run.server_series(measure), **run.series(measure)}.get(client, {})
+        return _mean(run, metric)
+    return {SERVER: run.server_series(metric), **run.series(metric)}.get(client, {})
 
 
 def _panels(experiment: Experiment, best: list[str]) -> list[str]:
     """The mean, every client, and the server if it has a model of its own that was scored."""
     runs = (run for label in best for run in experiment.drawn[label])
-    served = any(run.server_series(experiment.measure) for run in runs)
+    served = any(run.server_series(experiment.metric) for run in runs)
     return ["mean", *experiment.clients, *([SERVER] if served else [])]
 
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
-    panels, measure = _panels(experiment, best), experiment.measure
-    look, what = looks(list(experiment.runs)), measure.label
+    panels, metric = _panels(experiment, best), experiment.metric
+    look, what = looks(list(experiment.runs)), metric.label
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
@@ -93,14 +93,14 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
         for axis, client in zip(axes, panels, strict=True):
             for label in best:
                 runs = experiment.drawn[label]
-                x, mean, spread = over_seeds(_series(run, client, measure) for run in runs)
+                x, mean, spread = over_seeds(_series(run, client, metric) for run in runs)
                 style, colour = look[label], canvas.colour(look[label])
                 axis.plot(
                     x, mean, color=colour, marker=style.marker, linestyle=style.dash, label=label
                 )
                 axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
             axis.set_title("mean over clients" if client == "mean" else client)
-            if not measure.share:
+            if not metric.share:
                 axis.set_yscale("log")
                 _plain_log(axis.yaxis, 4)
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -108,10 +108,10 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
         return figure
 
     return Picture(
-        measure.key,
+        metric.key,
         f"{_title(experiment)} over rounds",
         f"Each model on its own {experiment.split} text after every evaluated round, as "
-        f"the method reports it{_scale(measure)}. {SPREAD} {measure.better}"
+        f"the method reports it{_scale(metric)}. {SPREAD} {metric.better}"
         f"{_some(experiment, best)}",
         f"Lines of {what} by round for {listed(best)}: a panel for the mean and one for "
         f"each of {listed(panels[1:])}. The table has the means.",
@@ -120,8 +120,8 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     )
 
 
-def _scale(measure: Measure) -> str:
-    return "" if measure.share else "; the scale is logarithmic"
+def _scale(metric: Metric) -> str:
+    return "" if metric.share else "; the scale is logarithmic"
 
 
 def _plain_log(axis: Axis, count: int) -> None:
@@ -137,7 +137,7 @@ def _plain_log(axis: Axis, count: int) -> None:
 
 def _rounds_table(experiment: Experiment) -> Table:
     means = {
-        label: [mean for run in runs if (mean := _mean(run, experiment.measure))]
+        label: [mean for run in runs if (mean := _mean(run, experiment.metric))]
         for label, runs in experiment.drawn.items()
     }
     found = {label: over_seeds(one) for label, one in means.items() if one}
@@ -149,13 +149,13 @@ def _rounds_table(experiment: Experiment) -> Table:
     for label, (at, means, _) in found.items():
         values = dict(zip(at, means, strict=True))
         rows.append([label, *(f"{values[r]:.2f}" if r in values else "" for r in rounds)])
-    unit = " (%)" if experiment.measure.share else ""
+    unit = " (%)" if experiment.metric.share else ""
     return Table(f"Mean over clients by round{unit}", ["method", *map(str, rounds)], rows)
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
-    panels, measure = _panels(experiment, best), experiment.measure
-    look, what = looks(list(experiment.runs)), measure.label
+    panels, metric = _panels(experiment, best), experiment.metric
+    look, what = looks(list(experiment.runs)), metric.label
 
     def draw(canvas: Canvas) -> Figure:
         across = 2 if canvas.narrow else min(len(panels), 5)
@@ -164,7 +164,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
         for axis, client in zip(axes, panels, strict=True):
             for place, label in enumerate(best):
                 runs = experiment.drawn[label]
-                last = [s[max(s)] for run in runs if (s := _series(run, client, measure))]
+                last = [s[max(s)] for run in runs if (s := _series(run, client, metric))]
                 if not last:
                     continue  # a method without a server's model beside one with it
                 _, mean, spread = over_seeds({1: value} for value in last)
@@ -176,17 +176,17 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             axis.set_title("mean over clients" if client == "mean" else client)
             axis.set_yticks(range(len(best)), best)
             axis.margins(x=0.12, y=0.12)
-            if not measure.share:
+            if not metric.share:
                 axis.set_xscale("log")
                 _plain_log(axis.xaxis, 3)
         axes[0].invert_yaxis()
         return figure
 
     return Picture(
-        measure.key,
+        metric.key,
         f"{_title(experiment)} at the end",
         f"Each model on its own {experiment.split} text, as the method reports "
-        f"it{_scale(measure)}. {SPREAD} {measure.better}{_some(experiment, best)}",
+        f"it{_scale(metric)}. {SPREAD} {metric.better}{_some(experiment, best)}",
         f"Dots of final {what} for {listed(best)}: a panel for the mean and one for each "
         f"of {listed(panels[1:])}. The summary's table has the figures.",
         draw,

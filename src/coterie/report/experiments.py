@@ -18,7 +18,7 @@ from coterie.engines.part import SERVER_SCORE
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
 from coterie.runs import RunFolder
-from coterie.scoring.metrics import PERPLEXITY, Measure, measure_of
+from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
 Series = dict[int, float]
 """A figure by round or step, from 1 on."""
@@ -102,19 +102,19 @@ class ReportedRun:
             return list(self.result[self.result["reports"]].values())
         return [score for s in self.by_client(f"test/{self.reports}").values() for _, score in s]
 
-    def series(self, measure: Measure) -> dict[str, Series]:
+    def series(self, metric: Metric) -> dict[str, Series]:
         """The method's own figure by client and round, in the unit that is shown."""
         scores = self.by_client(f"test/{self.reports}")
         found = {
-            client: {r: measure.shown(s[measure.key]) for r, s in one if measure.key in s}
+            client: {r: metric.shown(s[metric.key]) for r, s in one if metric.key in s}
             for client, one in scores.items()
         }
         return {client: one for client, one in found.items() if one}
 
-    def server_series(self, measure: Measure) -> Series:
+    def server_series(self, metric: Metric) -> Series:
         """The same of the server's own model, where it has one."""
         scores = self.by_round(SERVER_SCORE)
-        return {r: measure.shown(s[measure.key]) for r, s in scores.items() if measure.key in s}
+        return {r: metric.shown(s[metric.key]) for r, s in scores.items() if metric.key in s}
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Experiment:
         return self.all[0].split
 
     @cached_property
-    def measure(self) -> Measure:
+    def metric(self) -> Metric:
         """What figures show of the scores: what a run asks for, or what suits them."""
-        asked = (run.config["evaluation"].get("figure") for run in self.all)
+        asked = (run.config["evaluation"].get("metric") for run in self.all)
         scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
-        return measure_of(scores, next(filter(None, asked), None))
+        return metric_of(scores, next(filter(None, asked), None))
 
     @cached_property
     def instructed(self) -> bool:

@@ -99,7 +99,7 @@ def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Sec
     found = [item for figures in FIGURES for item in figures(experiment)]
     found += texts(experiment, layer) if with_texts else ()
     comparison = Comparison(
-        experiment.name, experiment.finished, experiment.split, experiment.measure.key
+        experiment.name, experiment.finished, experiment.split, experiment.metric.key
     )
     return Section(
         experiment,

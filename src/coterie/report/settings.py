@@ -11,8 +11,11 @@ from coterie.config import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available, method_from
 from coterie.results.tables import Table
+from coterie.training.optimiser import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
+NAMED = (Method, OptimiserSpec)
+"""What a run file gives by a name, or by a mapping of `name` and settings: one key of a table."""
 
 
 def methods_table() -> Table:
@@ -46,7 +49,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, s
 def _inner(annotation: Any) -> type[BaseModel] | None:
     """The model behind a section of a run file, or behind each entry of a list."""
     for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Method:
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:
             return kind
     return None
 
@@ -60,8 +63,10 @@ def _default(field: FieldInfo) -> str:
         return ""
     if isinstance(value, Method):
         return value.name
+    value = value.model_dump(mode="json") if isinstance(value, OptimiserSpec) else value
     value = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return text.removesuffix("...\n").strip()
 
 
 def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:

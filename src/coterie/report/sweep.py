@@ -17,13 +17,13 @@ Cell = tuple[int, int]
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """A heat map per method whose finished runs differ in `router_every` or `router_steps`."""
     cells: dict[str, dict[Cell, list[float]]] = {}
-    measure = experiment.measure
+    metric = experiment.metric
     for run in experiment.all:
         settings = run.config["method"]
         if run.result is not None and {"router_every", "router_steps"} <= settings.keys():
             cell = settings["router_every"], settings["router_steps"]
             found = cells.setdefault(run.method, {}).setdefault(cell, [])
-            found.append(measure.shown(mean(run.result, measure.key)))
+            found.append(metric.shown(mean(run.result, metric.key)))
     swept = {method: found for method, found in cells.items() if len(found) > 1}
     if not swept:
         why = "no finished runs of one method differ in router_every or router_steps"
@@ -37,7 +37,7 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
     values = np.full((len(steps), len(every)), np.nan)
     for (tau, s), scores in found.items():
         values[steps.index(s), every.index(tau)] = np.mean(scores)
-    measure = experiment.measure
+    metric = experiment.metric
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
 
     def draw(canvas: Canvas) -> Figure:
@@ -52,7 +52,7 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
         axis.grid(False)
         axis.spines[:].set_visible(False)
         annotate(axis, scaled, canvas, np.vectorize("{:.2f}".format)(values))
-        figure.colorbar(image, ax=axis, label=f"mean {measure.label}")
+        figure.colorbar(image, ax=axis, label=f"mean {metric.label}")
         return figure
 
     rows = [
@@ -62,10 +62,10 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
     return Picture(
         f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
-        f"Mean {experiment.split} {measure.label} over clients, seeds and whatever else differs "
-        f"between the runs. {measure.better}",
-        f"A heat map of {len(steps)} by {len(every)} router schedules; {measure.label} goes from "
+        f"Mean {experiment.split} {metric.label} over clients, seeds and whatever else differs "
+        f"between the runs. {metric.better}",
+        f"A heat map of {len(steps)} by {len(every)} router schedules; {metric.label} goes from "
         f"{number(low)} to {number(high)}. The table has every cell.",
         draw,
-        Table(f"Mean {measure.label}", ["router_steps \\ router_every", *map(str, every)], rows),
+        Table(f"Mean {metric.label}", ["router_steps \\ router_every", *map(str, every)], rows),
     )

@@ -7,7 +7,7 @@ from typing import Any, cast
 from scipy.stats import spearmanr
 
 from coterie.results.tables import Comparison, Result, Table, with_spread
-from coterie.scoring.metrics import MEASURES, PERPLEXITY, Measure
+from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]
 """A column of the paper: its figure by row, None where it has none; shares are in per cent."""
@@ -30,24 +30,24 @@ class PaperTable:
     notes: Mapping[str, str]
     results: Mapping[str, Mapping[str, Sequence[Result]]]
     asked: Mapping[str, str | None] = field(default_factory=dict)
-    """By column, what is asked for of the scores; see `measure_of`."""
+    """By column, what is asked for of the scores; see `metric_of`."""
 
     def summary(self) -> dict[str, Any]:
         """By column: what was measured per row, its rank, the paper's figure and rank.
 
-        `figure` is what was measured and the key of our mean, which is from 0 to 1 if it is a
+        `metric` is what was measured and the key of our mean, which is from 0 to 1 if it is a
         share; the paper's figures are as they were given.
         """
         columns = [
             {
                 "name": name,
                 "note": self.notes[name],
-                "figure": measure.key,
-                "correlation": correlation(rows, measure),
+                "metric": metric.key,
+                "correlation": correlation(rows, metric),
                 "rows": rows,
             }
             for name in self.results
-            for measure in [self._comparison(name).measure]
+            for metric in [self._comparison(name).metric]
             for rows in [self._rows(name)]
         ]
         return {"table": self.title, "paper": self.paper, "split": self.split, "columns": columns}
@@ -70,11 +70,11 @@ class PaperTable:
         last, heads = ["Spearman"], ["method"]
         for column in columns:
             found = {row["row"]: row for row in column["rows"]}
-            measure = MEASURES[column["figure"]]
+            metric = METRICS[column["metric"]]
             heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
             for name, line in zip(names, lines, strict=True):
                 paper = self.figures[column["name"]].get(name)
-                line += _cells(found.get(name), measure, paper, compared)
+                line += _cells(found.get(name), metric, paper, compared)
             agreement = column["correlation"]
             last += ["" if agreement is None else f"{agreement:.2f}", "", "", ""]
         group = 4 if compared else 2
@@ -87,14 +87,14 @@ class PaperTable:
         seeds = " to ".join(map(str, counts)) or "no"
         spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
         many = "" if counts == [1] else "s"
-        measures = {column["name"]: MEASURES[column["figure"]] for column in columns}
-        if len(one := set(measures.values())) == 1:
-            (measure,) = one
-            what = f"Mean {self.split} {measure.label} over clients{spread}"
-            parts = [f"{what}, {seeds} seed{many}. {measure.better}"]
+        metrics = {column["name"]: METRICS[column["metric"]] for column in columns}
+        if len(one := set(metrics.values())) == 1:
+            (metric,) = one
+            what = f"Mean {self.split} {metric.label} over clients{spread}"
+            parts = [f"{what}, {seeds} seed{many}. {metric.better}"]
         else:
             parts = [f"Means over clients{spread}, {seeds} seed{many}."]
-            parts += [f"{name}: {self.split} {m.label}. {m.better}" for name, m in measures.items()]
+            parts += [f"{name}: {self.split} {m.label}. {m.better}" for name, m in metrics.items()]
         if compared:
             where = f" ({self.paper})" if self.paper else ""
             parts += [
@@ -107,52 +107,52 @@ class PaperTable:
     def _rows(self, column: str) -> list[dict[str, Any]]:
         """The rows that have results, with ranks among those that can be compared."""
         comparison = self._comparison(column)
-        rows, measure = comparison.summary(), comparison.measure
+        rows, metric = comparison.summary(), comparison.metric
         figures = self.figures[column]
         common = [row["method"] for row in rows if figures.get(row["method"]) is not None]
         common = common or [row["method"] for row in rows]
-        ours = {row["method"]: row[measure.key] for row in rows if row["method"] in common}
+        ours = {row["method"]: row[metric.key] for row in rows if row["method"] in common}
         theirs = {name: f for name in common if (f := figures.get(name)) is not None}
         return [
             {
                 "row": row.pop("method"),
                 **row,
-                "rank": _rank(name, ours, measure),
+                "rank": _rank(name, ours, metric),
                 "paper": figures.get(name),
-                "paper_rank": _rank(name, theirs, measure),
+                "paper_rank": _rank(name, theirs, metric),
             }
             for row in rows
             for name in [row["method"]]
         ]
 
 
-def correlation(rows: Sequence[Mapping[str, Any]], measure: Measure = PERPLEXITY) -> float | None:
+def correlation(rows: Sequence[Mapping[str, Any]], metric: Metric = PERPLEXITY) -> float | None:
     """Spearman's rank correlation of our figures with the paper's, where there are both.
 
     None if it is not defined: fewer than two such rows, or all alike on one side.
     """
     common = [row for row in rows if row["paper"] is not None]
-    ours, theirs = ([row[key] for row in common] for key in (measure.key, "paper"))
+    ours, theirs = ([row[key] for row in common] for key in (metric.key, "paper"))
     if min(len(set(ours)), len(set(theirs))) < 2:
         return None
     return float(cast(Any, spearmanr(ours, theirs)).statistic)
 
 
-def _rank(name: str, figures: Mapping[str, float], measure: Measure) -> int | None:
+def _rank(name: str, figures: Mapping[str, float], metric: Metric) -> int | None:
     """1 for the best; equal figures share the better rank."""
     if name not in figures:
         return None
-    mine = measure.order(figures[name])
-    return 1 + sum(measure.order(figure) < mine for figure in figures.values())
+    mine = metric.order(figures[name])
+    return 1 + sum(metric.order(figure) < mine for figure in figures.values())
 
 
 def _cells(
-    row: Mapping[str, Any] | None, measure: Measure, figure: float | None, compared: bool
+    row: Mapping[str, Any] | None, metric: Metric, figure: float | None, compared: bool
 ) -> list[str]:
     """One row's cells in one column; nothing of ours where it has not run."""
     ours, ranks = "", ["", ""]
     if row is not None:
-        ours = with_spread(row, measure)
+        ours = with_spread(row, metric)
         ranks = ["" if row[key] is None else str(row[key]) for key in ("rank", "paper_rank")]
     if not compared:
         return [ours, ranks[0]]

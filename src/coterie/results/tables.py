@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from coterie.scoring.metrics import PERPLEXITY, Measure, measure_of
+from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
 Result = Mapping[str, Any]
 """What a run's result.json holds."""
@@ -85,9 +85,9 @@ def scores(result: Result) -> dict[str, dict[str, float]]:
     return result[result["reports"]]
 
 
-def mean(result: Result, figure: str) -> float:
-    """A figure's mean over clients."""
-    return fmean(score[figure] for score in scores(result).values())
+def mean(result: Result, key: str) -> float:
+    """A metric's mean over clients."""
+    return fmean(score[key] for score in scores(result).values())
 
 
 def server_score(result: Result) -> Mapping[str, float] | None:
@@ -95,43 +95,43 @@ def server_score(result: Result) -> Mapping[str, float] | None:
     return result.get("server")
 
 
-def shown_of(results: Iterable[Result], asked: str | None = None) -> Measure:
-    """What to show of results, of which the server's scores are a part; see `measure_of`."""
+def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
+    """What to show of results, of which the server's scores are a part; see `metric_of`."""
     found = [(scores(result).values(), server_score(result)) for result in results]
-    return measure_of((s for clients, server in found for s in (*clients, server) if s), asked)
+    return metric_of((s for clients, server in found for s in (*clients, server) if s), asked)
 
 
 def run_table(
-    results: Mapping[str, Result], split: str = "test", figure: str | None = None
+    results: Mapping[str, Result], split: str = "test", asked: str | None = None
 ) -> Table:
     """A row per client and a column per method; then the means; then the server, if it has a model.
 
-    Cells are perplexity and bits per byte, or the one figure that suits the data or that is asked
-    for (see `measure_of`); of a share, its standard deviation over clients follows the mean.
+    Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
+    for (see `metric_of`); of a share, its standard deviation over clients follows the mean.
     """
     clients = sorted({client for result in results.values() for client in scores(result)})
     found = results.values()
-    measure = shown_of(found, figure)
-    pair = measure is PERPLEXITY
-    figures = ("perplexity", "bits_per_byte") if pair else (measure.key,)
-    rows = [[client, *(_cell(scores(r)[client], measure) for r in found)] for client in clients]
-    means = [{figure: mean(r, figure) for figure in figures} for r in found]
-    rows.append(["mean", *(_cell(score, measure) for score in means)])
-    if measure.share and len(clients) > 1:
-        values = [[score[measure.key] for score in scores(r).values()] for r in found]
-        rows.append(["std over clients", *(measure.cell(stdev(v)) for v in values)])
-    note, served = measure.better, [server_score(r) for r in found]
+    metric = shown_of(found, asked)
+    pair = metric is PERPLEXITY
+    keys = ("perplexity", "bits_per_byte") if pair else (metric.key,)
+    rows = [[client, *(_cell(scores(r)[client], metric) for r in found)] for client in clients]
+    means = [{key: mean(r, key) for key in keys} for r in found]
+    rows.append(["mean", *(_cell(score, metric) for score in means)])
+    if metric.share and len(clients) > 1:
+        values = [[score[metric.key] for score in scores(r).values()] for r in found]
+        rows.append(["std over clients", *(metric.cell(stdev(v)) for v in values)])
+    note, served = metric.better, [server_score(r) for r in found]
     if any(served):
-        rows.append(["server", *(_cell(score, measure) if score else "" for score in served)])
+        rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean is without the server."
-    what = "perplexity per token / bits per byte" if pair else measure.label
+    what = "perplexity per token / bits per byte" if pair else metric.label
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
 
 
-def _cell(score: Mapping[str, float], measure: Measure) -> str:
-    cell = measure.cell(score[measure.key])
-    return f"{cell} / {score['bits_per_byte']:.3f}" if measure is PERPLEXITY else cell
+def _cell(score: Mapping[str, float], metric: Metric) -> str:
+    cell = metric.cell(score[metric.key])
+    return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
 
 
 @dataclass(frozen=True)
@@ -142,24 +142,24 @@ class Comparison:
     results: Mapping[str, Sequence[Result]]
     split: str = "test"
     """Which text the models are scored on: test or validation."""
-    figure: str | None = None
-    """What is asked for of the scores; see `measure_of`."""
+    asked: str | None = None
+    """What is asked for of the scores; see `metric_of`."""
 
     @property
-    def measure(self) -> Measure:
+    def metric(self) -> Metric:
         """What is shown of the scores."""
-        return shown_of((r for results in self.results.values() for r in results), self.figure)
+        return shown_of((r for results in self.results.values() for r in results), self.asked)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Per method: its figure per client; over clients, the mean and the standard deviation
+        """Per method: its metric per client; over clients, the mean and the standard deviation
         (`spread`); over seeds, the mean's (`std`) and each client's (`clients_std`).
 
-        The figure's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
+        The metric's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
         that key, `std` and `seeds` of the server's own model, which is in no mean, or is None.
         """
-        measure = self.measure
-        rows = [self._row(name, results, measure.key) for name, results in self.results.items()]
-        best_first = sorted(rows, key=lambda row: measure.order(row[measure.key]))
+        metric = self.metric
+        rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
+        best_first = sorted(rows, key=lambda row: metric.order(row[metric.key]))
         for row in rows:
             row["rank"] = 1 + best_first.index(row)
         return rows
@@ -169,8 +169,8 @@ class Comparison:
 
         Then every model is a result of its own, and cells have standard deviations over seeds.
         """
-        rows, measure = self.summary(), self.measure
-        bits = measure is PERPLEXITY
+        rows, metric = self.summary(), self.metric
+        bits = metric is PERPLEXITY
         clients = list(rows[0]["clients"]) if rows else []
         counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
         seeds = " to ".join(map(str, counts))
@@ -178,7 +178,7 @@ class Comparison:
         served = any(row["server"] for row in rows)
         aside = " Mean and rank are without the server." if served else ""
         return Table(
-            f"{self.name}: {self.split} {measure.label}",
+            f"{self.name}: {self.split} {metric.label}",
             [
                 "method",
                 *clients,
@@ -190,34 +190,34 @@ class Comparison:
             [
                 [
                     row["method"],
-                    *(_of_client(row, client, measure, served) for client in clients),
-                    with_spread(row, measure),
-                    f"{row['bits_per_byte']:.3f}" if bits else f"± {measure.cell(row['spread'])}",
+                    *(_of_client(row, client, metric, served) for client in clients),
+                    with_spread(row, metric),
+                    f"{row['bits_per_byte']:.3f}" if bits else f"± {metric.cell(row['spread'])}",
                     str(row["rank"]),
-                    *([_of_server(row, measure)] if served else []),
+                    *([_of_server(row, metric)] if served else []),
                 ]
                 for row in rows
             ],
-            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {measure.better}{aside}",
+            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {metric.better}{aside}",
         )
 
-    def _row(self, method: str, results: Sequence[Result], figure: str) -> dict[str, Any]:
-        figures = {
-            client: [scores(result)[client][figure] for result in results]
+    def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
+        values = {
+            client: [scores(result)[client][key] for result in results]
             for client in scores(results[0])
         }
-        clients = {client: fmean(values) for client, values in figures.items()}
-        served = [score[figure] for score in map(server_score, results) if score]
+        clients = {client: fmean(found) for client, found in values.items()}
+        served = [score[key] for score in map(server_score, results) if score]
         return {
             "method": method,
             "clients": clients,
-            "clients_std": {client: _std(values) for client, values in figures.items()},
+            "clients_std": {client: _std(found) for client, found in values.items()},
             "spread": _std(list(clients.values())),
-            **_over_seeds([mean(result, figure) for result in results], figure),
-            "server": _over_seeds(served, figure) if served else None,
+            **_over_seeds([mean(result, key) for result in results], key),
+            "server": _over_seeds(served, key) if served else None,
             "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
-            "trained": fmean(_mean_at(result, "trained", figure) for result in results),
-            "aggregated": fmean(_mean_at(result, "aggregated", figure) for result in results),
+            "trained": fmean(_mean_at(result, "trained", key) for result in results),
+            "aggregated": fmean(_mean_at(result, "aggregated", key) for result in results),
         }
 
 
@@ -225,28 +225,28 @@ def _std(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-def _over_seeds(values: Sequence[float], figure: str) -> dict[str, float]:
-    """A figure of one model, or a mean over models, per seed: its mean and standard deviation."""
-    return {figure: fmean(values), "std": _std(values), "seeds": len(values)}
+def _over_seeds(values: Sequence[float], key: str) -> dict[str, float]:
+    """A metric of one model, or a mean over models, per seed: its mean and standard deviation."""
+    return {key: fmean(values), "std": _std(values), "seeds": len(values)}
 
 
-def _of_client(row: Mapping[str, Any], client: str, measure: Measure, spread: bool) -> str:
+def _of_client(row: Mapping[str, Any], client: str, metric: Metric, spread: bool) -> str:
     """A client's cell, with its standard deviation over seeds if wanted."""
     std, seeds = row["clients_std"][client], row["seeds"] if spread else 1
     value = row["clients"][client]
-    return with_spread({measure.key: value, "std": std, "seeds": seeds}, measure)
+    return with_spread({metric.key: value, "std": std, "seeds": seeds}, metric)
 
 
-def _of_server(row: Mapping[str, Any], measure: Measure) -> str:
+def _of_server(row: Mapping[str, Any], metric: Metric) -> str:
     """The server's cell; empty where it has no model of its own."""
-    return with_spread(row["server"], measure) if row["server"] else ""
+    return with_spread(row["server"], metric) if row["server"] else ""
 
 
-def with_spread(row: Mapping[str, Any], measure: Measure) -> str:
-    """A figure's mean and, of several seeds, its standard deviation."""
-    spread = f" ({measure.cell(row['std'])})" if row["seeds"] > 1 else ""
-    return measure.cell(row[measure.key]) + spread
+def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
+    """A metric's mean and, of several seeds, its standard deviation."""
+    spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
+    return metric.cell(row[metric.key]) + spread
 
 
-def _mean_at(result: Result, point: str, figure: str) -> float:
-    return fmean(score[figure] for score in result[point].values())
+def _mean_at(result: Result, point: str, key: str) -> float:
+    return fmean(score[key] for score in result[point].values())

@@ -60,14 +60,18 @@ class AnswerScore(Score):
     samples: int
     accuracy: float | None = None
     """Share of samples whose answer is likelier, per token, than their other choices."""
-    written: float | None = None
+    exact_match: float | None = None
     """Share of samples whose answer the model writes, taking the likeliest token each time."""
     rouge_l: float | None = None
     """How near what it writes comes to the answer: mean F1 of Rouge-L."""
 
     def as_dict(self) -> dict[str, float]:
         """For reports; what was not measured is left out."""
-        found = {"accuracy": self.accuracy, "written": self.written, "rouge_l": self.rouge_l}
+        found = {
+            "accuracy": self.accuracy,
+            "exact_match": self.exact_match,
+            "rouge_l": self.rouge_l,
+        }
         measured = {name: value for name, value in found.items() if value is not None}
         return {**super().as_dict(), "samples": self.samples, **measured}
 
@@ -112,18 +116,18 @@ def _answers(
 ) -> AnswerScore:
     rows, owners = with_choices(base, samples, window)
     nats = answer_losses(base, model, rows, batch)
-    written = rouge = None
+    matched = rouge = None
     if generate is not None:
         answers = [item.answer for item in samples.items]
         texts = generate_answers(base, model, samples, generate, batch)
-        written, rouge = exact(answers, texts), rouge_l(answers, texts)
+        matched, rouge = exact(answers, texts), rouge_l(answers, texts)
     return AnswerScore(
         nats[: len(samples)].sum().item(),
         samples.predicted,
         samples.bytes,
         len(samples),
         accuracy(nats, rows, owners),
-        written,
+        matched,
         rouge,
     )
 

@@ -1,4 +1,4 @@
-"""The figures that models are scored by: what people call them, which way is better, how written.
+"""The metrics that models are scored by: what people call them, which way is better, how written.
 
 Of a text there is perplexity; of prompts with answers there may be others beside it, all of them
 shares from 0 to 1, which are written in per cent.
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One figure of a score."""
+class Metric:
+    """One of the numbers in a score."""
 
     key: str
     """In scores, as result.json holds them."""
     name: str
     share: bool = True
-    """Whether it is a share from 0 to 1, of which more is better; else less is."""
+    """Whether it is a share from 0 to 1, of which higher is better; else lower is."""
 
     @property
     def label(self) -> str:
@@ -26,7 +26,7 @@ class Measure:
     @property
     def better(self) -> str:
         """For a caption."""
-        return "More is better." if self.share else "Less is better."
+        return "Higher is better." if self.share else "Lower is better."
 
     def shown(self, value: float) -> float:
         """In the unit that tables and plots have: shares in per cent."""
@@ -41,16 +41,16 @@ class Measure:
         return -value if self.share else value
 
 
-PERPLEXITY = Measure("perplexity", "perplexity", share=False)
-ACCURACY = Measure("accuracy", "accuracy")
-ROUGE_L = Measure("rouge_l", "ROUGE-L")
-MEASURES = {
-    measure.key: measure
-    for measure in (PERPLEXITY, ACCURACY, ROUGE_L, Measure("written", "exact match"))
+PERPLEXITY = Metric("perplexity", "perplexity", share=False)
+ACCURACY = Metric("accuracy", "accuracy")
+ROUGE_L = Metric("rouge_l", "ROUGE-L")
+METRICS = {
+    metric.key: metric
+    for metric in (PERPLEXITY, ACCURACY, ROUGE_L, Metric("exact_match", "exact match"))
 }
 
 
-def measure_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -> Measure:
+def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -> Metric:
     """What to show of scores: what was asked for, or what suits them, where all of them have it.
 
     Accuracy suits best, then ROUGE-L, else perplexity, which every score has. Without any score it
@@ -58,7 +58,7 @@ def measure_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) 
     """
     found = list(scores)
     if not found:
-        return MEASURES[asked or PERPLEXITY.key]
-    wanted = [MEASURES[asked]] if asked else []
+        return METRICS[asked or PERPLEXITY.key]
+    wanted = [METRICS[asked]] if asked else []
     choices = (*wanted, ACCURACY, ROUGE_L, PERPLEXITY)
     return next(m for m in choices if m is PERPLEXITY or all(m.key in score for score in found))

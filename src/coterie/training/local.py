@@ -1,6 +1,7 @@
 """A client's local training: the levels of a schedule, step by step, resumable."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,7 +33,7 @@ class LocalTraining:
         """The local steps of one round (0 is the first), on the attached adapter."""
         steps = self.context.training.steps
         model = self.adapter.attach(self.context.base.model)
-        if self.context.training.fresh_optimiser:
+        if self.context.training.reset_optimiser:
             self._optimisers = {level.name: self._optimiser(level) for level in self.levels}
         if any(level.penalty for level in self.levels):
             self._start = {n: p.detach().clone() for n, p in self.adapter.parameters().items()}
@@ -49,7 +50,8 @@ class LocalTraining:
             state = self._optimisers[level.name].state
             for name, parameter in self.adapter.parameters(*level.roles).items():
                 for kind, value in state.get(parameter, {}).items():
-                    found[f"{level.name}/{kind}/{name}"] = value
+                    if isinstance(value, Tensor):
+                        found[f"{level.name}/{kind}/{name}"] = value
         return found
 
     @torch.no_grad()
@@ -59,26 +61,29 @@ class LocalTraining:
         Moments are written over those that are there: new ones for every client and evaluation
         would leave holes all over the heap (900 MiB with 32 clients of GPT-2).
         """
+        saved: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+        for key, value in tensors.items():
+            place, *rest = key.split("/", 2)
+            if len(rest) == 2:  # of a level, or of something that stands beside them
+                saved[place, rest[1]][rest[0]] = value
         for level in self.levels:
             state = self._optimisers[level.name].state
+            afresh: torch.optim.Optimizer | None = None
             for name, parameter in self.adapter.parameters(*level.roles).items():
-                mine = state.pop(parameter, {})
+                mine, theirs = state.pop(parameter, {}), saved.get((level.name, name))
+                if theirs is None:  # some optimisers begin with moments, as adagrad does
+                    afresh = afresh or self._optimiser(level)
+                    theirs = afresh.state.get(parameter, {})
                 moments = {
-                    kind: mine[kind].copy_(tensors[key]) if kind in mine else tensors[key].clone()
-                    for kind in ("step", "exp_avg", "exp_avg_sq")
-                    if (key := f"{level.name}/{kind}/{name}") in tensors
+                    kind: mine[kind].copy_(value) if kind in mine else value.clone()
+                    for kind, value in theirs.items()
                 }
                 if moments:
                     state[parameter] = moments
 
-    def _optimiser(self, level: Level) -> torch.optim.AdamW:
-        training = self.context.training
-        return torch.optim.AdamW(
-            list(self.adapter.parameters(*level.roles).values()),
-            lr=level.learning_rate(0),
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-        )
+    def _optimiser(self, level: Level) -> torch.optim.Optimizer:
+        parameters = list(self.adapter.parameters(*level.roles).values())
+        return self.context.training.optimiser.build(parameters, level.learning_rate(0))
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         context = self.context
@@ -90,9 +95,9 @@ class LocalTraining:
             loss = language_model_loss(model, *batch.to(context.base.device))
             total = loss if level.penalty is None else loss + level.penalty(self._start)
         total.backward()
-        if context.training.clip is not None:
+        if context.training.max_grad_norm is not None:
             trained = list(self.adapter.parameters(*level.roles).values())
-            torch.nn.utils.clip_grad_norm_(trained, context.training.clip)
+            torch.nn.utils.clip_grad_norm_(trained, context.training.max_grad_norm)
         optimiser = self._optimisers[level.name]
         for group in optimiser.param_groups:
             group["lr"] = level.learning_rate(step)

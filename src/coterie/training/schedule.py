@@ -21,7 +21,7 @@ start of the round, by name."""
 
 @dataclass(frozen=True)
 class Level:
-    """Parameters that are updated together, with an AdamW of their own."""
+    """Parameters that are updated together, with an optimiser of their own."""
 
     name: str
     roles: tuple[Role, ...]
@@ -36,9 +36,10 @@ class Level:
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
-    """Learning rate at a step of the run: half a cosine over all of its steps, or, with `decay`,
-    smaller by that factor from round to round."""
-    first, last, decay = training.learning_rate, training.final_learning_rate, training.decay
+    """Learning rate at a step of the run: half a cosine over all of its steps, or, with
+    `learning_rate_decay`, smaller by that factor from round to round."""
+    first, last = training.learning_rate, training.final_learning_rate
+    decay = training.learning_rate_decay
     total = rounds * training.steps
 
     def at(step: int) -> float:

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from coterie.training.optimiser import OptimiserSpec
+
 
 class TrainingSpec(BaseModel):
     """Section `training` of a run file; defaults are CoMiGS's (arXiv 2409.13931, appendix)."""
@@ -18,23 +20,26 @@ class TrainingSpec(BaseModel):
     final_learning_rate: float = Field(
         default=2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
     )
-    rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={},
         description="by client, or `server`: a learning rate in place of learning_rate, with which"
         " the final one scales",
     )
-    decay: float | None = Field(
+    learning_rate_decay: float | None = Field(
         default=None,
         gt=0,
         le=1,
         description="in place of the cosine: the rate's factor from round to round",
     )
-    fresh_optimiser: bool = Field(
-        default=False, description="AdamW forgets its moments at the start of every round"
+    reset_optimiser: bool = Field(
+        default=False, description="the optimiser forgets its moments at the start of every round"
     )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's moments")
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's, decoupled")
-    clip: float | None = Field(
+    optimiser: OptimiserSpec = Field(
+        default=OptimiserSpec(),
+        description="a class of torch.optim, by its name in any case, or a mapping of `name` and"
+        " that class's own settings; adamw, also if unnamed, has these where none are given",
+    )
+    max_grad_norm: float | None = Field(
         default=None, gt=0, description="largest norm of a step's gradient; a longer one is scaled"
     )
     precision: Literal["fp32", "bf16"] = Field(
@@ -42,11 +47,12 @@ class TrainingSpec(BaseModel):
     )
 
     def of(self, name: str) -> "TrainingSpec":
-        """A client's, or the server's: with a learning rate of its own and without `rates`."""
-        own = self.rates.get(name, self.learning_rate)
+        """A client's, or the server's: with a learning rate of its own and without
+        `learning_rates`."""
+        own = self.learning_rates.get(name, self.learning_rate)
         final = self.final_learning_rate * (own / self.learning_rate)
         return self.model_copy(
-            update={"learning_rate": own, "final_learning_rate": final, "rates": {}}
+            update={"learning_rate": own, "final_learning_rate": final, "learning_rates": {}}
         )
 
 
@@ -67,7 +73,7 @@ class EvaluationSpec(BaseModel):
         ge=1,
         description="of instructions: models write answers too, of so many tokens at most",
     )
-    figure: Literal["perplexity", "accuracy", "written", "rouge_l"] | None = Field(
+    metric: Literal["perplexity", "accuracy", "exact_match", "rouge_l"] | None = Field(
         default=None,
         description="what tables and plots show; default: accuracy where answers are chosen from a"
         " list, else rouge_l where they are written, else perplexity",

@@ -1,0 +1,121 @@
+"""Any dense optimiser of torch can be chosen, is checked at once, and goes on where it stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie import CoterieError
+from coterie.config import load_config, parse
+from coterie.runs import RunFolder, Watch
+from coterie.training.optimiser import ADAMW, REFUSED, OptimiserSpec, classes
+
+OTHERS = {
+    "sgd": {"name": "sgd", "momentum": 0.9},
+    "adafactor": "adafactor",
+    "nadam": {"name": "NAdam", "momentum_decay": "4e-3"},
+    "adagrad": "Adagrad",
+}
+
+
+class StopAfterFirstRound(Watch):
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def make(values):
+    """A run of two rounds with a given optimiser."""
+
+    def made(**optimiser: Any) -> coterie.RunConfig:
+        training = {"steps": 2, "batch": 2, "precision": "fp32", **optimiser}
+        return parse(values(method="fedavg", rounds=2, training=training))
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def usual(make, tmp_path_factory) -> Path:
+    return coterie.run(make(), out=tmp_path_factory.mktemp("usual") / "run").path
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> None:
+    run = make(optimiser=OTHERS[name])
+    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+    resumed = RunFolder(coterie.resume(tmp_path / "run").path)
+    for client in ("client-diarist", "client-poet", "client-whaler"):
+        theirs, ours = whole.load(client).tensors, resumed.load(client).tensors
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(tensor, ours[key]) for key, tensor in theirs.items())
+        assert any(key.startswith("joint/") for key in theirs)
+        with_adamw = RunFolder(usual).load(client).tensors
+        values = [key for key in theirs if key.startswith("adapter/")]
+        assert not all(torch.equal(theirs[key], with_adamw[key]) for key in values)
+
+
+def test_adamw_has_its_defaults_however_it_is_called(config, make) -> None:
+    usual = OptimiserSpec().settings
+    assert usual == ADAMW == {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    runs = [make(optimiser=o) for o in ("AdamW", {"name": "adamw"}, {}, {"eps": "1e-8"})]
+    assert {run.digest() for run in runs} == {make().digest()}
+    changed = make(optimiser={"betas": [0.8, 0.9]})
+    assert changed.training.optimiser.settings == usual | {"betas": (0.8, 0.9)}
+    assert parse(changed.as_dict()) == changed
+    assert changed.digest() != make().digest()
+    assert make(optimiser="sgd").training.optimiser.settings == {}
+
+
+@pytest.mark.parametrize("name", sorted(classes().keys() - REFUSED))
+def test_every_optimiser_can_be_chosen_by_its_name_alone(name) -> None:
+    weight = torch.ones(3, 2, requires_grad=True)
+    optimiser = OptimiserSpec.model_validate(name.upper()).build([weight], 0.125)
+    assert (type(optimiser), optimiser.param_groups[0]["lr"]) == (classes()[name], 0.125)
+    weight.grad = torch.ones_like(weight)
+    optimiser.step()
+    assert not torch.equal(weight, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "sentence"),
+    [
+        ("adamq", "training.optimiser: torch has no optimiser 'adamq'. Did you mean 'adam"),
+        ("qqqq", "torch has no optimiser 'qqqq'. There are: adadelta, "),
+        ("lbfgs", "training.optimiser cannot be lbfgs"),
+        ("SparseAdam", "training.optimiser cannot be sparseadam"),
+        (3, "training.optimiser: give a name, such as sgd, or a mapping"),
+        ({"name": "sgd", "momentun": 1}, "Did you mean 'training.optimiser.momentum'?"),
+        ({"name": "sgd", "betas": [1, 1]}, "Unknown key 'training.optimiser.betas'. Known keys:"),
+        ({"name": "sgd", "lr": 1}, "leave training.optimiser.lr out."),
+        ({"name": "sgd", "params": []}, "Unknown key 'training.optimiser.params'."),
+        ({"name": "sgd", "nesterov": True}, "training.optimiser: sgd cannot work: Nesterov"),
+        ({"name": "sgd", "nesterov": 1}, "optimiser.nesterov should be true or false, not 1."),
+        ({"weight_decay": -1}, "adamw cannot work: Invalid weight_decay value: -1."),
+        ({"weight_decay": "much"}, "optimiser.weight_decay should be a number, not 'much'."),
+        ({"betas": [0.9]}, "optimiser.betas should be a list of 2 numbers, not [0.9]."),
+        ({"betas": ["a", "b"]}, "training.optimiser: adamw cannot work: "),
+        ({"differentiable": True}, "training.optimiser: adamw cannot work: "),
+    ],
+)
+def test_what_an_optimiser_does_not_take_is_told_at_once(optimiser, sentence, make) -> None:
+    with pytest.raises(CoterieError) as error:
+        make(optimiser=optimiser)
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_optimiser_that_cannot_deal_with_the_parameters_says_so() -> None:
+    with pytest.raises(CoterieError, match=r"training\.optimiser: muon cannot work: Muon"):
+        OptimiserSpec(name="muon").build([torch.zeros(3, requires_grad=True)], 1e-3)
+
+
+def test_settings_of_an_optimiser_can_be_set_one_by_one() -> None:
+    given = ["training.optimiser=sgd", "training.optimiser.momentum=0.5"]
+    optimiser = load_config(None, given).training.optimiser
+    assert (optimiser.name, optimiser.settings) == ("sgd", {"momentum": 0.5})
+    optimiser = load_config(None, ["training.optimiser.eps=1e-6"]).training.optimiser
+    assert (optimiser.name, optimiser.settings["eps"]) == ("adamw", 1e-6)
