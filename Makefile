@@ -13,10 +13,11 @@ test: setup  ## the tests, slow ones apart
 slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
-lint: setup  ## format, lint and types, checked and not changed
+lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 setup: .venv/.done
 

@@ -147,8 +147,8 @@ def traffic(experts: int) -> Traffic:
         base = LlamaForCausalLM(config)
     layout = AmoleLayout(experts=experts, rank=RANK)
     held, paths = experts * CHOSEN // CLIENTS, chosen_linears(base, layout.targets)
-    tensors = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).tensors()
-    values = sum(tensor.nbytes for tensor in tensors.values())
+    parts = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).parts()
+    values = sum(part.parameter.nbytes for part in parts.values())
     embeddings = len(paths) * (held + 1) * RANK * 4
     return Traffic(experts, held, values + embeddings, values)
 

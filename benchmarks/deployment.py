@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from coterie.aggregation import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config import RunConfig, parse
 from coterie.engines.deployed.server import ServerRun, ServerWatch
@@ -92,7 +93,7 @@ class Phases:
         wrap: list[tuple[Any, str, str]] = [
             (ServerRun, "_send", "orders"),
             (FlowerLink, "replies", "replies"),
-            (ServerRun, "_count", "count"),
+            (Aggregation, "mean", "count"),
             (RunFolder, "save", "save"),
         ]
         before = [getattr(owner, name) for owner, name, _ in wrap]
@@ -136,7 +137,7 @@ def run_file(names: list[str], rounds: int) -> RunConfig:
         {
             "name": "cost",
             "threads": 1,
-            "method": {"name": "comigs-1g1s", "rank": 24, "attention_rank": 24},
+            "method": {"name": "comigs-1g1s", "mlp": {"rank": 24}, "attention": {"rank": 24}},
             "rounds": rounds,
             "data": {"window": 32, "limits": {"train": 2000, "validation": 400, "test": 400}},
             "clients": [{"name": name, "path": str(TEXT)} for name in names],

@@ -29,7 +29,7 @@ from coterie.bases.precision import autocast, prepare
 from coterie.chance import generator
 from coterie.data import Batch
 from coterie.results.tables import Table
-from coterie.training.loss import shared_loss
+from coterie.training.loss import soft_target_loss
 
 MIB = 2**20
 BATCH, TIME, TOP = 4, 512, 128
@@ -55,7 +55,7 @@ class Row:
 def sparse(model: PreTrainedModel, ids: Tensor, tokens: Tensor, shares: Tensor) -> Tensor:
     """The cross-entropy, less what of it is the teacher's own entropy."""
     own = (shares * shares.log()).sum(1).mean()
-    return shared_loss(model, Batch(ids), tokens, shares) + own
+    return soft_target_loss(model, Batch(ids), tokens, shares) + own
 
 
 def dense(model: PreTrainedModel, ids: Tensor, tokens: Tensor, shares: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def student() -> tuple[PreTrainedModel, Adapter]:
     model = GPT2LMHeadModel(config)
     prepare(model, "bf16", TIME)
     layout = Layout(generalists=1, specialists=0, routed=False)
-    adapter = Adapter(model, layout, seed=0, client="student", shared=())
+    adapter = Adapter(model, layout, seed=0, client="student", common=lambda part: False)
     adapter.require_grad("dense", "generalist")
     adapter.attach(model)
     return model, adapter

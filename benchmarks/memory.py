@@ -68,7 +68,11 @@ def measure(folder: Path, clients: int, precision: Precision, threads: int) -> P
         "threads": threads,
         "base": "base",
         "data_root": str(folder),
-        "method": {"name": "comigs-1g1s", "rank": 8, "router_every": 1, "router_steps": 1},
+        "method": {
+            "name": "comigs-1g1s",
+            "mlp": {"rank": 8},
+            "router": {"every": 1, "steps": 1},
+        },
         "rounds": 1,
         "clients": make_texts(folder, clients),
         "data": {"window": 128, "limits": {"test": 600}},
@@ -77,9 +81,11 @@ def measure(folder: Path, clients: int, precision: Precision, threads: int) -> P
     run = coterie.run(config, out=folder / f"run-{clients}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     state = RunFolder(run.path).load("client-client-00")
-    size = {name: tensor.nbytes for name, tensor in state.tensors.items()}
-    trained = sum(bytes for name, bytes in size.items() if name.startswith("adapter/"))
-    return Peak(clients, peak, trained, sum(size.values()) - trained)
+    tensors = (
+        t for _, part in state.walk() for group in part.groups.values() for t in group.values()
+    )
+    trained = sum(tensor.nbytes for tensor in state["adapter"].values())
+    return Peak(clients, peak, trained, sum(tensor.nbytes for tensor in tensors) - trained)
 
 
 def show(peaks: list[Peak], precision: Precision) -> None:

@@ -9,6 +9,7 @@ nobody has sent anything; `round` is how far it rose above that until the first 
 
 import argparse
 import json
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -19,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from coterie.aggregation import Aggregation, AggregationSpec, Contribution
 from coterie.chance import generator
+from coterie.engines.part import contribution
 from coterie.exchange import Message
 from coterie.methods import ServerContext, method_from
-from coterie.methods.adapter import AdapterServer
-from coterie.methods.ranks import RankMethod
+from coterie.methods.adapter import AdapterMethod, AdapterServer
 
 MIB = 2**20
 METHODS = ("fedavg", "hetlora", "flexlora")
@@ -47,23 +49,28 @@ def measure(name: str, count: int, threads: int) -> Peak:
     clients = tuple(f"client-{number:03d}" for number in range(count))
     ranks = {client: (16, 8, 4)[number % 3] for number, client in enumerate(clients)}
     method = method_from(name)
-    if isinstance(method, RankMethod):
-        method = method_from({"name": name, "rank": ranks})
+    if isinstance(method, AdapterMethod) and method.mixes_ranks:
+        method = method_from({"name": name, "mlp": {"rank": ranks}})
     with torch.device("meta"):
         base = GPT2LMHeadModel(GPT2Config())
     server = method.server(ServerContext(0, base, clients, lambda *_: None))
     assert isinstance(server, AdapterServer)
     for client in clients:
-        shapes = {name: server.shape(client, name) for name in server.shared}
+        shapes = {name: list(server.shape(client, name)) for name in server.shared}
         server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
     server.open(0, list(clients))
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = resident("VmRSS"), 0
-    for client in clients:
-        upload = make_upload(server, client)
-        largest = max(largest, len(upload))
-        server.receive(client, method.schema().receive("up", upload))
-    server.close()
+    aggregation = Aggregation(AggregationSpec(), method.schema())
+
+    def contributions() -> Iterator[Contribution]:
+        nonlocal largest
+        for client in clients:
+            upload = make_upload(server, client)
+            largest = max(largest, len(upload))
+            yield contribution(server, aggregation, client, method.schema().receive("up", upload))
+
+    server.close(aggregation.mean(0, contributions()))
     method.schema().send("down", server.download(clients[0]))
     return Peak(name, count, largest, before, resident("VmHWM") - before)
 
@@ -71,8 +78,12 @@ def measure(name: str, count: int, threads: int) -> Peak:
 def make_upload(server: AdapterServer, client: str) -> bytes:
     """Random values, encoded."""
     chance = generator(0, "upload", client)
-    shapes = server.held[client]
-    return Message(0, {n: torch.randn(s, generator=chance) for n, s in shapes.items()}).encode()
+    groups: dict[str, dict[str, torch.Tensor]] = {"adapter": {}, "experts": {}}
+    averaged = server.expects(client)["adapter"]
+    for name, shape in server.held[client].items():
+        group = "adapter" if name in averaged else "experts"
+        groups[group][name] = torch.randn(shape, generator=chance)
+    return Message(0, groups).encode()
 
 
 def resident(which: str) -> int:

@@ -138,7 +138,7 @@ def ours(specialists: int, precision: Precision, plain: bool = False) -> Contest
     if not plain:
         prepare(model, precision, TIME)
     layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
-    adapter = Adapter(model, layout, seed=0, client="ada", shared=())
+    adapter = Adapter(model, layout, seed=0, client="ada", common=lambda part: False)
     adapter.attach(model)
     roles = ("dense", "generalist", "specialist")
     adapter.require_grad(*roles)

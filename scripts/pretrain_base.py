@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 
@@ -217,20 +218,21 @@ class Training:
 
     def state(self) -> State:
         """Weights and moments, and what tells whether a checkpoint may be gone on from."""
-        tensors = {f"weight/{name}": p for name, p in self.parameters.items()}
+        groups: dict[str, dict[str, Tensor]] = {"weights": dict(self.parameters)}
         for name, p in self.parameters.items():
-            tensors |= {f"{kind}/{name}": t for kind, t in self.optimiser.state[p].items()}
-        return State(tensors, {**self.identity, "done": self.done})
+            for kind, tensor in self.optimiser.state[p].items():
+                groups.setdefault(kind, {})[name] = tensor
+        return State(groups, {**self.identity, "done": self.done})
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
         """Take weights and moments back."""
         for name, p in self.parameters.items():
-            p.copy_(state.tensors[f"weight/{name}"])
+            p.copy_(state["weights"][name])
             self.optimiser.state[p] = {
-                "step": state.tensors[f"step/{name}"],
-                "exp_avg": state.tensors[f"exp_avg/{name}"].to(p.device),
-                "exp_avg_sq": state.tensors[f"exp_avg_sq/{name}"].to(p.device),
+                "step": state["step"][name],
+                "exp_avg": state["exp_avg"][name].to(p.device),
+                "exp_avg_sq": state["exp_avg_sq"][name].to(p.device),
             }
         self.done = state.values["done"]
 

@@ -117,7 +117,7 @@ def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
             "name": "small",
             "threads": 1,
             "base": str(bases / "gpt2"),
-            "method": {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1},
+            "method": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
             "rounds": 3,
             "data_root": str(texts),
             "data": {"window": 16, "limits": {"train": 2000, "validation": 400, "test": 400}},
@@ -148,7 +148,7 @@ def teachers(
     """A run in which a server and clients with other tokens have a public set of questions."""
 
     def make(**changes: Any) -> coterie.RunConfig:
-        method = {"attention_rank": 2, "top": 7} | changes.pop("method", {"name": "fedmkt"})
+        method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
         run: dict[str, Any] = {
             "method": method,
             "rounds": 2,

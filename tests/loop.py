@@ -9,8 +9,9 @@ import torch
 
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.deployed.client import Own, Worker
+from coterie.engines.deployed.client import Site, Worker
 from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.exchange import Message, State
 from coterie.exchange.envelope import Order, unseal
 from coterie.federation import served
 from coterie.runs import RunFolder
@@ -73,18 +74,18 @@ class Loop:
             self.workers[name] = worker
 
 
-def own(run: RunConfig, name: str, out: Path) -> Own:
+def site(run: RunConfig, name: str, out: Path) -> Site:
     """What a client of a run file brings."""
     [spec] = [client for client in run.clients if client.name == name]
     root = run.root
     texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
     public = None if run.data.public is None else str(root / run.data.public)
-    return Own(name, texts, out, public=public)
+    return Site(name, texts, out, public=public)
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
     """A process of every client."""
-    return {c.name: Worker(own(run, c.name, out)) for c in run.clients}
+    return {c.name: Worker(site(run, c.name, out)) for c in run.clients}
 
 
 def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = None) -> ServerRun:
@@ -117,11 +118,24 @@ def assert_same_states(one: RunFolder, other: RunFolder) -> None:
 
 
 def assert_same_state(one: RunFolder, other: RunFolder, side: str) -> None:
-    mine, theirs = one.load(side), other.load(side)
-    assert mine.values == theirs.values, side
-    assert mine.tensors.keys() == theirs.tensors.keys(), side
-    for name, tensor in mine.tensors.items():
-        assert torch.equal(tensor, theirs.tensors[name]), (side, name)
+    assert_equal(one.load(side), other.load(side), side)
+
+
+def assert_equal(one: State, other: State, side: str) -> None:
+    """Two states of one side are the same, bit for bit."""
+    mine, theirs = dict(one.walk()), dict(other.walk())
+    assert mine.keys() == theirs.keys(), side
+    for path, state in mine.items():
+        assert state.values == theirs[path].values, (side, path)
+        tensors, expected = flat(state), flat(theirs[path])
+        assert tensors.keys() == expected.keys(), (side, path)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[name]), (side, path, name)
+
+
+def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
+    """Its own tensors by group and name, without those of its parts or peers."""
+    return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 
 
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:

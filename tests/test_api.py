@@ -95,8 +95,8 @@ def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
     "change",
     [
         {"baselines": ["local", "fedavgg"]},
-        {"baselines": ["local"], "method": {"name": "comigs-1g1s", "top_k": 5}},
-        {"method": {"name": "comigs-1g1s", "specialists": {"peot": 3, "others": 1}}},
+        {"baselines": ["local"], "method": {"name": "comigs-1g1s", "router": {"top_k": 5}}},
+        {"method": {"name": "comigs-1g1s", "mlp": {"specialists": {"peot": 3, "others": 1}}}},
         {"data": {"window": 65}},
         {"base": "nowhere-at-all/"},
     ],

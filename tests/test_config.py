@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coterie import CoterieError, RunConfig, load_config
+from coterie import CoterieError, load_config
 from coterie.config import parse
 from coterie.config_errors import RENAMED
-from coterie.methods.averaging import FedAvg
-from coterie.methods.comigs import CoMiGS2G
 
 WRONG = {
     "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
     "training": ({"bacth": 3}, "Unknown key 'training.bacth'. Did you mean 'training.batch'?"),
     "evaluation": ({"evry": 3}, "'evaluation.evry'. Did you mean 'evaluation.every'?"),
     "data": ({"limits": {"trian": 9}}, "'data.limits.trian'. Did you mean 'data.limits.train'?"),
-    "method": ({"name": "fedavg", "toppk": 2}, "'method.toppk'. Did you mean 'method.top_k'?"),
+    "method": (
+        {"name": "pfedmoe", "router": {"toppk": 2}},
+        "'method.router.toppk'. Did you mean 'method.router.top_k'?",
+    ),
     "clients": ([{"name": "a", "pth": "x"}], "'clients[0].pth'. Did you mean 'clients[0].path'?"),
 }
 
@@ -38,8 +39,14 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("training=5", "training should be a mapping of keys to values, not 5."),
         ("training.optimiser.betas=[1]", "optimiser.betas should be a list of 2 numbers, not [1]."),
         ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
-        ("method.specialists=abc", "method.specialists should be a whole number or a mapping"),
-        ("method.specialists={poet: x}", "method.specialists.poet should be a whole number"),
+        (
+            "method.mlp.specialists=abc",
+            "specialists should be a whole number or a mapping",
+        ),
+        (
+            "method.mlp.specialists={poet: x}",
+            "mlp.specialists.poet should be a whole number",
+        ),
         ("clients=poet", "clients should be a list, not 'poet'."),
         ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
         ("clients=[{path: x}]", "clients[0].name is missing."),
@@ -75,19 +82,6 @@ def test_a_key_that_has_another_name_now_is_told(old, new, run_file) -> None:
     with pytest.raises(CoterieError) as error:
         load_config(run_file, [f"{old}=1"])
     assert str(error.value) == f"{old} is now {new}."
-
-
-def test_renamed_keys_of_a_method_are_told_where_it_has_the_new_one_alone(
-    values, monkeypatch
-) -> None:
-    monkeypatch.setitem(RENAMED, "method.rang", "method.rank.all")
-    monkeypatch.setitem(RENAMED, "method.top_k", "method.rank.most")
-    for method in ({"name": "local", "rang": 3}, {"rang": 3}):
-        with pytest.raises(CoterieError, match=r"^method\.rang is now method\.rank\.all\.$"):
-            parse(values(method=method))
-    with pytest.raises(CoterieError, match=r"^Unknown key 'method\.rang'"):
-        parse(values(method={"name": "pretrained", "rang": 3}))  # which has no rank either
-    parse(values(method={"name": "fedavg", "top_k": 1}))  # which has it still
 
 
 def test_a_value_that_has_another_name_now_is_told(run_file) -> None:
@@ -153,10 +147,10 @@ def test_a_run_without_a_name_is_named_after_its_file(run_file) -> None:
 
 
 def test_settings_reach_into_sections_and_methods(run_file) -> None:
-    run = load_config(run_file, ["training.batch=7", "method=local", "method.rank=3", "seed=5"])
+    run = load_config(run_file, ["training.batch=7", "method=local", "method.mlp.rank=3", "seed=5"])
     assert (run.training.batch, run.label, run.seed) == (7, "local", 5)
-    assert run.method.described()["rank"] == 3
-    assert load_config(run_file, ["method={rank: 2}"]).label == "comigs-1g1s"
+    assert run.method.described()["mlp"] == {"rank": 3, "sets": 2}
+    assert load_config(run_file, ["method={mlp: {rank: 2}}"]).label == "comigs-1g1s"
 
 
 def test_a_run_survives_the_way_through_plain_data(config) -> None:
@@ -173,24 +167,6 @@ def test_the_digest_follows_what_can_change_the_result(config) -> None:
     assert config(name="other", baselines=["local"]).digest() == run.digest()
     for change in ({"seed": 1}, {"rounds": 4}, {"method": "local"}, {"data_root": "x"}):
         assert config(**change).digest() != run.digest()
-
-
-def test_another_method_takes_over_what_makes_it_comparable(config) -> None:
-    run = config(method={"name": "comigs-1g1s", "rank": 3, "router_every": 9}, baselines=["local"])
-    local = run.with_method("local")
-    assert local.method.described()["rank"] == 3
-    assert local.baselines == ()
-    assert isinstance(local, RunConfig)
-    assert run.with_method("centralized").pooled
-
-
-def test_other_methods_take_over_what_makes_them_comparable(config) -> None:
-    run = config(method={"name": "comigs-1g1s", "rank": 4, "specialists": 3, "router_every": 7})
-    assert run.with_method("comigs-1g1s").method == run.method
-    assert run.with_method("fedavg").method.model_dump() == FedAvg(rank=4).model_dump()
-    other = run.with_method("comigs-2g").method
-    assert other.model_dump() == CoMiGS2G(rank=4, router_every=7).model_dump()
-    assert run.with_method("pretrained").method.model_dump() == {}
 
 
 def test_what_is_written_can_be_shown_only_where_it_is_written(values) -> None:

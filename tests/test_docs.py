@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import coterie
+from coterie.runs import RunFolder
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,11 +19,11 @@ def test_the_method_that_the_page_adds_runs(config, tmp_path) -> None:
     names: dict = {}
     exec(code, names)
     run = config(rounds=2, threads=1)
-    done = coterie.run(run, method=names["Median"](), out=tmp_path / "median")
-    mean = coterie.run(run.with_method("fedavg"), out=tmp_path / "mean")
-    median = done.results["median"]["aggregated"]
-    assert median.keys() == mean.results["fedavg"]["aggregated"].keys()
-    assert median != mean.results["fedavg"]["aggregated"]
+    done = coterie.run(run, method=names["FedSALora"](), out=tmp_path / "fedsa")
+    states = [RunFolder(done.path).load(f"client-{name}")["adapter"] for name in ("poet", "whaler")]
+    assert not any(torch.equal(mine, states[1][name]) for name, mine in states[0].items())
+    shared = RunFolder(done.path).load("server")["adapter"]
+    assert set(shared) == {name for name in states[0] if name.endswith(".A")}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

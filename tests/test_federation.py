@@ -14,7 +14,7 @@ from coterie.bases import load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data import Examples
 from coterie.engines.session import Session
-from coterie.federation import EVERYONE, Participant, client_context, federation
+from coterie.federation import EVERYONE, Participant, client_context, participants_of
 from coterie.methods import Setting
 from coterie.methods.pretrained import Pretrained
 
@@ -22,7 +22,7 @@ Config = Callable[..., RunConfig]
 
 
 def participants(run: RunConfig) -> dict[str, Participant]:
-    return {p.name: p for p in federation(run, load_tokenizer("tiny-gpt2"))}
+    return {p.name: p for p in participants_of(run, load_tokenizer("tiny-gpt2"))}
 
 
 def with_public(run: RunConfig, name: str) -> RunConfig:
@@ -144,7 +144,9 @@ def test_the_digest_notices_where_samples_and_answers_begin(config: Config, text
 def test_the_same_samples_whatever_the_method(config: Config, texts: Path) -> None:
     run = asking(config, texts, by="dirichlet", clients=3, alpha=1.0, balanced=True)
     digests = {
-        tuple(p.digest() for p in federation(run.with_method(name), load_tokenizer("tiny-gpt2")))
+        tuple(
+            p.digest() for p in participants_of(run.with_method(name), load_tokenizer("tiny-gpt2"))
+        )
         for name in ("comigs-1g1s", "fedavg", "local")
     }
     assert len(digests) == 1

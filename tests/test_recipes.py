@@ -9,7 +9,7 @@ from coterie.config import load_config
 from coterie.data import Examples
 from coterie.data.files import Record
 from coterie.data.instructions import instructions
-from coterie.federation import check, federation
+from coterie.federation import check, participants_of
 from coterie.methods import Setting, available
 from coterie.paper_tables import is_table, load_table
 
@@ -66,11 +66,13 @@ def test_active_and_full_ranks_match_the_experts_of_comigs() -> None:
         _, columns = load_table(ROOT / "recipes" / f"{folder}.yaml")
         for column in columns:
             methods = {row: cell.method.model_dump() for row, cell in column.cells.items()}
-            held = {c: 1 + n for c, n in methods["CoMiGS-1GXS"]["specialists"].items()}
+            held = {c: 1 + n for c, n in methods["CoMiGS-1GXS"]["mlp"]["specialists"].items()}
             assert "".join(map(str, held.values())) == column.spec.name.split()[-1]
             for method in ("HetLoRA", "FlexLoRA"):
-                assert methods[f"{method} active"]["rank"] == 2 * 8
-                assert methods[f"{method} full"]["rank"] == {c: 8 * n for c, n in held.items()}
+                assert methods[f"{method} active"]["mlp"]["rank"] == 2 * 8
+                assert methods[f"{method} full"]["mlp"]["rank"] == {
+                    c: 8 * n for c, n in held.items()
+                }
 
 
 def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
@@ -86,7 +88,7 @@ def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
 @pytest.mark.parametrize("recipe", TEXTS, ids=name)
 def test_a_recipe_finds_its_texts(recipe) -> None:
     config = load_config(recipe, [f"data_root={DATA}"])
-    participants = federation(config, load_tokenizer(config.base))
+    participants = participants_of(config, load_tokenizer(config.base))
     assert len(participants) == 4
     for p in participants:
         assert len(p.data.train.ids) == 40_000
@@ -99,7 +101,7 @@ def test_a_recipe_finds_its_texts(recipe) -> None:
 def test_the_small_mixtures_find_their_texts() -> None:
     _, columns = load_table(SMALL[0].parent / "pcl-table4.yaml", [f"data_root={DATA}"])
     for column in columns:
-        participants = federation(column.run, load_tokenizer(column.run.base))
+        participants = participants_of(column.run, load_tokenizer(column.run.base))
         assert len(participants) == 4
         for p in participants:
             assert len(p.data.train.ids) == 40_000
@@ -203,7 +205,7 @@ def test_the_small_fedmkt_tables_find_their_samples() -> None:
     longest = ["News topics", "RTE"]
     _, columns = load_table(recipe, [f"data_root={DATA}", "bases={}"], columns=longest)
     for column in columns:
-        participants = federation(column.run, load_tokenizer(column.run.base))
+        participants = participants_of(column.run, load_tokenizer(column.run.base))
         assert len(participants) == 4
         for p in participants:
             counts = []

@@ -18,12 +18,13 @@ from pydantic import (
     model_validator,
 )
 
+from coterie.aggregation import AggregationSpec
 from coterie.config_errors import refuse_renamed, sentence
 from coterie.data import ClientSpec, DataSpec, DivideSpec
 from coterie.data.templates import inlined
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.methods import POOLED, Method, available, method_from
+from coterie.methods import POOLED, Method, available, carried, method_from
 from coterie.methods.contract import SERVER
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
@@ -116,6 +117,7 @@ class RunConfig(BaseModel):
         default=None, description="or: one data set, divided among clients"
     )
     training: TrainingSpec = TrainingSpec()
+    aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
     deployment: DeploymentSpec = DeploymentSpec()
 
@@ -218,20 +220,13 @@ class RunConfig(BaseModel):
     def with_method(self, name: str) -> "RunConfig":
         """The same run with another method, by name, and without baselines.
 
-        The run's own method keeps its settings. Of those, others take over what makes methods
-        comparable (`Method.common`) where it was changed, if they have it.
+        The run's own method keeps its settings. A part of them that was changed (`mlp`,
+        `attention`, ...) is carried over to others that have it, so that a rank means the same.
         """
         if name == self.label:
             return self.model_copy(update={"baselines": ()})
         kind = available().get("local" if name == POOLED else name, Method)
-        carried = {
-            field: value
-            for field in self.method.common
-            if field in kind.model_fields
-            and (value := getattr(self.method, field))
-            != type(self.method).model_fields[field].default
-        }
-        method = {"name": name, **carried}
+        method = {"name": name, **carried(self.method, kind)}
         return parse({**self.as_dict(), "method": method, "pooled": False, "baselines": []})
 
     def as_dict(self) -> dict[str, Any]:

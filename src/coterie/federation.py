@@ -98,7 +98,7 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     raise CoterieError(f"The run file names no client {name!r}.")
 
 
-def federation(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
+def participants_of(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
     """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
     return gathered(config, tokenizer).clients
 
@@ -114,17 +114,17 @@ def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
         division = divided_texts(config.divide, config.data, config.root, config.seed)
     names = sorted(c.name for c in config.clients) if division is None else sorted(division)
     others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
-    words = _tokenizers(config, tokenizer, [*names, *others])
+    tokenizers = _tokenizers(config, tokenizer, [*names, *others])
     if division is None:
-        data = {name: client_data(config, words[name], name) for name in names}
+        data = {name: client_data(config, tokenizers[name], name) for name in names}
     else:
-        data = {n: tokenise(division[n], words[n], config.data, n) for n in names}
+        data = {n: tokenise(division[n], tokenizers[n], config.data, n) for n in names}
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = None if division is None else division.public
-    public = _public(config, words, set_aside)
+    public = _public(config, tokenizers, set_aside)
     server = None
     if config.server is not None:
-        server = _server(config, words[SERVER], public[SERVER], set_aside)
+        server = _server(config, tokenizers[SERVER], public[SERVER], set_aside)
     if config.pooled:
         both = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
         return Federation([Participant(EVERYONE, both, tests, public[EVERYONE])], server)
@@ -145,8 +145,8 @@ def served(config: RunConfig) -> Participant | None:
         return None
     precision, window = config.training.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root)
-    words = {SERVER: base.tokenizer}
-    own = _server(config, base.tokenizer, _public(config, words, None)[SERVER], None)
+    tokenizers = {SERVER: base.tokenizer}
+    own = _server(config, base.tokenizer, _public(config, tokenizers, None)[SERVER], None)
     return replace(own, base=base)
 
 
@@ -166,18 +166,18 @@ def _tokenizers(
 
 
 def _public(
-    config: RunConfig, words: Mapping[str, Tokenizer], set_aside: Texts[Any] | None
+    config: RunConfig, tokenizers: Mapping[str, Tokenizer], set_aside: Texts[Any] | None
 ) -> Mapping[str, Split | None]:
-    """The text that everybody may see, for each of `words`; it is read once."""
+    """The text that everybody may see, for each of `tokenizers`; it is read once."""
     if set_aside is not None:
         items = set_aside.train
     elif config.data.public is not None:
         items = whole_text(config.data.public, config.data, config.root, PUBLIC)
     else:
-        return dict.fromkeys(words)
-    bases = {config.base_of(name): tokenizer for name, tokenizer in words.items()}
+        return dict.fromkeys(tokenizers)
+    bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
     tokens = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
-    return {name: tokens[config.base_of(name)] for name in words}
+    return {name: tokens[config.base_of(name)] for name in tokenizers}
 
 
 def _server(

@@ -40,7 +40,7 @@ def base_of(config: PreTrainedConfig) -> PreTrainedModel:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_pairs_add_a_low_rank_product_to_the_weights(config: PreTrainedConfig) -> None:
     base, merged = base_of(config), base_of(config)
-    adapter = Adapter(base, PAIRS, seed=0, client="ada", shared=())
+    adapter = Adapter(base, PAIRS, seed=0, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(1)
     for parameter in adapter.parameters().values():
         parameter.data = torch.randn(parameter.shape, generator=chance).double() / 3
@@ -66,6 +66,6 @@ def test_unknown_architectures_are_named() -> None:
         BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     )
     with pytest.raises(CoterieError, match="BertForMaskedLM has no attention of a known kind"):
-        Adapter(bert, PAIRS, 0, "ada", ())
+        Adapter(bert, PAIRS, 0, "ada", lambda part: False)
     with pytest.raises(CoterieError, match="BloomForCausalLM has no MLP of a known kind"):
-        Adapter(base_of(CONFIGS["bloom"]), Layout(), 0, "ada", ())
+        Adapter(base_of(CONFIGS["bloom"]), Layout(), 0, "ada", lambda part: False)

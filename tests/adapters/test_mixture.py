@@ -63,7 +63,7 @@ def naive(
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
     """An adapter whose B are not zero, and whose routers are not nearly uniform."""
-    adapter = Adapter(base, layout, seed=3, client="ada", shared=())
+    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.3, generator=chance)
@@ -109,7 +109,7 @@ def test_gradients_do_not_depend_on_what_else_is_trained(
     adapter.require_grad(trained)  # pyright: ignore[reportArgumentType]
     base(ids, labels=ids).loss.backward()
     for name, parameter in adapter.parameters().items():
-        if adapter.roles[name] == trained:
+        if adapter.parts()[name].role == trained:
             torch.testing.assert_close(parameter.grad, everything[name], rtol=0, atol=1e-12)
         else:
             assert parameter.grad is None
@@ -123,7 +123,7 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
     assert isinstance(weight, Tensor)
     logits = base(ids).logits
     expected = torch.autograd.grad(logits.square().mean(), weight)[0]
-    Adapter(base, Layout(), seed=0, client="ada", shared=()).attach(base)
+    Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False).attach(base)
     weight.requires_grad_(True)
     torch.testing.assert_close(base(ids).logits, logits, rtol=0, atol=1e-10)
     got = torch.autograd.grad(base(ids).logits.square().mean(), weight)[0]
@@ -133,7 +133,7 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
 def routed_with(logits: Tensor, top_k: int, base: PreTrainedModel) -> Mixture:
     """A mixture whose last forward pass had these router logits: (tokens, experts)."""
     layout = Layout(1, logits.shape[1] - 1, top_k=top_k)
-    adapter = Adapter(base, layout, seed=0, client="ada", shared=())
+    adapter = Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
     adapter.attach(base)
     mixture = next(m for m in base.modules() if isinstance(m, Mixture))
     x = torch.zeros(len(logits), 12, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_load_balance_is_the_mean_over_layers_and_trains_routers(
 
 def test_no_router_no_balance(base: PreTrainedModel) -> None:
     for layout in (Layout(1, 0), Layout(2, 2, routed=False), Layout(0, 0)):
-        adapter = Adapter(base, layout, seed=0, client="ada", shared=())
+        adapter = Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
         assert not adapter.parameters("router")
         assert not adapter.balances
         assert adapter.routing() == {}

@@ -131,13 +131,13 @@ def test_homogeneous_bounds_share_experts_out_evenly(E, C) -> None:
         (
             Bounds(2, 4, 8),
             "Too few experts for all clients: C * k_e <= E * k_c fails, as 4 clients * at least 4 "
-            "experts = 16, but 7 experts * 2 clients = 14; lower least_experts (k_e) to at "
+            "experts = 16, but 7 experts * 2 clients = 14; lower min_experts (k_e) to at "
             "most 3, or raise clients_per_expert (k_c) or experts (E).",
         ),
         (
             Bounds(2, 1, 3),
             "Too many experts for all clients: E * k_c <= C * min(b, E) fails, as 7 experts * 2 "
-            "clients = 14, but 4 clients * at most 3 experts = 12; raise most_experts (b) to at "
+            "clients = 14, but 4 clients * at most 3 experts = 12; raise max_experts (b) to at "
             "least 4, or lower clients_per_expert (k_c) or experts (E).",
         ),
     ],

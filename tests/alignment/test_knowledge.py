@@ -19,6 +19,7 @@ from coterie.data import Examples, Instruction
 from coterie.data.examples import continuing, examples, split
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
+from coterie.methods.fedmkt import KNOWLEDGE
 
 VOCABULARY, TOP = 50, 2
 ITEMS = [
@@ -224,7 +225,8 @@ def test_what_was_told_is_received() -> None:
     ):  # fmt: skip
         for name, tensor in whole.tensors().items():
             assert torch.equal(got.tensors()[name], tensor)
-    assert all(name.startswith("knowledge.") for name in whole.tensors())
+    kinds = {name: str(t.dtype).removeprefix("torch.") for name, t in whole.tensors().items()}
+    assert kinds == KNOWLEDGE.dtype  # all that may travel, and nothing else
     lacking = replace(whole, tokens=torch.full_like(whole.tokens, -1))
     Knowledge.received(lacking.tensors(), VOCABULARY, TOP)
 
@@ -234,15 +236,15 @@ TOLD = knowledge(positions("gpt2", ITEMS)).tensors()
 
 def changed(name: str, place: int, value: float) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"knowledge.{name}"] = tensors[f"knowledge.{name}"].clone()
-        tensors[f"knowledge.{name}"].view(-1)[place] = value
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[place] = value
 
     return change
 
 
 def reshaped(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
-        tensors[f"knowledge.{name}"] = how(tensors[f"knowledge.{name}"])
+        tensors[name] = how(tensors[name])
 
     return change
 
@@ -262,7 +264,7 @@ DAMAGE = {
     "more than all": changed("lognorm", 1, 0.5),
     **{
         f"{what} of {name}": reshaped(name, how)
-        for name in (key.removeprefix("knowledge.") for key in TOLD)
+        for name in TOLD
         for what, how in {
             "one dimension more": lambda t: t[None],
             "one less": lambda t: t[0],

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.alignment.transfer import Shares, first, mixed, translated
+from coterie.alignment.transfer import SoftTargets, first, mixed, translated
 
 TEACHER, STUDENT = 9, 5
 NONE = -math.inf
@@ -37,22 +37,22 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 def naive(
     tokens: list[int], logprobs: list[float], ids: list[int], temperature: float
 ) -> tuple[dict[int, float], float]:
-    """The student's tokens with their shares, and the probability of what is kept."""
+    """The student's tokens with their probabilities, and the probability of what is kept."""
     kept: dict[int, float] = {}
     for token, logprob in zip(tokens, logprobs, strict=True):
         if token >= 0 and ids[token] >= 0 and ids[token] not in kept:
             kept[ids[token]] = logprob
     total = sum(math.exp(logprob / temperature) for logprob in kept.values())
-    shares = {token: math.exp(value / temperature) / total for token, value in kept.items()}
-    return shares, sum(map(math.exp, kept.values()))
+    probs = {token: math.exp(value / temperature) / total for token, value in kept.items()}
+    return probs, sum(map(math.exp, kept.values()))
 
 
-def as_dict(shares: Shares, row: int) -> dict[int, float]:
+def as_dict(probs: SoftTargets, row: int) -> dict[int, float]:
     found: dict[int, float] = {}
-    for token, share in zip(shares.tokens[row].tolist(), shares.shares[row].tolist(), strict=True):
-        if share:
+    for token, prob in zip(probs.tokens[row].tolist(), probs.probs[row].tolist(), strict=True):
+        if prob:
             assert token not in found
-            found[token] = share
+            found[token] = prob
     return found
 
 
@@ -63,17 +63,17 @@ def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> 
     lognorm = logprobs.logsumexp(-1)
     map_ids = torch.tensor(ids, dtype=torch.int32)
     got = translated(tokens, logprobs, lognorm, map_ids, temperature)
-    assert (got.tokens.dtype, got.shares.dtype, got.mass.dtype) == (
+    assert (got.tokens.dtype, got.probs.dtype, got.mass.dtype) == (
         torch.int64, torch.float32, torch.float32,
     )  # fmt: skip
-    assert got.tokens.shape == got.shares.shape == tokens.shape
+    assert got.tokens.shape == got.probs.shape == tokens.shape
     assert ((got.tokens >= 0) & (got.tokens < STUDENT)).all()
     for row in range(len(tokens)):
-        shares, mass = naive(tokens[row].tolist(), logprobs[row].tolist(), ids, temperature)
-        assert as_dict(got, row) == pytest.approx(shares, abs=1e-5)
+        probs, mass = naive(tokens[row].tolist(), logprobs[row].tolist(), ids, temperature)
+        assert as_dict(got, row) == pytest.approx(probs, abs=1e-5)
         assert got.mass[row].item() == pytest.approx(mass, abs=1e-5)
-        total = got.shares[row].sum().item()
-        assert total == pytest.approx(1) if shares else total == 0
+        total = got.probs[row].sum().item()
+        assert total == pytest.approx(1) if probs else total == 0
 
 
 @given(rows())
@@ -83,7 +83,7 @@ def test_the_identity_changes_nothing(given_rows) -> None:
     lognorm = logprobs.logsumexp(-1)
     mapped = translated(tokens, logprobs, lognorm, torch.arange(TEACHER, dtype=torch.int32))
     plain = translated(tokens, logprobs, lognorm)
-    for name in ("tokens", "shares", "mass"):
+    for name in ("tokens", "probs", "mass"):
         assert torch.equal(getattr(mapped, name), getattr(plain, name))
     assert torch.equal(plain.tokens, tokens.long().clamp(min=0))
 
@@ -102,7 +102,7 @@ def test_a_position_of_which_nothing_is_left_says_nothing() -> None:
     tokens = torch.tensor([[3, 4], [-1, -1], [-1, -1]], dtype=torch.int32)
     logprobs = torch.tensor([[-0.5, -2.0], [-0.5, -2.0], [NONE, NONE]])
     got = translated(tokens, logprobs, torch.zeros(3), torch.full((TEACHER,), -1))
-    assert not got.shares.any()
+    assert not got.probs.any()
     assert not got.mass.any()
 
 
@@ -113,17 +113,17 @@ def test_first_of_equal_tokens_in_a_row(tokens) -> None:
     assert first(torch.tensor(tokens)).tolist() == expected
 
 
-def some(seed: int, p: int, k: int) -> Shares:
+def some(seed: int, p: int, k: int) -> SoftTargets:
     chance = torch.Generator().manual_seed(seed)
     tokens = torch.randint(STUDENT, (p, k), generator=chance)
-    shares = torch.rand(p, k, generator=chance).softmax(-1)
-    return Shares(tokens, shares, torch.rand(p, generator=chance))
+    probs = torch.rand(p, k, generator=chance).softmax(-1)
+    return SoftTargets(tokens, probs, torch.rand(p, generator=chance))
 
 
-def dense(shares: Shares) -> Tensor:
+def dense(probs: SoftTargets) -> Tensor:
     """(p, vocabulary), by adding up."""
-    found = torch.zeros(len(shares.mass), STUDENT)
-    for row, (tokens, values) in enumerate(zip(shares.tokens, shares.shares, strict=True)):
+    found = torch.zeros(len(probs.mass), STUDENT)
+    for row, (tokens, values) in enumerate(zip(probs.tokens, probs.probs, strict=True)):
         for token, value in zip(tokens.tolist(), values.tolist(), strict=True):
             found[row, token] += value
     return found
@@ -131,8 +131,8 @@ def dense(shares: Shares) -> Tensor:
 
 def test_of_labels_all_is_on_one_token() -> None:
     labels = torch.tensor([3, 0, 4], dtype=torch.int32)
-    got = Shares.of(labels, 3)
-    assert got.tokens.shape == got.shares.shape == (3, 3)
+    got = SoftTargets.of(labels, 3)
+    assert got.tokens.shape == got.probs.shape == (3, 3)
     assert torch.equal(dense(got), torch.eye(STUDENT)[labels.long()])
     assert not got.mass.any()
 
@@ -142,24 +142,24 @@ def test_of_labels_all_is_on_one_token() -> None:
     [torch.tensor([2, 0]), torch.tensor([False, True, True, False]), torch.zeros(0).long()],
 )
 def test_some_positions_are_taken_and_replaced(positions) -> None:
-    shares, others = some(0, 4, 3), some(1, 4, 3)
+    probs, others = some(0, 4, 3), some(1, 4, 3)
     part = others[positions]
     numbers = torch.arange(4)[positions].tolist()
     assert torch.equal(dense(part), dense(others)[positions])
     assert torch.equal(part.mass, others.mass[positions])
-    before, mass = dense(shares), shares.mass.clone()
-    shares[positions] = part
+    before, mass = dense(probs), probs.mass.clone()
+    probs[positions] = part
     for row in range(4):
         replaced = row in numbers
-        assert torch.equal(dense(shares)[row], (dense(others) if replaced else before)[row])
-        assert shares.mass[row] == (others.mass if replaced else mass)[row]
+        assert torch.equal(dense(probs)[row], (dense(others) if replaced else before)[row])
+        assert probs.mass[row] == (others.mass if replaced else mass)[row]
 
 
 def test_what_is_unknown_is_what_others_say() -> None:
-    shares, others = some(0, 4, 3), some(1, 4, 3)
-    shares.shares[[1, 3]] = 0
-    got = shares.or_else(others)
-    for row, source in enumerate([shares, others, shares, others]):
+    probs, others = some(0, 4, 3), some(1, 4, 3)
+    probs.probs[[1, 3]] = 0
+    got = probs.or_else(others)
+    for row, source in enumerate([probs, others, probs, others]):
         assert torch.equal(dense(got)[row], dense(source)[row])
         assert got.mass[row] == source.mass[row]
 
@@ -168,8 +168,8 @@ def test_what_is_unknown_is_what_others_say() -> None:
 def test_a_mean_weighs_both(weight) -> None:
     a, b = some(0, 4, 3), some(1, 4, 2)
     got = mixed(a, b, weight)
-    assert got.tokens.shape == got.shares.shape == (4, 5)
+    assert got.tokens.shape == got.probs.shape == (4, 5)
     w = weight if weight.dim() else weight.repeat(4)
     torch.testing.assert_close(dense(got), w[:, None] * dense(a) + (1 - w[:, None]) * dense(b))
     torch.testing.assert_close(got.mass, w * a.mass + (1 - w) * b.mass)
-    torch.testing.assert_close(got.shares.sum(-1), torch.ones(4))
+    torch.testing.assert_close(got.probs.sum(-1), torch.ones(4))

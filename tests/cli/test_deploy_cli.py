@@ -44,7 +44,10 @@ def complaint(*arguments: object) -> str:
         ({"method": "centralized"}, "cannot be deployed"),
         ({"clients": 3}, "clients should be a list"),
         ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
-        ({"method": {"name": "comigs-1g1s", "specialists": {"dora": 1, "others": 1}}}, "'dora'"),
+        (
+            {"method": {"mlp": {"specialists": {"dora": 1, "others": 1}}}},
+            "'dora'",
+        ),
     ],
 )
 def test_run_files_that_no_server_takes(run, sentence, keys, tmp_path) -> None:

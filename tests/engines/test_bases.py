@@ -30,7 +30,7 @@ Config = Callable[..., RunConfig]
 @pytest.fixture(scope="session")
 def mixed(config: Config, other: str) -> Config:
     """A run in which the poet has another base than the rest."""
-    small = {"generalists": 0, "specialists": 1, "rank": 2, "attention_rank": 2}
+    small = {"mlp": {"sets": 1, "rank": 2}, "attention": {"rank": 2}}
 
     def make(**changes: Any) -> RunConfig:
         local = {"name": "local", **small}

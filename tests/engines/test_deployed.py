@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import Loop, assert_as_local, deploy, folder, own, server, workers
+from loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
 
 import coterie
 from coterie.config import parse
@@ -123,7 +123,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
 @pytest.mark.parametrize("turn", [2, 3, 4, 5, 6])
 def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> None:
     def killed(loop: Loop) -> None:
-        loop.again("poet", Worker(own(run, "poet", tmp_path)))
+        loop.again("poet", Worker(site(run, "poet", tmp_path)))
 
     deploy(run, tmp_path, events={turn: killed})
     assert_as_local(run, tmp_path, local)
@@ -202,8 +202,8 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
         if name != "poet" or reply.kind != "step" or reply.round != 1:
             return data
         message = Message.decode(body)
-        first = min(message.tensors)
-        tensors = dict(message.tensors)
+        tensors = dict(message["adapter"])
+        first = min(tensors)
         match what:
             case "nan":
                 tensors[first] = torch.full_like(tensors[first], float("nan"))
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
                 header["figures"] = [{"round": 1, "name": "test/trained", "value": "x"}]
                 text = json.dumps(header).encode()
                 return len(text).to_bytes(4, "big") + text + body
-        return seal(reply, Message(message.round, tensors).encode())
+        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
 
     notes: list[str] = []
 
@@ -248,9 +248,9 @@ def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, mon
             return data
         spoiled.append(name)
         message = Message.decode(body)
-        first = min(message.tensors)
-        tensors = {**message.tensors, first: message.tensors[first][:1]}
-        return seal(reply, Message(message.round, tensors).encode())
+        first = min(message["adapter"])
+        tensors = {**message["adapter"], first: message["adapter"][first][:1]}
+        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
 
     loop = deploy(run, tmp_path, change=spoil)
     assert steps(loop)["poet", 1] == 2
@@ -266,7 +266,7 @@ def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None
             return super()._obey(order, body)
 
     clients = workers(run, tmp_path)
-    clients["poet"] = Failing(own(run, "poet", tmp_path))
+    clients["poet"] = Failing(site(run, "poet", tmp_path))
     loop = Loop(clients)
     server(deployed(run, quorum=2, deadline=1e6), tmp_path / "server", loop).rounds()
     assert steps(loop)["poet", 1] == 1
@@ -290,13 +290,13 @@ def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -
 
 
 def test_orders_that_no_client_obeys(run, tmp_path) -> None:
-    worker = Worker(own(run, "poet", tmp_path))
+    worker = Worker(site(run, "poet", tmp_path))
     order = Order(run="0" * 16, client="poet", kind="step", round=0)
     assert unseal(Reply, worker.answer(seal(order)))[0].fault == "unknown run"
     other = order.model_copy(update={"client": "whaler"})
     assert unseal(Reply, worker.answer(seal(other)))[0].fault == "refused"
-    old = order.model_copy(update={"kind": "join", "version": "0.0.1"})
-    assert unseal(Reply, worker.answer(seal(old)))[0].fault == "version"
+    old = order.model_copy(update={"kind": "join", "protocol": 1})
+    assert unseal(Reply, worker.answer(seal(old)))[0].fault == "protocol"
     for data in (b"", b"\0\0\0\2{}", b"\xff" * 100, seal(order)[:-1]):
         with pytest.raises(CoterieError):
             worker.answer(data)
@@ -323,7 +323,7 @@ def test_a_client_whose_disk_is_full_is_left_out_and_keeps_its_state(
 def test_a_client_that_lost_its_folder_begins_anew(run, tmp_path) -> None:
     def lost(loop: Loop) -> None:
         shutil.rmtree(folder(run, tmp_path, "poet").path)
-        loop.again("poet", Worker(own(run, "poet", tmp_path)))
+        loop.again("poet", Worker(site(run, "poet", tmp_path)))
 
     deploy(run, tmp_path, events={4: lost})
     assert folder(run, tmp_path, "poet").result is not None
@@ -331,7 +331,7 @@ def test_a_client_that_lost_its_folder_begins_anew(run, tmp_path) -> None:
 
 def test_a_client_with_another_base_is_not_let_in(run, bases, tmp_path) -> None:
     loop = Loop(workers(run, tmp_path), events={5: kill})
-    strange = dataclasses.replace(own(run, "poet", tmp_path), base=str(bases / "llama"))
+    strange = dataclasses.replace(site(run, "poet", tmp_path), base=str(bases / "llama"))
     loop.workers["poet"] = Worker(strange)
     with pytest.raises(Killed):
         server(run, tmp_path / "server", loop).rounds()
@@ -340,9 +340,9 @@ def test_a_client_with_another_base_is_not_let_in(run, bases, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path) -> None:
-    worker = Worker(own(run, "poet", tmp_path))
+    worker = Worker(site(run, "poet", tmp_path))
     chance = np.random.default_rng(0)
-    order = Order(run="0" * 16, client="poet", kind="step", round=3, counted=2, version="0")
+    order = Order(run="0" * 16, client="poet", kind="step", round=3, counted=2, protocol=0)
     whole = np.frombuffer(seal(order, b"body" * 20), dtype=np.uint8)
     for _ in range(100_000):
         data = whole.copy()
@@ -370,12 +370,16 @@ def test_nothing_personal_is_in_any_message(run, tmp_path) -> None:
     loop = deploy(run, tmp_path)
     travelled = b"".join(loop.seen)
     for name in NAMES:
-        for key, tensor in folder(run, tmp_path, name).load(f"client-{name}").tensors.items():
-            data = tensor.contiguous().numpy().tobytes()
-            if len(data) < 64:
-                continue
-            shared = key.startswith(("adapter/generalist", "adapter/dense"))
-            assert (data in travelled) == shared, key
+        state = folder(run, tmp_path, name).load(f"client-{name}")
+        assert len(state.parts) == 1  # local training's moments
+        for path, part in state.walk():
+            for (group, key), tensor in flat(part).items():
+                data = tensor.contiguous().numpy().tobytes()
+                if len(data) < 64:
+                    continue
+                shared = not path and group == "adapter"
+                shared = shared and key.startswith(("generalist", "dense"))
+                assert (data in travelled) == shared, (path, group, key)
     text = (Path(run.data_root) / "poet.txt").read_bytes()
     assert not any(text[i : i + 40] in travelled for i in range(0, len(text) - 40, 40))
     assert str(tmp_path).encode() not in travelled

@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 import pytest
+from loop import flat
 
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import load_config, parse
-from coterie.engines.deployed.client import Own, Worker
+from coterie.engines.deployed.client import Site, Worker
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Order, unseal
 from coterie.runs import RunFolder
@@ -202,13 +203,15 @@ def _nothing_personal_travelled(here: Deployment) -> None:
     travelled = b"".join(data for tape in ends.values() for data in tape)
     for name in NAMES:
         kinds = {True: 0, False: 0}
-        for key, tensor in here.client(name).load(f"client-{name}").tensors.items():
-            data = tensor.contiguous().numpy().tobytes()
-            if len(data) < 64:
-                continue
-            shared = key.startswith(("adapter/generalist", "adapter/dense"))
-            assert (data in travelled) == shared, key
-            kinds[shared] += 1
+        for path, part in here.client(name).load(f"client-{name}").walk():
+            for (group, key), tensor in flat(part).items():
+                data = tensor.contiguous().numpy().tobytes()
+                if len(data) < 64:
+                    continue
+                shared = not path and group == "adapter"
+                shared = shared and key.startswith(("generalist", "dense"))
+                assert (data in travelled) == shared, (path, group, key)
+                kinds[shared] += 1
         assert min(kinds.values()) > 0
         text = here.texts[name].read_bytes()
         assert not any(text[i : i + 40] in travelled for i in range(0, len(text) - 40, 40))
@@ -280,7 +283,7 @@ def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(long_run, t
     assert counted == last
     replies = []
     for out in (tmp_path / "copy", tmp_path / "anew"):
-        worker = Worker(Own("poet", {"path": str(here.texts["poet"])}, out))
+        worker = Worker(Site("poet", {"path": str(here.texts["poet"])}, out))
         worker.answer(join)
         replies.append(worker.answer(step))
         worker.close()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from coterie.bases import EMBEDDED
-from coterie.engines.deployed.client import Own, Worker
+from coterie.engines.deployed.client import Site, Worker
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
 
@@ -63,7 +63,7 @@ class Rogue(Worker):
     """A client with a valid key whose answers to steps are what it is told to send."""
 
     def __init__(self, deployment: Deployment, out: Path) -> None:
-        super().__init__(Own(ROGUE, {"path": str(deployment.texts[ROGUE])}, out))
+        super().__init__(Site(ROGUE, {"path": str(deployment.texts[ROGUE])}, out))
         self.deployment = deployment
         self.answers: list[Callable[[bytes], bytes]] = []
         self.stop = threading.Event()
@@ -116,9 +116,9 @@ def with_tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[by
     def changed(reply: bytes) -> bytes:
         header, body = unseal(Reply, reply)
         message = Message.decode(body)
-        first = min(message.tensors)
-        tensors = {**message.tensors, first: change(message.tensors[first])}
-        return seal(header, Message(message.round, tensors).encode())
+        first = min(message["adapter"])
+        tensors = {**message["adapter"], first: change(message["adapter"][first])}
+        return seal(header, Message(message.round, {"adapter": tensors}).encode())
 
     return changed
 

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from loop import assert_equal
 
 import coterie
+from coterie.aggregation import Aggregation
 from coterie.bases import load_skeleton
 from coterie.engines.local import LocalRun
+from coterie.engines.part import contribution
 from coterie.engines.session import Session
 from coterie.exchange import State
 from coterie.methods import ServerContext
@@ -29,9 +32,7 @@ def assert_identical(one: dict[str, State], other: dict[str, State]) -> None:
     """Bit for bit."""
     assert one.keys() == other.keys()
     for side, state in one.items():
-        assert state.tensors.keys() == other[side].tensors.keys()
-        for name, tensor in state.tensors.items():
-            assert torch.equal(tensor, other[side].tensors[name]), (side, name)
+        assert_equal(state, other[side], side)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,14 @@ def undisturbed(config, tmp_path_factory) -> Path:
 KILLED = """
 import os, signal, sys
 import coterie
-from coterie.training.local import LocalTraining
+from coterie.training.update import Updater
 from pathlib import Path
 
 what, count, run, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 owner, name = {
     "rename": (Path, "replace"),
     "sync": (os, "fsync"),
-    "update": (LocalTraining, "_update"),
+    "update": (Updater, "update"),
 }[what]
 original = getattr(owner, name)
 
@@ -131,7 +132,9 @@ def answer(data):
 answer(schema.send("hello", side.hello()))
 while size := sys.stdin.buffer.read(8):
     message = schema.receive("down", sys.stdin.buffer.read(struct.unpack("<Q", size)[0]))
-    upload = side.step(message)
+    side.take(message)
+    side.train(message.round)
+    upload = side.upload(message.round)
     store.write_bytes(side.state().encode())
     answer(schema.send("up", upload))
 """
@@ -166,6 +169,7 @@ class Worker:
         self.process.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_path) -> None:
     # Every process finds a run file that names its own client and no other's text.
     names = ["diarist", "poet", "whaler"]
@@ -185,14 +189,17 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     skeleton = load_skeleton(run.base)
     context = ServerContext(0, skeleton, tuple(names), lambda *_: None)
     server, schema = run.method.server(context), run.method.schema()
+    aggregation = Aggregation(run.aggregation, schema)
     for name in names:
         server.join(name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):
         server.open(round, names)
+        given = []
         for name in names:
             upload = workers[name].step(schema.send("down", server.download(name)))
-            server.receive(name, schema.receive("up", upload))
-        server.close()
+            message = schema.receive("up", upload)
+            given.append(contribution(server, aggregation, name, message))
+        server.close(aggregation.mean(round, given))
         if round == 0:  # a client's process ends and another takes its place
             workers["poet"].stop()
             start("poet")

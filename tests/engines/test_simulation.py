@@ -21,7 +21,7 @@ from coterie.runs import RunFolder, Watch
 
 SIMULATION = "flower-simulation"
 METHODS: dict[str, dict[str, Any]] = {
-    "comigs": {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1},
+    "comigs": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
     "pcl": {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1},
 }
 
@@ -30,7 +30,6 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     """The same states, bit for bit, and the same figures."""
     assert_same_states(one, other)
     assert figures(one) == figures(other)
-    assert trust(one) == trust(other)
     mine, theirs = one.result, other.result
     assert mine is not None
     assert theirs is not None
@@ -38,17 +37,8 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
 
 
 def figures(folder: RunFolder) -> list[dict[str, Any]]:
-    """All lines in order, without how long it took, and without `trust`."""
-    return [line for line in folder.metrics() if line["name"] not in ("seconds", "trust")]
-
-
-def trust(folder: RunFolder) -> dict[tuple[int, str], dict[str, float]]:
-    """What reports draw: the last of each round. PCL's clients may record an exchange twice.
-
-    One that is made anew does not know that it has scored it, as after any resume.
-    """
-    lines = [line for line in folder.metrics() if line["name"] == "trust"]
-    return {(line["round"], line["client"]): line["value"] for line in lines}
+    """All lines in order, without how long it took."""
+    return [line for line in folder.metrics() if line["name"] != "seconds"]
 
 
 def family() -> list[psutil.Process]:

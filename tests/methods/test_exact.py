@@ -1,28 +1,27 @@
 """Exact averaging: clients' models against dense weights with the mean of their updates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rounds import close, down, joined, step
 from torch import Tensor, nn
 
 import coterie
-from coterie.adapters import detach
+from coterie.adapters import detach, pairs_of
 from coterie.bases import Base
 from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.exchange import Message, MessageError
 from coterie.methods.adapter import AdapterClient
-from coterie.methods.exact import ExactClient
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 METHODS: list[dict[str, Any]] = [
     {"name": "fedavg"},
     {"name": "comigs-1g1s"},
     {"name": "comigs-2g"},
-    {"name": "comigs-1g1s", "specialists": {"poet": 3, "others": 1}},
+    {"name": "comigs-1g1s", "mlp": {"specialists": {"poet": 3, "others": 1}}},
 ]
 IDS = ["averaged", "routed", "two generalists", "top 2 of 4"]
 GAIN = 16 / 8**0.5
@@ -35,25 +34,29 @@ def start(
     """Joined sides and their base."""
 
     def make(method: dict[str, Any]) -> tuple[LocalRun, Base]:
-        values = {"method": {**method, "aggregation": "exact"}, "base": str(bases / request.param)}
-        session = Session(config(**values))
-        participants = session.participants(session.config)
-        folder = RunFolder(Path())
-        return LocalRun(session.config, session.base, participants, folder, Watch()), session.base
+        values = {"method": {**method, "exact": True}, "base": str(bases / request.param)}
+        run = joined(config(**values))
+        return run, next(iter(run.parts.values())).base
 
     return make
 
 
-def play(run: LocalRun, round: int) -> None:
-    """A round in which local training moves every parameter, personal ones too, by chance."""
+def play(run: LocalRun, round: int) -> dict[str, Message]:
+    """A round, but for its end, in which local training moves every parameter, personal ones too,
+    by chance."""
     run.server.open(round, sorted(run.clients))
+    uploads = {}
     for seed, name in enumerate(sorted(run.clients)):
         client = run.clients[name]
         assert isinstance(client, AdapterClient)
         client.training.round = lambda _, c=client, s=seed: move(c, 10 * round + s)  # pyright: ignore
-        # Through the bytes and checks of real messages.
-        down = run.schema.receive("down", run.schema.send("down", run.server.download(name)))
-        run.server.receive(name, run.schema.receive("up", run.schema.send("up", client.step(down))))
+        uploads[name] = step(run, name, round)
+    return uploads
+
+
+def pairs(client: AdapterClient) -> dict[str, tuple[str, str]]:
+    """The names of A and B of each pair, by what they have in common."""
+    return {a.name[:-2]: (a.name, b.name) for a, b in pairs_of(client.parts())}
 
 
 def move(client: AdapterClient, seed: int) -> None:
@@ -68,8 +71,10 @@ def dense_means(run: LocalRun, held: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for client in run.clients.values():
         assert isinstance(client, AdapterClient)
-        for pair in (name[:-2] for name in client.shared if name.endswith(".A")):
-            A, B = (client.shared[f"{pair}.{end}"].detach().double() for end in "AB")
+        for pair, names in pairs(client).items():
+            if not client.shared.keys() >= {*names}:
+                continue
+            A, B = (client.shared[name].detach().double() for name in names)
             found.setdefault(pair, []).append(B @ A + held.get(pair, 0))
     return {pair: torch.stack(updates).mean(0) for pair, updates in found.items()}
 
@@ -149,37 +154,42 @@ def test_models_have_the_mean_of_the_updates(
     run, base = start(method)
     held: dict[str, Tensor] = {}
     for round in range(2):
-        play(run, round)
+        uploads = play(run, round)
         means = dense_means(run, held)
-        run.server.close()
+        close(run, round, uploads)
         ids = torch.arange(12).view(2, 6)
         for name in sorted(run.clients):
             client = run.clients[name]
             assert isinstance(client, AdapterClient)
-            client.finish(run.server.download(name))
+            client.take(down(run, name))
             expected = naive(client, base, means, ids)
             got = client.model()(ids).logits
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-            assert isinstance(client, ExactClient)
             client.adapter.set_residual({})  # the means of A and B alone are something else
             assert (client.model()(ids).logits - expected).abs().max() > 1e-2
         for pair, mean in means.items():
-            A, B = (run.server.download("poet").tensors[f"{pair}.{end}"].double() for end in "AB")
+            mean_of = run.server.download("poet")["adapter"]
+            A, B = (mean_of[f"{pair}.{end}"].double() for end in "AB")
             held[pair] = mean - B @ A
 
 
 def test_residuals_do_not_move_and_have_no_gradient(
     config: Callable[..., coterie.RunConfig], tmp_path: Path
 ) -> None:
-    run = config(method={"name": "comigs-1g1s", "aggregation": "exact"}, rounds=2)
+    run = config(method={"name": "comigs-1g1s", "exact": True}, rounds=2)
     done = coterie.run(run, out=tmp_path / "run")
     folder = RunFolder(done.path)
-    states = [folder.load(f"client-{name}").tensors for name in ("poet", "whaler")]
-    residual = [name for name in states[0] if name.startswith("adapter/residual/")]
-    assert any("dense" in name for name in residual)
-    assert any("generalist" in name for name in residual)
-    assert not any("specialist" in name for name in residual)
-    assert all(torch.equal(states[0][name], states[1][name]) for name in residual)
+    states = [folder.load(f"client-{name}") for name in ("poet", "whaler")]
+    residual = states[0]["residual"]
+    parts = joined(run).clients["poet"].parts()
+    assert {parts[name].role for name in residual} == {"dense", "generalist"}
+    assert residual.keys() == states[1]["residual"].keys()
+    assert all(torch.equal(tensor, states[1]["residual"][n]) for n, tensor in residual.items())
+    # No optimiser has moments of it.
+    for _, state in states[0].parts["training"].walk():
+        for kind, tensors in state.groups.items():
+            shapes = {n: t.shape for n, t in tensors.items() if kind != "step"}
+            assert shapes == {n: states[0]["adapter"][n].shape for n in shapes}
     # A loaded client has its residual.
     ids = torch.arange(16).view(1, -1)
     model = coterie.load(done.path, "poet")
@@ -193,35 +203,38 @@ def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, B
     client = run.clients["poet"]
     assert isinstance(client, AdapterClient)
     client.training.round = lambda round: move(client, round)  # pyright: ignore
-    run.server.receive("poet", client.step(run.server.download("poet")))
-    run.server.close()
-    assert not [n for n in run.server.download("poet").tensors if n.startswith("residual/")]
+    close(run, 0, {"poet": step(run, "poet", 0)})
+    assert not run.server.download("poet")["residual"]
 
 
 def test_residuals_of_a_wrong_shape_are_refused(
     start: Callable[..., tuple[LocalRun, Base]],
 ) -> None:
     run, _ = start({"name": "fedavg"})
-    play(run, 0)
-    run.server.close()
+    close(run, 0, play(run, 0))
     client = run.clients["poet"]
-    tensors = run.server.download("poet").tensors
-    a = next(n for n in tensors if n.startswith("residual/dense") and n.endswith(".A"))
-    b = a[:-1] + "B"
-    A, B = tensors[a], tensors[b]
+    assert isinstance(client, AdapterClient)
+    download = down(run, "poet")
+    residual = download["residual"]
+    a, b = next((a.name, b.name) for a, b in pairs_of(client.parts()) if a.role == "dense")
+    A, B = residual[a], residual[b]
+
+    def told(tensors: Mapping[str, Tensor]) -> Message:
+        return Message(1, {**download.groups, "residual": tensors})
+
     wrong = [
         {a: A[:1]},
         {a: A[:, :3]},
         {b: B[:, :1]},
         {b: B[:3]},
         {a: A[0]},
-        {"residual/specialist.0/x.A": A},
+        {"specialist.0/x.A": A},
     ]
     for change in wrong:
         with pytest.raises(MessageError, match=r"shape|expected"):
-            client.finish(Message(1, {**tensors, **change}))
+            client.take(told({**residual, **change}))
     for missing in (a, b):
-        rest = {name: tensor for name, tensor in tensors.items() if name != missing}
+        rest = {name: tensor for name, tensor in residual.items() if name != missing}
         with pytest.raises(MessageError, match=r"missing|expected"):
-            client.finish(Message(1, rest))
-    client.finish(Message(1, tensors))
+            client.take(told(rest))
+    client.take(told(residual))

@@ -2,29 +2,25 @@
 
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loop import flat
+from rounds import close, down, joined, one_round, step, take
 
 from coterie.chance import generator
 from coterie.data import sample_batch
-from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchange import Message
+from coterie.exchange import Message, State
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedit import FedIT
-from coterie.runs import RunFolder, Watch
 from coterie.training.loss import language_model_loss
 
 
 def sides(run, method) -> Any:
-    run = run.model_copy(update={"method": method})
-    session = Session(run)
-    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    return joined(run.model_copy(update={"method": method}))
 
 
 def values_of(adapter) -> dict[str, torch.Tensor]:
@@ -44,37 +40,38 @@ def unfused(monkeypatch) -> None:
 def rounds(local, count: int, first: int = 0):
     """Rounds of the poet and the whaler, with what was sent down and up in each."""
     for number in range(first, first + count):
-        local.server.open(number, ["poet", "whaler"])
-        down = local.server.download("poet").tensors
-        ups = {n: local.clients[n].step(local.server.download(n)) for n in ("poet", "whaler")}
-        for name, upload in ups.items():
-            local.server.receive(name, upload)
-        local.server.close()
-        yield number, down, {name: upload.tensors for name, upload in ups.items()}
+        before = local.server.download("poet")["adapter"]
+        uploads = one_round(local, number, ["poet", "whaler"])
+        yield number, before, {name: upload["adapter"] for name, upload in uploads.items()}
+
+
+def aggregated(local, server, number: int, uploads: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The server's end of a round."""
+    local.server = server
+    messages = {name: Message(number, {"adapter": sent}) for name, sent in uploads.items()}
+    close(local, number, messages)
 
 
 def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
     local = sides(config(), FDLora(outer_learning_rate=0.7, outer_momentum=0.4))
     server = local.server
     chance = torch.Generator().manual_seed(0)
-    first = server.download("poet").tensors
+    first = server.download("poet")["adapter"]
     naive = {}
     for number in range(4):
         server.open(number, ["diarist", "poet"])
-        uploads = [
-            {n: torch.randn(t.shape, generator=chance) for n, t in first.items()} for _ in range(2)
-        ]
-        for name, tensors in zip(("diarist", "poet"), uploads, strict=True):
-            server.receive(name, Message(number, tensors))
-        if number == 2:  # momentum survives a restart
+        uploads = {
+            client: {n: torch.randn(t.shape, generator=chance) for n, t in first.items()}
+            for client in ("diarist", "poet")
+        }
+        if number == 2:  # momentum survives a restart in the middle of a round
             state, server = server.state(), sides(config(), local.config.method).server
-            server.restore(state)
+            server.restore(State.decode(state.encode()))
             server.open(number, ["diarist", "poet"])
-            for name, tensors in zip(("diarist", "poet"), uploads, strict=True):
-                server.receive(name, Message(number, tensors))
-        server.close()
+        aggregated(local, server, number, uploads)
         for name in first:
-            mean = (uploads[0][name].double() + uploads[1][name].double()) / 2
+            one, other = (sent[name].double() for sent in uploads.values())
+            mean = (one + other) / 2
             if number == 0:
                 parameter = mean.clone().requires_grad_()
                 naive[name] = (parameter, torch.optim.SGD([parameter], 0.7, 0.4, nesterov=True))
@@ -88,7 +85,7 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
 def test_the_defaults_of_the_outer_step() -> None:
     method = FDLora()
     assert (method.outer_learning_rate, method.outer_momentum, method.sync_every) == (1.0, 0.5, 5)
-    pairs = {"attention_rank", "alpha", "scale", "targets", "generalists", "specialists"}
+    pairs = {"attention", "lora"}
     assert method.model_dump(include=pairs) == FedIT().model_dump(include=pairs)
 
 
@@ -103,12 +100,12 @@ def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeyp
     object.__setattr__(client.context, "log", lambda name, value: logged.append(name))
     (one,) = rounds(local, 1)
     assert logged == ["loss/alone"] * 3 + ["fusion"]
-    _, down, ups = one
-    assert same(down, start)
+    _, first, ups = one
+    assert same(first, start)
     assert same(ups["poet"], values_of(client.private))
     assert not same(ups["poet"], start)
     mean = {n: (t + ups["whaler"][n]) / 2 for n, t in ups["poet"].items()}
-    after = local.server.download("poet").tensors
+    after = local.server.download("poet")["adapter"]
     assert all(torch.allclose(after[n], t, atol=1e-7) for n, t in mean.items())
 
 
@@ -116,9 +113,9 @@ def test_a_snapshot_is_taken_every_so_many_rounds(config, unfused) -> None:
     local = sides(config(rounds=6), FDLora(sync_every=2))
     private = local.clients["poet"].private
     before = None
-    for number, down, ups in rounds(local, 5):
+    for number, before_it, ups in rounds(local, 5):
         now = values_of(private)
-        assert not same(ups["poet"], down)
+        assert not same(ups["poet"], before_it)
         if number in (0, 2, 4):
             assert same(now, ups["poet"])
         else:
@@ -128,7 +125,7 @@ def test_a_snapshot_is_taken_every_so_many_rounds(config, unfused) -> None:
 
 
 def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
-    local = sides(config(rounds=6), FDLora(private="trained", sync_every=1))
+    local = sides(config(rounds=6), FDLora(private="trained"))
     client = local.clients["poet"]
     seen = [(values_of(client.private), ups["poet"]) for _, _, ups in rounds(local, 3)]
     assert all(not same(one[0], other[0]) for one, other in pairwise(seen))
@@ -137,7 +134,8 @@ def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
     again = sides(config(rounds=6), FDLora(private="trained")).clients["poet"]
     for number in range(3):
         noise = {n: torch.full_like(t, 0.01) for n, t in seen[0][0].items()}
-        again.step(Message(number, noise))
+        again.take(Message(number, {"adapter": noise}))
+        again.train(number)
     assert same(values_of(again.private), seen[-1][0])
 
 
@@ -171,7 +169,8 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     local = sides(run, method)
     list(rounds(local, 3))
     client = local.clients["poet"]
-    client.step(Message(3, local.server.download("poet").tensors))
+    local.server.open(3, ["poet"])
+    step(local, "poet", 3)
     w1, w2 = client.weights
     assert max(abs(w1), abs(w2)) <= 1.5
     assert w1 != 0 or w2 != 0
@@ -181,8 +180,8 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     assert not same(shared, private)
     for name, p in client.fused.parameters().items():
         assert torch.allclose(p, w1 * shared[name] + w2 * private[name], atol=1e-7)
-        stand_in, _, end = name.removeprefix("dense/").rpartition(".")
-        assert getattr(model.get_submodule(stand_in).lora, end) is p
+        part = client.fused.parts()[name]
+        assert getattr(model.get_submodule(part.path).lora, part.factor) is p
     # A model that is restored needs no text to be fused.
     ids = torch.arange(3, 15)[None]
     logits = client.model()(input_ids=ids).logits
@@ -192,7 +191,9 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     object.__setattr__(other.context, "data", None)
     other.restore(state)
     assert torch.equal(other.model()(input_ids=ids).logits, logits)
-    assert same(other.state().tensors, state.tensors)
+    again, before = (dict(found.walk()) for found in (other.state(), state))
+    assert again.keys() == before.keys()
+    assert all(same(flat(again[path]), flat(before[path])) for path in before)
 
 
 def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
@@ -200,11 +201,11 @@ def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         np.random.seed(seed)
-        local = sides(config(training=LEARNS), FDLora())
+        local = sides(config(training=LEARNS, rounds=2), FDLora())
         list(rounds(local, 2))
         client = local.clients["poet"]
         trained = client.weights
-        client.finish(local.server.download("poet"))
+        client.take(down(local, "poet"))
         found.append((trained, client.weights))
         assert np.random.random() == np.random.RandomState(seed).random()  # nothing was drawn
     assert found[0] == found[1]
@@ -217,16 +218,33 @@ def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) ->
     download = local.server.download("diarist")
     assert download.round == 2
     late = local.clients["diarist"]
-    upload = late.step(download)
-    early = sides(config(rounds=6), FDLora()).clients["diarist"]
-    alone = early.step(Message(0, values_of(early.adapter))).tensors
+    upload = step(local, "diarist", 2, download)["adapter"]
+    early = sides(config(rounds=6), FDLora())
+    alone = step(early, "diarist", 0)["adapter"]
     assert same(values_of(late.private), alone)
-    assert not same(upload.tensors, alone)
-    assert all((t - download.tensors[n]).abs().max() < 0.02 for n, t in upload.tensors.items())
+    assert not same(upload, alone)
+    sent = download["adapter"]
+    assert all((t - sent[n]).abs().max() < 0.02 for n, t in upload.items())
 
 
 def test_without_nevergrad_it_says_what_to_install(config, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     client = sides(config(), FDLora()).clients["poet"]
     with pytest.raises(CoterieError, match=r"coterie\[fdlora\]"):
-        client.step(Message(0, values_of(client.adapter)))
+        client.take(Message(0, {"adapter": values_of(client.adapter)}))
+
+
+def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:
+    local = sides(config(training=LEARNS, rounds=2), FDLora())
+    client = local.clients["poet"]
+    one_round(local, 0)
+    trained = client.weights
+    client.take(down(local, "poet"))
+    assert client.weights == trained  # not where a round is still to come
+    client.train(1)
+    trained = client.weights
+    local.server.open(1, [])
+    close(local, 1, {})
+    take(local)
+    assert client.weights != trained
+    assert cost(client, client.weights, 2) < cost(client, (0.0, 0.0), 2)

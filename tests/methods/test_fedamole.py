@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
+from rounds import close, down, joined, one_round, step
 
 from coterie.config import parse
 from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
+from coterie.engines.part import contribution
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
 from coterie.methods import Setting, method_from
 from coterie.methods.fedamole import FedAMoLEClient
-from coterie.runs import RunFolder, Watch
 
 WRITERS = ("diarist", "poet", "whaler")
 PATHS = ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
@@ -27,72 +26,60 @@ def start(values) -> Start:
     """A run's sides, joined; keyword arguments are the method's."""
 
     def make(**method: object) -> LocalRun:
-        settings = {"name": "fedamole", "experts": 6, "rank": 4, **method}
-        run = parse(values(method=settings, rounds=4))
-        session = Session(run)
-        return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+        settings = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}, **method}
+        return joined(parse(values(method=settings, rounds=4)))
 
     return make
 
 
-def play(local: LocalRun, round: int, names: tuple[str, ...] = WRITERS) -> dict[str, Message]:
-    """A round; returns the uploads."""
-    local.server.open(round, sorted(names))
-    uploads = {n: local.clients[n].step(local.server.download(n)) for n in names}
-    for name, upload in uploads.items():
-        local.server.receive(name, local.schema.receive("up", local.schema.send("up", upload)))
-    local.server.close()
-    return uploads
-
-
 def held(local: LocalRun, client: str, path: str) -> list[int]:
-    tensors = local.server.download(client).tensors
+    tensors = down(local, client)["adapter"]
     return [j for j in range(6) if f"domain.{j}/{path}.A" in tensors]
 
 
 def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> None:
-    local = start(clients_per_expert=2, least_experts=3, most_experts=5)
+    local = start(clients_per_expert=2, min_experts=3, max_experts=5)
     for round in range(2):
         local.server.open(round, list(WRITERS))
         for path in PATHS:
             of = {name: held(local, name, path) for name in WRITERS}
             assert all(3 <= len(experts) <= 5 for experts in of.values())
             assert all(sum(j in experts for experts in of.values()) == 2 for j in range(6))
-        play(local, round)
+        one_round(local, round)
 
 
 def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start) -> None:
     local = start()
     before = dict(local.server.values)
-    uploads = play(local, 0)
+    uploads = one_round(local, 0)
     for name, value in local.server.values.items():
-        sent = [upload.tensors[name] for upload in uploads.values() if name in upload.tensors]
+        sent = [up["adapter"][name] for up in uploads.values() if name in up["adapter"]]
         assert len(sent) == (2 if name.startswith("domain.") else 3)
         assert torch.allclose(value, torch.stack(sent).mean(0), atol=1e-7)
         assert name.startswith("projection/") or not torch.equal(value, before[name])
 
 
 def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> None:
-    local = start(clients_per_expert=1, least_experts=1)
-    play(local, 0)
-    before, embeddings = dict(local.server.values), dict(local.server.embeddings)
+    local = start(clients_per_expert=1, min_experts=1)
+    one_round(local, 0)
+    before, embeddings = dict(local.server.values), dict(local.server.expert_means)
     local.server.open(1, sorted(WRITERS))
     away = {f"domain.{j}/{path}" for path in PATHS for j in held(local, "poet", path)}
-    for name in ("diarist", "whaler"):  # the poet's upload is lost
-        local.server.receive(name, local.clients[name].step(local.server.download(name)))
-    local.server.close()
+    uploads = {name: step(local, name, 1) for name in ("diarist", "whaler")}
+    close(local, 1, uploads)  # the poet's upload is lost
     for name, value in local.server.values.items():
         if name.rpartition(".")[0] in away:
             assert torch.equal(value, before[name])
-            embedding = name.rpartition(".")[0].replace("domain", "embedding")
-            assert torch.equal(local.server.embeddings[embedding], embeddings[embedding])
+            part = local.server.parts[name]
+            mean = f"{part.path}.{part.expert}"
+            assert torch.equal(local.server.expert_means[mean], embeddings[mean])
         elif name.startswith("domain."):
             assert not torch.equal(value, before[name])
 
 
 def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
     local = start()
-    upload = play(local, 0)["poet"]
+    upload = one_round(local, 0)["poet"]
     client = local.clients["poet"]
     seen = {path: [] for path in PATHS}
     model = client.model()
@@ -109,25 +96,27 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
         hook.remove()
     for path in PATHS:
         tokens = torch.cat(seen[path])
-        W = upload.tensors[f"projection/{path}"]
+        W = upload["adapter"][f"projection/{path}"]
         mean = torch.stack([W @ x for x in tokens]).mean(0)
-        assert torch.allclose(upload.tensors[f"tokens/{path}"], mean, atol=1e-5)
-        for j in (j for j in range(6) if f"domain.{j}/{path}.A" in upload.tensors):
-            A = upload.tensors[f"domain.{j}/{path}.A"]
+        assert torch.allclose(upload["tokens"][path], mean, atol=1e-5)
+        for j in (j for j in range(6) if f"domain.{j}/{path}.A" in upload["adapter"]):
+            A = upload["adapter"][f"domain.{j}/{path}.A"]
             mean = torch.stack([A @ x for x in tokens]).mean(0)
-            assert torch.allclose(upload.tensors[f"embedding.{j}/{path}"], mean, atol=1e-5)
+            assert torch.allclose(upload["experts"][f"{path}.{j}"], mean, atol=1e-5)
 
 
 def test_experts_choose_by_relevance(start) -> None:
     """Against the best of all assignments, tried one by one."""
-    local = start(experts=3, clients_per_expert=1, least_experts=1, most_experts=1, top_k=1)
-    play(local, 0)
+    local = start(
+        experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router={"top_k": 1}
+    )
+    one_round(local, 0)
     server = local.server
     for path in PATHS:
         scores = []
         for j in range(3):
-            e = server.embeddings[f"embedding.{j}/{path}"].tolist()
-            tokens = [server.embeddings[f"tokens/{path} {name}"].tolist() for name in WRITERS]
+            e = server.expert_means[f"{path}.{j}"].tolist()
+            tokens = [server.token_means[name][path].tolist() for name in WRITERS]
             dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(4) for t in tokens]
             total = sum(math.exp(dot) for dot in dots)
             scores.append([math.exp(dot) / total for dot in dots])
@@ -141,8 +130,8 @@ def test_experts_choose_by_relevance(start) -> None:
 
 def test_assignments_depend_on_round_and_participants_alone(start) -> None:
     one, other = start(), start()
-    play(one, 0)
-    play(other, 0)
+    one_round(one, 0)
+    one_round(other, 0)
     one.server.open(1, list(WRITERS))
     other.server.open(1, ["diarist", "poet"])  # too few uploads; the round is opened again
     other.server.open(1, list(WRITERS))
@@ -158,10 +147,10 @@ def test_a_client_that_comes_after_the_last_round_changes_nothing_for_others(sta
     local = start()
     server = local.server
     server.joined.discard("whaler")
-    play(local, 0, ("diarist", "poet"))
+    one_round(local, 0, ["diarist", "poet"])
     before = {name: server.download(name).encode() for name in ("diarist", "poet")}
     server.join("whaler", Message())
-    local.clients["whaler"].finish(server.download("whaler"))
+    local.clients["whaler"].take(down(local, "whaler"))
     assert before == {name: server.download(name).encode() for name in ("diarist", "poet")}
     alone = start()
     alone.server.restore(server.state())
@@ -171,11 +160,11 @@ def test_a_client_that_comes_after_the_last_round_changes_nothing_for_others(sta
 
 
 def test_bounds_relax_when_clients_are_missing(start) -> None:
-    local = start(clients_per_expert=2, least_experts=2, most_experts=4)
-    play(local, 0)
+    local = start(clients_per_expert=2, min_experts=2, max_experts=4)
+    one_round(local, 0)
     local.server.open(1, ["poet"])  # k_c falls to 1, and b rises to 6
     assert held(local, "poet", PATHS[0]) == list(range(6))
-    play(local, 2)
+    one_round(local, 2)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +172,15 @@ def test_bounds_relax_when_clients_are_missing(start) -> None:
     [
         {"assignment": "random"},
         {"assignment": "random-once"},
-        {"assignment": "homogeneous", "most_experts": 6, "least_experts": 1},
+        {"assignment": "homogeneous"},
         {"shared_expert": False},
-        {"router": "vanilla", "assignment": "random"},
+        {"router": {"kind": "vanilla"}, "assignment": "random"},
     ],
 )
 def test_ablations(start, method) -> None:
     local = start(**method)
     first = {n: held(local, n, PATHS[0]) for n in WRITERS if not local.server.open(0, [*WRITERS])}
-    up = play(local, 0)["poet"].tensors
+    up = one_round(local, 0)["poet"]
     second = {name: held(local, name, PATHS[0]) for name in WRITERS}
     if method.get("assignment") == "random-once":
         assert first == second
@@ -199,68 +188,85 @@ def test_ablations(start, method) -> None:
         assert first != second
     if method.get("assignment") == "homogeneous":
         assert all(len(experts) == 4 for experts in second.values())
-    assert any(n.startswith("embedding.") for n in up) == local.config.method.chooses
-    assert any(n.startswith("shared/") for n in up) == method.get("shared_expert", True)
-    assert any(n.startswith("gate/") for n in up) == (method.get("router") == "vanilla")
+    assert bool(up["experts"]) == bool(up["tokens"]) == local.config.method.chooses
+    assert any(n.startswith("shared/") for n in up["adapter"]) == method.get("shared_expert", True)
+    assert any(n.startswith("gate/") for n in up["adapter"]) == ("router" in method)
+
+
+def noisy_with(**privacy: float) -> dict[str, object]:
+    return {"privacy": {"epsilon": 1.0, **privacy}}
+
+
+def whole(upload: Message) -> torch.Tensor:
+    """All that a client tells of its samples."""
+    groups = ("experts", "tokens")
+    return torch.cat([mean for g in groups for _, mean in sorted(upload[g].items())])
 
 
 def test_private_means_are_clipped_and_noisy(start) -> None:
-    plain, private = start(), start(privacy={"epsilon": 1e9, "clip": 1e-3})
-    mean, hidden = (play(local, 0)["poet"].tensors for local in (plain, private))
-    told = [name for name in mean if name.startswith(("embedding.", "tokens/"))]
-    whole = lambda tensors: torch.cat([tensors[name] for name in told])  # noqa: E731
+    plain, private = start(), start(embeddings=noisy_with(epsilon=1e9, clip=1e-3))
+    mean, hidden = (one_round(local, 0)["poet"] for local in (plain, private))
+    assert mean["tokens"]
     assert whole(mean).norm() > 0.01
     assert whole(hidden).norm() < 1.1e-3  # of vectors no longer than 0.001
     same = torch.cosine_similarity(whole(mean), whole(hidden), dim=0)
     assert same > 0.5  # with this epsilon there is next to no noise
-    noisy = play(start(privacy={"epsilon": 0.1, "clip": 1e-3}), 0)["poet"].tensors
+    noisy = one_round(start(embeddings=noisy_with(epsilon=0.1, clip=1e-3)), 0)["poet"]
     assert whole(noisy).norm() > 10 * whole(hidden).norm()
-    again = play(start(privacy={"epsilon": 0.1, "clip": 1e-3}), 0)["poet"].tensors
+    again = one_round(start(embeddings=noisy_with(epsilon=0.1, clip=1e-3)), 0)["poet"]
     assert not torch.equal(whole(noisy), whole(again))  # the run's seed does not give it away
 
 
 def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
-    local = start(privacy={"epsilon": 1.0})
-    client = local.clients["poet"]
+    local = start(embeddings=noisy_with())
     local.server.open(0, [*WRITERS])
-    state = client.state()
-    upload = client.step(local.server.download("poet"))
-    other = start(privacy={"epsilon": 1.0}).clients["poet"]
-    other.restore(state)
-    assert other.step(local.server.download("poet")).encode() == upload.encode()
+    state, download = local.clients["poet"].state(), down(local, "poet")
+    upload = step(local, "poet", 0)
+    other = start(embeddings=noisy_with())
+    other.clients["poet"].restore(state)
+    assert step(other, "poet", 0, download).encode() == upload.encode()
 
 
 def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None:
     """With equal noise, the difference of the two uploads would have none."""
-    local = start(privacy={"epsilon": 1e-3, "clip": 1e-6})  # as good as nothing but noise
+    local = start(embeddings=noisy_with(epsilon=1e-3, clip=1e-6))  # as good as nothing but noise
     client = local.clients["poet"]
     state, told = client.state(), []
     for names in (["diarist", "poet", "whaler"], ["poet", "whaler"]):
         local.server.open(0, names)
         client.restore(state)
-        upload = client.step(local.server.download("poet"))
-        told.append(torch.cat([upload.tensors[f"tokens/{path}"] for path in PATHS]))
+        upload = step(local, "poet", 0)
+        told.append(torch.cat([upload["tokens"][path] for path in PATHS]))
     assert not torch.allclose(*told, rtol=0.1, atol=0)
 
 
 def test_a_download_of_unknown_experts_is_refused(start) -> None:
     local = start()
     local.server.open(0, [*WRITERS])
-    good = local.server.download("poet")
-    client = local.clients["poet"]
-    name = next(name for name in good.tensors if name.startswith("domain."))
-    for bad in (
-        Message(0, good.tensors, {}),
-        Message(0, good.tensors, {"experts": 10**9}),
-        Message(0, good.tensors, {"experts": 1}),
-        Message(0, {**good.tensors, name: good.tensors[name][:1]}, good.values),
-        Message(0, {**good.tensors, "domain.3/lm_head.A": good.tensors[name]}, good.values),
+    good = down(local, "poet")
+    client, tensors, values = local.clients["poet"], good["adapter"], good.values
+    name = next(name for name in tensors if name.startswith("domain."))
+    held = values["held"]
+    for adapter, told in (
+        (tensors, {}),
+        (tensors, {"count": 6}),
+        (tensors, {"held": held}),
+        (tensors, {**values, "count": 10**9}),
+        (tensors, {**values, "count": 1}),
+        (tensors, {**values, "count": True}),
+        (tensors, {**values, "held": {**held, PATHS[0]: [*held[PATHS[0]], 6]}}),
+        (tensors, {**values, "held": {**held, PATHS[0]: held[PATHS[0]][::-1]}}),
+        (tensors, {**values, "held": {**held, PATHS[0]: held[PATHS[0]][:-1]}}),
+        (tensors, {**values, "held": {PATHS[0]: held[PATHS[0]]}}),
+        (tensors, {**values, "held": {**held, "lm_head": [3]}}),
+        ({**tensors, name: tensors[name][:1]}, values),
+        ({**tensors, "domain.3/lm_head.A": tensors[name]}, values),
     ):
         with pytest.raises(CoterieError):
-            client.finish(bad)
-    upload = client.step(good)
+            client.take(Message(0, {"adapter": adapter}, told))
+    upload = step(local, "poet", 0, good)
     with pytest.raises(MessageError, match="was not expected"):
-        local.server.receive("whaler", upload)
+        contribution(local.server, local.aggregation, "whaler", upload)
 
 
 @pytest.mark.parametrize(
@@ -279,23 +285,22 @@ def test_what_cannot_be_assigned_is_refused_at_the_start(settings, clients, sent
 
 def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:
     with pytest.raises(ValidationError, match="top_k is 9, but there are 6 experts"):
-        method_from({"name": "fedamole", "experts": 6, "top_k": 9})
+        method_from({"name": "fedamole", "experts": 6, "router": {"top_k": 9}})
     with pytest.raises(ValidationError, match="vanilla router gives no embeddings"):
-        method_from({"name": "fedamole", "router": "vanilla"})
+        method_from({"name": "fedamole", "router": {"kind": "vanilla"}})
 
 
 def test_padding_is_in_no_mean(values, questions) -> None:
     run = parse(
         values(
-            method={"name": "fedamole", "experts": 6, "rank": 4, "embedding_share": 0.3},
+            method={"name": "fedamole", "experts": 6, "embeddings": {"share": 0.3}},
             data_root=str(questions),
             data={"window": 48, "instructions": {"template": "plain"}},
             clients=[{"name": name, "path": f"{name}.jsonl"} for name in WRITERS],
         )
     )
-    session = Session(run)
-    local = LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
-    upload = play(local, 0)["poet"]
+    local = joined(run)
+    upload = one_round(local, 0)["poet"]
     client = local.clients["poet"]
     assert isinstance(client, FedAMoLEClient)
     samples = client.samples()
@@ -309,5 +314,5 @@ def test_padding_is_in_no_mean(values, questions) -> None:
         for row, real in zip(samples.ids, samples.real, strict=True):
             model(row[None, : int(real.sum())])
     hook.remove()
-    mean = (torch.cat(seen) @ upload.tensors[f"projection/{PATHS[0]}"].t()).mean(0)
-    assert torch.allclose(upload.tensors[f"tokens/{PATHS[0]}"], mean, atol=1e-5)
+    mean = (torch.cat(seen) @ upload["adapter"][f"projection/{PATHS[0]}"].t()).mean(0)
+    assert torch.allclose(upload["tokens"][PATHS[0]], mean, atol=1e-5)

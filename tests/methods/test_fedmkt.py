@@ -2,75 +2,81 @@
 
 import json
 import logging
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from rounds import down, joined, one_round, step
 from torch import Tensor
 
 import coterie
-from coterie.adapters import Adapter, detach
+from coterie.adapters import Adapter, detach, pairs_of
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
 from coterie.bases import load_tokenizer
 from coterie.data import Examples
 from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError
+from coterie.exchange import Message, MessageError, Tensors
 from coterie.methods.fedmkt import FedMKTClient, FedMKTServer, _read, _spelt
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 
-def sides(run: coterie.RunConfig) -> tuple[FedMKTServer, dict[str, FedMKTClient]]:
+@dataclass
+class Sides:
     """A run's sides, joined, before its first round."""
-    session = Session(run)
-    session.check(run)
-    who = session.federation(run)
-    local = LocalRun(run, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
+
+    run: LocalRun
+    server: FedMKTServer
+    clients: dict[str, FedMKTClient]
+
+    def a_round(self) -> dict[str, Message]:
+        return one_round(self.run, self.server.round)
+
+
+def sides(run: coterie.RunConfig) -> Sides:
+    local = joined(run)
     clients: dict[str, Any] = dict(local.clients)
     assert isinstance(local.server, FedMKTServer)
-    return local.server, clients
+    return Sides(local, local.server, clients)
 
 
-def a_round(server: FedMKTServer, clients: dict[str, FedMKTClient]) -> dict[str, Message]:
-    """One round; the uploads."""
-    server.open(server.round, sorted(clients))
-    uploads = {name: clients[name].step(server.download(name)) for name in sorted(clients)}
-    for name, upload in uploads.items():
-        server.receive(name, upload)
-    server.close()
-    return uploads
+def knowing(download: Message, **changes: Tensor) -> Message:
+    """The same download with other knowledge."""
+    return replace(
+        download, groups={**download.groups, "knowledge": {**download["knowledge"], **changes}}
+    )
 
 
 def values_of(side: FedMKTServer | FedMKTClient) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in side.adapter.parameters().items()}
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal(one: Tensors, other: Tensors) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_the_server_learns_of_each_sample_from_the_client_that_knows_it_best(teachers) -> None:
-    server, clients = sides(teachers())
-    own = server.pupil.knowledge()
-    uploads = a_round(server, clients)
+    both = sides(teachers())
+    server, clients = both.server, both.clients
+    own = server.distiller.knowledge()
+    uploads = both.a_round()
     names = sorted(clients)
-    told = {name: Knowledge.of(upload.tensors) for name, upload in uploads.items()}
-    for place, key in enumerate(server.pupil.positions.samples.tolist()):
+    told = {name: Knowledge.of(upload["knowledge"]) for name, upload in uploads.items()}
+    for place, key in enumerate(server.distiller.positions.samples.tolist()):
         mine = own.losses[own.samples == key].item()
         losses = [told[name].losses[told[name].samples == key].item() for name in names]
         best = min(range(len(names)), key=lambda n: losses[n])
         wanted = best if losses[best] < mine else -1
-        assert server.pupil.teachers[place] == wanted
-    assert (server.pupil.teachers >= 0).any()
+        assert server.distiller.teachers[place] == wanted
+    assert (server.distiller.teachers >= 0).any()
 
 
 def test_losses_are_nats_per_byte_of_the_answer(teachers) -> None:
-    _, clients = sides(teachers())
+    clients = sides(teachers()).clients
     for client in clients.values():
-        knowledge, samples = client.pupil.knowledge(), client.pupil.samples
+        knowledge, samples = client.distiller.knowledge(), client.distiller.samples
         model = client.model()
         for n, item in enumerate(samples.items):
             batch = samples.batch(range(n, n + 1))
@@ -83,32 +89,39 @@ def test_losses_are_nats_per_byte_of_the_answer(teachers) -> None:
 
 
 def test_clients_are_told_in_their_own_tokens(teachers) -> None:
-    server, clients = sides(teachers())
-    assert not server.download("poet").tensors  # before the first round there is nothing to tell
-    a_round(server, clients)
+    both = sides(teachers())
+    server, clients = both.server, both.clients
+    assert not server.download("poet")[
+        "knowledge"
+    ]  # before the first round there is nothing to tell
+    both.a_round()
     assert server.known is not None
     source = Vocabulary.of(server.own.base.tokenizer)
     for name, client in clients.items():
         target = Vocabulary.of(client.context.base.tokenizer)
         ids = vocabulary_map(source, target).ids
-        told = server.download(name).tensors["knowledge.tokens"]
+        told = server.download(name)["knowledge"]["tokens"]
         assert torch.equal(told, ids[server.known.tokens.long()])
     assert len(server.own.base.tokenizer) != len(clients["diarist"].context.base.tokenizer)
 
 
-def test_a_client_learns_from_the_server_before_it_trains(teachers) -> None:
-    server, clients = sides(teachers())
-    a_round(server, clients)
+def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch) -> None:
+    both = sides(teachers())
+    server, clients = both.server, both.clients
+    both.a_round()
     client = clients["diarist"]
     before = client.state()
     download = server.download("diarist")
-    client.finish(download)
+    client.take(download)
     taught = values_of(client)
-    assert not equal(taught, {n: before.tensors[f"adapter/{n}"] for n in taught})
+    assert not equal(taught, before["adapter"])
     client.restore(before)
-    client.step(download)  # begins with the same
+    begun = {}
+    monkeypatch.setattr(client.training, "round", lambda round: begun.update(values_of(client)))
+    step(both.run, "diarist", 1, download)  # begins with the same
+    assert equal(taught, begun)
     client.restore(before)
-    client.finish(download)
+    client.take(download)
     assert equal(taught, values_of(client))
 
 
@@ -118,60 +131,61 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
     (tmp_path / "public.jsonl").write_text("\n".join([*public[:6], *lines[:4]]))
     run = teachers()
     data = run.data.model_copy(update={"public": str(tmp_path / "public.jsonl")})
-    server, clients = sides(run.model_copy(update={"data": data}))
+    both = sides(run.model_copy(update={"data": data}))
+    clients = both.clients
     with caplog.at_level(logging.WARNING):
-        uploads = a_round(server, clients)
+        uploads = both.a_round()
     private = clients["poet"].context.data
     keys = [
         sample_keys(split.items)
         for split in (private.train, private.validation, private.test)
         if isinstance(split, Examples)
     ]
-    both = torch.isin(clients["poet"].pupil.positions.samples, torch.cat(keys))
-    assert both.any()
-    assert f"poet holds {int(both.sum())} of the public samples itself" in caplog.text
-    told = uploads["poet"].tensors["knowledge.samples"]
+    shared = torch.isin(clients["poet"].distiller.positions.samples, torch.cat(keys))
+    assert shared.any()
+    assert f"poet holds {int(shared.sum())} of the public samples itself" in caplog.text
+    told = uploads["poet"]["knowledge"]["samples"]
     assert not torch.isin(told, torch.cat(keys)).any()
-    assert len(told) == int((~both).sum())
-    assert len(uploads["diarist"].tensors["knowledge.samples"]) == len(both)
+    assert len(told) == int((~shared).sum())
+    assert len(uploads["diarist"]["knowledge"]["samples"]) == len(shared)
 
 
 def test_llm2slm_s_server_teaches_and_stays_as_it_is(teachers) -> None:
-    server, clients = sides(teachers(method={"name": "llm2slm"}))
+    both = sides(teachers(method={"name": "llm2slm"}))
+    server = both.server
     before = values_of(server)
-    uploads = a_round(server, clients)
-    told = server.download("poet").tensors
+    uploads = both.a_round()
+    told = server.download("poet")["knowledge"]
     assert told
-    a_round(server, clients)
+    both.a_round()
     assert equal(before, values_of(server))
-    assert all(torch.equal(t, told[n]) for n, t in server.download("poet").tensors.items())
-    assert all(not upload.tensors for upload in uploads.values())
+    assert all(torch.equal(t, told[n]) for n, t in server.download("poet")["knowledge"].items())
+    assert all(not list(upload.tensors()) for upload in uploads.values())
 
 
 def test_in_the_homogeneous_setting_adapters_are_averaged(teachers) -> None:
-    server, clients = sides(teachers(method={"name": "fedmkt-fedavg"}))
-    uploads = a_round(server, clients)
-    down = server.download("poet").tensors
-    pairs = [name for name in down if name.startswith("dense/")]
-    assert pairs
-    for name in pairs:
-        mean = torch.stack([upload.tensors[name] for upload in uploads.values()]).mean(0)
-        torch.testing.assert_close(down[name], mean)
-    assert "knowledge.tokens" in down
+    both = sides(teachers(method={"name": "fedmkt-fedavg"}))
+    clients = both.clients
+    uploads = both.a_round()
+    told = down(both.run, "poet")
+    assert told["adapter"].keys() == clients["poet"].adapter.parameters("dense").keys()
+    for name, tensor in told["adapter"].items():
+        mean = torch.stack([upload["adapter"][name] for upload in uploads.values()]).mean(0)
+        torch.testing.assert_close(tensor, mean)
+    assert "tokens" in told["knowledge"]
 
 
 def test_labels_alone_take_nothing_from_others(teachers) -> None:
     """With lambda 1 what others know makes no difference."""
-    server, clients = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
-    a_round(server, clients)
+    both = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
+    server, clients = both.server, both.clients
+    both.a_round()
     poet = clients["poet"]
     before, download = poet.state(), server.download("poet")
-    poet.finish(download)
+    poet.take(download)
     alone = values_of(poet)
     poet.restore(before)
-    tensors = dict(download.tensors)
-    tensors["knowledge.tokens"] = torch.full_like(tensors["knowledge.tokens"], 3)
-    poet.finish(Message(download.round, tensors))
+    poet.take(knowing(download, tokens=torch.full_like(download["knowledge"]["tokens"], 3)))
     assert equal(alone, values_of(poet))
 
 
@@ -184,10 +198,9 @@ def test_a_run_scores_and_keeps_the_server_s_model(teachers, tmp_path) -> None:
     assert {"exact_match", "rouge_l"} <= result["server"].keys()
     assert result["server"]["samples"] == 4
     server = coterie.load(done.path, "server")
-    state = RunFolder(done.path).load("server").tensors
-    own = [name for name in state if name.startswith("own/")]
+    own = RunFolder(done.path).load("server")["own"]
     assert own
-    assert any(state[name].any() for name in own if name.endswith(".B"))
+    assert any(tensor.any() for name, tensor in own.items() if name.endswith(".B"))
     detach(server)
     lines = (done.path / "metrics.jsonl").read_text().splitlines()
     taught = [line for line in map(json.loads, lines) if line["name"] == "taught"]
@@ -229,43 +242,44 @@ def test_a_common_base_must_be_the_run_s_to_be_averaged(teachers, other, tmp_pat
         coterie.run(run, out=tmp_path / "run")
 
 
-def test_everybody_may_have_a_rank_of_its_own(teachers) -> None:
-    ranks = {"server": 4, "poet": 1, "others": 2}
-    settings = {"generalists": 1, "rank": ranks, "attention_rank": 0}
-    server, clients = sides(teachers(method={"name": "fedmkt", **settings}))
-    found = {}
-    for name, side in {"server": server, **clients}.items():
+def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
+    both = sides(teachers(method={"name": "fedmkt", "attention": {"rank": 3}}))
+    for side in (both.server, *both.clients.values()):
         assert isinstance(side.adapter, Adapter)
-        found[name] = side.adapter.layout.rank
-    assert found == {"server": 4, "poet": 1, "diarist": 2}
+        found = pairs_of(side.adapter.parts())
+        assert {(len(a.parameter), b.parameter.shape[1]) for a, b in found} == {(3, 3)}
+        assert {part.role for part in side.adapter.parts().values()} == {"dense"}
 
 
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
     """Fine-tunes often add a token to the tokenizer and not to the head."""
-    server, clients = sides(teachers())
-    a_round(server, clients)
+    both = sides(teachers())
+    server, clients = both.server, both.clients
+    both.a_round()
     download = server.download("poet")
-    tensors = dict(download.tensors)
-    rows = clients["poet"].pupil.words
-    tensors["knowledge.tokens"][:, 0] = rows
-    tensors["knowledge.losses"] = torch.zeros_like(tensors["knowledge.losses"])
-    clients["poet"].words = rows + 1  # its tokenizer has one more
-    clients["poet"].finish(Message(download.round, tensors))
-    assert (clients["poet"].pupil.teachers == 0).all()
+    known, poet = dict(download["knowledge"]), clients["poet"]
+    rows = poet.distiller.vocabulary_size
+    known["tokens"][:, 0] = rows
+    known["losses"] = torch.zeros_like(known["losses"])
+    vocabulary = poet.vocabulary  # its tokenizer has one more
+    poet.vocabulary = replace(vocabulary, tokens=(*vocabulary.tokens, b"another"))
+    poet.take(knowing(download, **known))
+    assert (clients["poet"].distiller.teachers == 0).all()
 
 
 def test_another_public_text_is_noticed(teachers, caplog) -> None:
-    server, clients = sides(teachers())
-    a_round(server, clients)
+    both = sides(teachers())
+    server, clients = both.server, both.clients
+    both.a_round()
     download = server.download("poet")
-    samples = {"knowledge.samples": download.tensors["knowledge.samples"] ^ 1}
+    others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
-        clients["poet"].finish(Message(download.round, {**download.tensors, **samples}))
+        clients["poet"].take(others)
     assert "has none of them: is the public text the same?" in caplog.text
 
 
 def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:
-    server, _ = sides(teachers())  # whose test text is the public one
+    server = sides(teachers()).server  # whose test text is the public one
     with caplog.at_level(logging.WARNING):
         server.open(0, ["poet"])
     assert "the server learns 4 of the samples that it is scored on" in caplog.text
@@ -278,8 +292,8 @@ def test_a_vocabulary_survives_its_message() -> None:
     assert _read(_spelt(odd), {"eos": 1}) == odd
 
 
-LENGTHS = {"vocabulary.lengths": torch.tensor([1, -1], dtype=torch.int32)}
-SPELLING = {"vocabulary.spelling": torch.tensor([97], dtype=torch.uint8)}
+LENGTHS = {"lengths": torch.tensor([1, -1], dtype=torch.int32)}
+SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
 
 
 @pytest.mark.parametrize(
@@ -291,12 +305,12 @@ SPELLING = {"vocabulary.spelling": torch.tensor([97], dtype=torch.uint8)}
         (LENGTHS | SPELLING, None),
         (LENGTHS | SPELLING, {"eos": 2}),
         (LENGTHS | SPELLING, {"eos": "1"}),
-        (LENGTHS | {"vocabulary.spelling": torch.tensor([97, 98], dtype=torch.uint8)}, {}),
-        ({"vocabulary.lengths": LENGTHS["vocabulary.lengths"][None]} | SPELLING, {}),
+        (LENGTHS | {"spelling": torch.tensor([97, 98], dtype=torch.uint8)}, {}),
+        ({"lengths": LENGTHS["lengths"][None]} | SPELLING, {}),
         (
             {
-                "vocabulary.lengths": torch.tensor([2000], dtype=torch.int32),
-                "vocabulary.spelling": torch.zeros(2000, dtype=torch.uint8),
+                "lengths": torch.tensor([2000], dtype=torch.int32),
+                "spelling": torch.zeros(2000, dtype=torch.uint8),
             },
             {},
         ),

@@ -1,20 +1,19 @@
 """PCL: who exchanges what and when, and that clients mix as the paper says."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rounds import down, joined, one_round
 
 import coterie
 from coterie.chance import generator
 from coterie.config import parse
 from coterie.data import sample_batch
-from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.scoring.evaluation import top_logits
 from coterie.training.loss import language_model_loss
 
@@ -23,16 +22,9 @@ NAMES = ("diarist", "poet", "whaler")
 
 def started(run, rounds: int) -> Any:
     """A run's sides after some rounds; the next downloads are at hand."""
-    session = Session(run)
-    session.check(run)
-    local = LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    local = joined(run)
     for round in range(rounds):
-        local.server.open(round, sorted(local.clients))
-        for name in NAMES:
-            upload = local.clients[name].step(local.server.download(name))
-            local.schema.send("up", upload)
-            local.server.receive(name, upload)
-        local.server.close()
+        one_round(local, round)
     return local
 
 
@@ -69,7 +61,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
         for a in NAMES
     }
     for name, client in local.clients.items():
-        client.finish(local.server.download(name))
+        client.take(down(local, name))
         row = {peer: v / sum(alike[name].values()) for peer, v in alike[name].items()}
         for key, mixed in adapter(client).items():
             expected = torch.zeros_like(mixed) if form == "released" else first[name][key]
@@ -106,7 +98,7 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
             for key, parameter in poet.adapter.parameters().items():
                 parameter.copy_(trained["poet"][key])
         scores.append(-loss if form == "paper" else -math.exp(loss))
-    poet.finish(local.server.download("poet"))
+    poet.take(down(local, "poet"))
     expected = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
     assert list(seen["trust"].values()) == pytest.approx(expected, rel=1e-3)
 
@@ -129,10 +121,9 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
         [-(dense["poet"] - dense[n]).abs().sum(-1).mean().item() for n in NAMES]
     ).softmax(0)
     poet = local.clients["poet"]
-    uploads = {"poet": poet._upload(1)}
-    for key, tensor in local.server.download("poet").tensors.items():
-        _, peer, what = key.split("/", 2)
-        uploads.setdefault(peer, {})[what] = tensor
+    download = down(local, "poet")
+    uploads = {"poet": poet.upload(0)} | {n: download.from_peer(n) for n in download.peers}
+    assert sorted(uploads) == sorted(NAMES)
     row = poet.method.row(poet, 1, {name: uploads[name] for name in NAMES})
     assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-3)
 
@@ -143,13 +134,13 @@ def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:
     alone = coterie.run(config(method="local"), out=tmp_path / "alone")
     folder = RunFolder(measured.path)
     assert sum(line["name"] == "trust" for line in folder.metrics()) == 9
-    mine = folder.load("client-poet").tensors
+    mine = folder.load("client-poet")["adapter"]
     assert measured.results["pcl-2"]["trained"].keys() == alone.results["local"]["trained"].keys()
     never = {**method, "warmup": 100}
     other = coterie.run(config(method=never), out=tmp_path / "never")
-    theirs = RunFolder(other.path).load("client-poet").tensors
-    names = [n for n in mine if n.startswith("adapter/")]
-    assert all(torch.equal(mine[n], theirs[n]) for n in names)
+    theirs = RunFolder(other.path).load("client-poet")["adapter"]
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
 
 
 def test_what_is_missing_is_said(config) -> None:
@@ -162,10 +153,10 @@ def test_what_is_missing_is_said(config) -> None:
     with pytest.raises(CoterieError, match=r"sum to 0\.9"):
         config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})
     with pytest.raises(CoterieError, match="exclude each other"):
-        config(method={"name": "pcl-1", "top": 2, "threshold": 0.5})
+        config(method={"name": "pcl-1", "trusted": {"top": 2, "threshold": 0.5}})
 
 
-def test_an_exchange_is_scored_once_though_an_evaluation_takes_it_in_too(
+def test_an_exchange_is_scored_once_however_often_models_are_evaluated(
     config, tmp_path, monkeypatch
 ) -> None:
     scored = []

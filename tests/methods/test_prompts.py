@@ -1,23 +1,20 @@
 """Soft prompts against a forward pass on embeddings that the test puts together itself."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rounds import down, joined, one_round, step
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
-from coterie.engines.local import LocalRun
-from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.methods import ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
-from coterie.runs import RunFolder, Watch
 from coterie.training.loss import language_model_loss, token_losses
 
 METHODS = {
@@ -30,17 +27,14 @@ each_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
 
 def sides(run, method) -> Any:
-    run = run.model_copy(update={"method": method})
-    session = Session(run)
-    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    return joined(run.model_copy(update={"method": method}))
 
 
 def trained(run, method) -> Any:
     """A client after a round, and its upload."""
     local = sides(run, method)
     local.server.open(0, ["poet"])
-    client = local.clients["poet"]
-    return client, client.step(local.server.download("poet"))
+    return local.clients["poet"], step(local, "poet", 0)
 
 
 def prompt_of(client) -> torch.Tensor:
@@ -122,7 +116,7 @@ def test_a_prompt_begins_as_the_embeddings_of_its_text(config) -> None:
         ids = base.tokenizer(text)["input_ids"]
         rows = base.model.get_input_embeddings().weight[[ids[i % len(ids)] for i in range(tokens)]]
         assert torch.equal(client.adapter.encoder.start, rows)
-        (offset,) = upload.tensors.values()
+        (offset,) = upload["adapter"].values()
         assert 0 < offset.abs().max() < 0.1
         prompt = client.model().get_prompt(1)[0]
         assert torch.allclose(prompt, rows + offset)
@@ -130,21 +124,18 @@ def test_a_prompt_begins_as_the_embeddings_of_its_text(config) -> None:
 
 def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
     local = sides(config(), METHODS["encoder"])
-    local.server.open(0, sorted(local.clients))
-    first = local.server.download("poet").tensors
-    uploads = {n: c.step(local.server.download(n)) for n, c in sorted(local.clients.items())}
+    first = down(local, "poet")["adapter"]
+    uploads = one_round(local, 0)
     sizes = {"embedding.weight": (5, 32)}
     for layer, (out, width) in {0: (24, 32), 2: (24, 24), 4: (32, 24)}.items():
         sizes |= {f"mlp_head.{layer}.weight": (out, width), f"mlp_head.{layer}.bias": (out,)}
-    for name, upload in uploads.items():
-        assert {n: tuple(t.shape) for n, t in upload.tensors.items()} == {
+    for upload in uploads.values():
+        assert {n: tuple(t.shape) for n, t in upload["adapter"].items()} == {
             f"prompt/{n}": shape for n, shape in sizes.items()
         }
-        assert all(not torch.equal(t, first[n]) for n, t in upload.tensors.items())
-        local.server.receive(name, upload)
-    local.server.close()
-    for name, tensor in local.server.download("poet").tensors.items():
-        mean = torch.stack([u.tensors[name].double() for u in uploads.values()]).mean(0)
+        assert all(not torch.equal(t, first[n]) for n, t in upload["adapter"].items())
+    for name, tensor in down(local, "poet")["adapter"].items():
+        mean = torch.stack([u["adapter"][name].double() for u in uploads.values()]).mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-7)
 
 
@@ -154,9 +145,9 @@ def test_clients_take_turns_on_one_base(config, method) -> None:
     one, other = local.clients["poet"], local.clients["whaler"]
     base = one.context.base.model
     digest, ids = one.context.base.digest, torch.arange(3, 15)
-    for name, client in (("poet", one), ("whaler", other)):
+    for name in ("poet", "whaler"):
         local.server.open(0, [name])
-        client.step(local.server.download(name))
+        step(local, name, 0)
     with torch.no_grad():
         bare = base(input_ids=ids[None]).logits
         lora = FedIT().adapter(base, 0, "poet")

@@ -1,7 +1,7 @@
 """FlexLoRA and HetLoRA against the papers' formulas on dense matrices."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loop import flat
+from rounds import close, down, joined, step
 from torch import Tensor
 
 import coterie
+from coterie.adapters import pairs_of
 from coterie.engines.local import LocalRun
+from coterie.engines.part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError
+from coterie.exchange import Message, MessageError, State, Tensors
 from coterie.methods.ranks import HetLora, HetLoraClient, present_rank
-from coterie.runs import RunFolder, Watch
+from coterie.methods.settings import SharedSets
+from coterie.runs import RunFolder
 
 RANKS = {"diarist": 2, "poet": 3, "whaler": 7}
 TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
@@ -31,15 +36,13 @@ def start(config: Callable[..., coterie.RunConfig]) -> Callable[..., LocalRun]:
     """Joined sides of a method whose clients have RANKS, and TOKENS to train on."""
 
     def make(name: str, **settings: Any) -> LocalRun:
-        run = config(method={"name": name, "rank": RANKS, **settings})
-        session = Session(run)
-        session.check(run)
-        participants = [
+        run = config(method={"name": name, "mlp": {"rank": RANKS}, **settings})
+        clients = [
             replace(p, data=replace(p.data, train=replace(train, ids=train.ids[: TOKENS[p.name]])))
-            for p in session.participants(run)
+            for p in Session(run).participants(run)
             for train in [p.data.train]
         ]
-        return LocalRun(run, session.base, participants, RunFolder(Path()), Watch())
+        return joined(run, clients=clients)
 
     return make
 
@@ -49,13 +52,17 @@ def gain(client: str) -> float:
 
 
 def upload(run: LocalRun, client: str, seed: int) -> Message:
-    """Random values of the right shapes."""
+    """Random values of the right shapes, attention's and experts' apart."""
     chance = torch.Generator().manual_seed(seed)
     shapes = run.clients[client].hello().values["shapes"]
-    return Message(0, {n: torch.randn(s, generator=chance) for n, s in shapes.items()})
+    values = {n: torch.randn(s, generator=chance) for n, s in shapes.items()}
+    parts = run.clients[client].parts()
+    experts = {n: t for n, t in values.items() if parts[n].role == "generalist"}
+    rest = {n: t for n, t in values.items() if parts[n].role != "generalist"}
+    return Message(0, {"adapter": rest, "experts": experts})
 
 
-def update(client: str, tensors: Mapping[str, Tensor], pair: str) -> np.ndarray:
+def update(client: str, tensors: Tensors, pair: str) -> np.ndarray:
     """The dense `g B A` in float64."""
     B, A = (tensors[f"{pair}.{which}"].double().numpy() for which in "BA")
     return gain(client) * B @ A
@@ -65,9 +72,7 @@ def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
     """The clients' random uploads, aggregated."""
     run.server.open(0, clients)
     uploads = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
-    for name, message in uploads.items():
-        run.server.receive(name, message)
-    run.server.close()
+    close(run, 0, uploads)
     return uploads
 
 
@@ -75,13 +80,15 @@ def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
 def test_the_first_download_is_the_runs_first_values_cut(name: str, start: Callable[..., LocalRun]):
     run = start(name)
     run.server.open(0, list(RANKS))
-    largest = run.server.download("whaler").tensors
+    largest = run.server.download("whaler")
     for client, rank in RANKS.items():
-        tensors = run.server.download(client).tensors
-        assert torch.equal(tensors[f"{UP}.A"], largest[f"{UP}.A"][:rank])
-        assert tensors[f"{UP}.B"].shape == (128, rank)
-        assert not tensors[f"{UP}.B"].any()
-        assert torch.equal(tensors[f"{ATTENTION}.A"], largest[f"{ATTENTION}.A"])
+        download = run.server.download(client)
+        experts, first = download["experts"], largest["experts"]
+        assert torch.equal(experts[f"{UP}.A"], first[f"{UP}.A"][:rank])
+        assert experts[f"{UP}.B"].shape == (128, rank)
+        assert not experts[f"{UP}.B"].any()
+        rest = f"{ATTENTION}.A"
+        assert torch.equal(download["adapter"][rest], largest["adapter"][rest])
 
 
 @pytest.mark.parametrize("name", ["flexlora", "hetlora"])
@@ -89,8 +96,8 @@ def test_attention_is_averaged_uniformly(name: str, start: Callable[..., LocalRu
     run = start(name)
     uploads = one_round(run, list(RANKS))
     for end in ("A", "B"):
-        parts = [message.tensors[f"{ATTENTION}.{end}"] for message in uploads.values()]
-        mean = run.server.download("poet").tensors[f"{ATTENTION}.{end}"]
+        parts = [message["adapter"][f"{ATTENTION}.{end}"] for message in uploads.values()]
+        mean = run.server.download("poet")["adapter"][f"{ATTENTION}.{end}"]
         assert torch.allclose(mean, torch.stack(parts).mean(0), atol=1e-6)
 
 
@@ -102,10 +109,10 @@ def test_flexlora_sends_the_best_update_of_each_rank(
     run = start("flexlora")
     uploads = one_round(run, clients)
     weight = sum(TOKENS[name] for name in clients)
-    mean = sum(TOKENS[n] / weight * update(n, uploads[n].tensors, pair) for n in clients)
+    mean = sum(TOKENS[n] / weight * update(n, uploads[n]["experts"], pair) for n in clients)
     U, S, Vt = np.linalg.svd(mean, full_matrices=False)  # pyright: ignore
     for name, rank in RANKS.items():  # also for clients that missed the round
-        got = run.server.download(name).tensors
+        got = run.server.download(name)["experts"]
         best = (U[:, :rank] * S[:rank]) @ Vt[:rank]
         np.testing.assert_allclose(update(name, got, pair), best, atol=1e-5 * S[0])
         # Directions that no update has must not be dead: A is not zero where B is.
@@ -116,10 +123,11 @@ def test_flexlora_sends_the_best_update_of_each_rank(
 def test_what_nobody_sent_stays(name: str, start: Callable[..., LocalRun]) -> None:
     run = start(name)
     one_round(run, list(RANKS))
-    before = run.server.download("whaler").tensors
+    before = flat(run.server.download("whaler"))
     run.server.open(1, [])
-    run.server.close()
-    after = run.server.download("whaler").tensors
+    close(run, 1, {})
+    after = flat(run.server.download("whaler"))
+    assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
@@ -139,13 +147,12 @@ def test_hetlora_pads_and_weighs_by_norm(
 ) -> None:
     run = start("hetlora")
     run.server.open(0, clients)
-    first = {end: run.server.download("whaler").tensors[f"{UP}.{end}"] for end in "AB"}
-    uploads = {}
+    first = {end: run.server.download("whaler")["experts"][f"{UP}.{end}"] for end in "AB"}
+    messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
+    uploads = {name: message["experts"] for name, message in messages.items()}
     for seed, name in enumerate(clients):
-        uploads[name] = dict(upload(run, name, seed).tensors)
-        uploads[name][f"{UP}.B"] *= 0 if zero else seed + 1
-        run.server.receive(name, Message(0, uploads[name]))
-    run.server.close()
+        uploads[name][f"{UP}.B"].mul_(0 if zero else seed + 1)
+    close(run, 0, messages)
 
     norms = {n: float(np.linalg.norm(update(n, uploads[n], UP))) for n in clients}
     A, B = np.zeros((7, 32)), np.zeros((128, 7))
@@ -156,7 +163,7 @@ def test_hetlora_pads_and_weighs_by_norm(
     sent = max(RANKS[name] for name in clients)
     A[sent:] = first["A"][sent:].numpy()  # nobody sent these rows
     for name, rank in RANKS.items():
-        got = run.server.download(name).tensors
+        got = run.server.download(name)["experts"]
         np.testing.assert_allclose(got[f"{UP}.A"].numpy(), A[:rank], atol=1e-5)
         expected = B[:, :rank] / gain(name)
         np.testing.assert_allclose(got[f"{UP}.B"].numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -165,8 +172,13 @@ def test_hetlora_pads_and_weighs_by_norm(
 def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., LocalRun]) -> None:
     run = start("hetlora")
     run.server.open(0, ["whaler"])
-    whole = dict(upload(run, "whaler", 0).tensors)
-    A, B = whole[f"{UP}.A"], whole[f"{UP}.B"]
+    whole = upload(run, "whaler", 0)
+    A, B = (whole["experts"][f"{UP}.{end}"] for end in "AB")
+
+    def sent(A: Tensor, B: Tensor) -> Message:
+        experts = {**whole["experts"], f"{UP}.A": A, f"{UP}.B": B}
+        return Message(0, {**whole.groups, "experts": experts})
+
     wrong = [
         (torch.randn(8, 32), torch.randn(128, 8)),
         (A[:5], B),
@@ -178,52 +190,53 @@ def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., Lo
     ]
     for bad_A, bad_B in wrong:
         with pytest.raises(MessageError, match="shape"):
-            run.server.receive("whaler", Message(0, whole | {f"{UP}.A": bad_A, f"{UP}.B": bad_B}))
-    pruned = whole | {f"{UP}.A": A[:4], f"{UP}.B": B[:, :4]}
-    run.server.receive("whaler", Message(0, pruned))
-    run.server.close()
-    got = run.server.download("whaler").tensors
+            contribution(run.server, run.aggregation, "whaler", sent(bad_A, bad_B))
+    close(run, 0, {"whaler": sent(A[:4], B[:, :4])})
+    got = run.server.download("whaler")["experts"]
     assert got[f"{UP}.A"].shape == (4, 32)
     assert got[f"{DOWN}.A"].shape == (7, 128)
     # The gain stays that of rank 7: alone, the client gets back what it sent.
     torch.testing.assert_close(got[f"{UP}.B"], B[:, :4])
     # So does a server that was restarted.
     other = start("hetlora").server
-    other.restore(run.server.state())
-    assert other.download("whaler").tensors[f"{UP}.A"].shape == (4, 32)
+    other.restore(State.decode(run.server.state().encode()))
+    assert other.download("whaler")["experts"][f"{UP}.A"].shape == (4, 32)
 
 
 def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
-    method = HetLora(rank=RANKS, gamma=0.6, penalty_weight=0.01)
+    method = HetLora(mlp=SharedSets(sets=1, rank=RANKS), gamma=0.6, penalty_weight=0.01)
     client = start("hetlora").clients["whaler"]
     assert isinstance(client, HetLoraClient)
     adapter = client.adapter
-    penalty = method.penalty(adapter)
+    penalty = method.penalty(client)
     parameters = adapter.parameters("generalist")
-    value = penalty({})  # B is zero: so is the penalty, and its gradient is finite
+    value = penalty()  # B is zero: so is the penalty, and its gradient is finite
     value.backward()
     assert value.item() == 0
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in parameters.values())
     for parameter in parameters.values():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     expected = 0.0
-    for pair in (name[:-2] for name in parameters if name.endswith(".A")):
-        A, B = parameters[f"{pair}.A"].detach().numpy(), parameters[f"{pair}.B"].detach().numpy()
-        if pair == UP:  # pruned before to rank 4: its tail begins at floor(0.6 * 4)
+    for a, b in pairs_of(adapter.parts()):
+        if a.role != "generalist":
+            continue
+        A, B = a.parameter.detach().numpy(), b.parameter.detach().numpy()
+        if a.name == f"{UP}.A":  # pruned before to rank 4: its tail begins at floor(0.6 * 4)
             A[4:], B[:, 4:] = 0, 0
             expected += np.linalg.norm(B[:, 2:4]) * np.linalg.norm(A[2:4])
         else:
             expected += np.linalg.norm(B[:, 4:]) * np.linalg.norm(A[4:])
-    assert penalty({}).item() == pytest.approx(0.01 * expected, rel=1e-5)
+    assert penalty().item() == pytest.approx(0.01 * expected, rel=1e-5)
     assert [method.kept(rank) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
 
 
 def tails(client: HetLoraClient) -> dict[str, float]:
     """The norms' products at gamma 0.6, naively."""
     found = {}
-    for pair, (A, B) in client.pairs.items():
+    for a, b in client.pairs.items():
+        A, B = client.shared[a], client.shared[b]
         kept = max(1, int(0.6 * present_rank(A)))
-        found[pair] = (B[:, kept:].square().sum().sqrt() * A[kept:].square().sum().sqrt()).item()
+        found[a] = (B[:, kept:].square().sum().sqrt() * A[kept:].square().sum().sqrt()).item()
     return found
 
 
@@ -232,47 +245,49 @@ def test_hetlora_prunes_where_the_tail_has_shrunk(start: Callable[..., LocalRun]
     client = run.clients["whaler"]
     assert isinstance(client, HetLoraClient)
     one_round(run, list(RANKS))
-    down = run.server.download("whaler")
+    download = down(run, "whaler")
     # One layer's tail shrinks in training, all others' grow: local training made by hand.
     before = {}
 
     def train(round: int) -> None:
         before.update(tails(client))
-        for pair, (A, B) in client.pairs.items():
-            B.data[:, -3:] *= 0.5 if pair == UP else 2.0
-            for name, p in ((f"{pair}.A", A), (f"{pair}.B", B)):
-                state = client.training._optimisers["joint"].state
-                state[p] = {
+        for a, b in client.pairs.items():
+            A, B = client.shared[a], client.shared[b]
+            B.data[:, -3:] *= 0.5 if a == f"{UP}.A" else 2.0
+            for p in (A, B):
+                client.training._updaters["joint"].optimiser.state[p] = {
                     "step": torch.tensor(1.0),
                     "exp_avg": torch.ones_like(p),
                     "exp_avg_sq": torch.ones_like(p),
                 }
-                assert name in client.shared
 
     client.training.round = train  # pyright: ignore
-    sent = client.step(down).tensors
-    ranks = {pair: present_rank(A) for pair, (A, _) in client.pairs.items()}
-    assert ranks == {pair: 4 if pair == UP else 7 for pair in ranks}
+    sent = step(run, "whaler", 0, download)["experts"]
+    assert before
+    shared = client.shared
+    ranks = {a: present_rank(shared[a]) for a in client.pairs}
+    assert ranks == {a: 4 if a == f"{UP}.A" else 7 for a in ranks}
     assert sent[f"{UP}.A"].shape == (4, 32)
     assert sent[f"{UP}.B"].shape == (128, 4)
     assert sent[f"{DOWN}.A"].shape == (7, 128)
-    tensors = client.state().tensors
-    for kind in ("adapter", "joint/exp_avg", "joint/exp_avg_sq"):
-        assert not tensors[f"{kind}/{UP}.A"][4:].any()
-        assert not tensors[f"{kind}/{UP}.B"][:, 4:].any()
-        assert tensors[f"{kind}/{UP}.A"][:4].any()
-        assert tensors[f"{kind}/{DOWN}.B"][:, 4:].any()
+    state = client.state()
+    moments = state.parts["training"].parts["joint"]
+    for tensors in (state["adapter"], moments["exp_avg"], moments["exp_avg_sq"]):
+        assert not tensors[f"{UP}.A"][4:].any()
+        assert not tensors[f"{UP}.B"][:, 4:].any()
+        assert tensors[f"{UP}.A"][:4].any()
+        assert tensors[f"{DOWN}.B"][:, 4:].any()
     # A download of the first rank, from a server that lost the upload, is cut.
-    client.finish(down)
-    assert present_rank(client.pairs[UP][0]) == 4
-    assert torch.equal(client.pairs[UP][1][:, :4], down.tensors[f"{UP}.B"][:, :4])
-    assert not client.pairs[UP][1][:, 4:].any()
+    client.take(download)
+    assert present_rank(shared[f"{UP}.A"]) == 4
+    assert torch.equal(shared[f"{UP}.B"][:, :4], download["experts"][f"{UP}.B"][:, :4])
+    assert not shared[f"{UP}.B"][:, 4:].any()
 
 
 def test_hetlora_pruned_parts_stay_zero_and_the_model_is_restored(
     config: Callable[..., coterie.RunConfig], tmp_path: Path
 ) -> None:
-    method = {"name": "hetlora", "rank": RANKS, "gamma": 0.6, "penalty_weight": 1.0}
+    method = {"name": "hetlora", "mlp": {"rank": RANKS}, "gamma": 0.6, "penalty_weight": 1.0}
     done = coterie.run(config(method=method, rounds=4), out=tmp_path / "run")
     lines = [line for line in RunFolder(done.path).metrics() if line["name"] == "rank"]
     last: dict[str, dict[str, int]] = {}
@@ -281,11 +296,12 @@ def test_hetlora_pruned_parts_stay_zero_and_the_model_is_restored(
         assert all(rank <= former[pair] for pair, rank in line["value"].items())
         last[line["client"]] = line["value"]
     assert min(last["whaler"].values()) < 7  # with such a penalty something is pruned
-    state = RunFolder(done.path).load("client-whaler").tensors
+    state = RunFolder(done.path).load("client-whaler")
+    moments = state.parts["training"].parts["joint"]
     for pair, rank in last["whaler"].items():
-        for kind in ("adapter", "joint/exp_avg", "joint/exp_avg_sq"):
-            assert not state[f"{kind}/{pair}.A"][rank:].any()
-            assert not state[f"{kind}/{pair}.B"][:, rank:].any()
+        for tensors in (state["adapter"], moments["exp_avg"], moments["exp_avg_sq"]):
+            assert not tensors[f"{pair}.A"][rank:].any()
+            assert not tensors[f"{pair}.B"][:, rank:].any()
     sizes: dict[str, list[int]] = {}
     for line in RunFolder(done.path).metrics():
         if line["name"] == "bytes/up":
@@ -300,10 +316,10 @@ def test_hetlora_pruned_parts_stay_zero_and_the_model_is_restored(
 def test_unequal_ranks_and_missing_ones_are_refused(
     config: Callable[..., coterie.RunConfig],
 ) -> None:
-    run = config(method={"name": "fedavg", "rank": RANKS})
+    run = config(method={"name": "fedavg", "mlp": {"rank": RANKS}})
     with pytest.raises(CoterieError, match="same rank"):
         Session(run).check(run)
     for name in ("flexlora", "hetlora"):
-        run = config(method={"name": name, "rank": {"poet": 3}})
+        run = config(method={"name": name, "mlp": {"rank": {"poet": 3}}})
         with pytest.raises(CoterieError, match="no rank for the client 'diarist'"):
             Session(run).check(run)

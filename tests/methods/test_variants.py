@@ -1,38 +1,21 @@
 """Variants of averaging and of mixtures: what each trains, on which text, and what it shares."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rounds import down, joined, one_round
 
 from coterie.data import sample_batch
-from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.runs import RunFolder, Watch
 from coterie.training.loss import language_model_loss
-
-
-def sides(run) -> Any:
-    session = Session(run)
-    session.check(run)
-    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
-
-
-def one_round(local: Any) -> dict:
-    local.server.open(0, sorted(local.clients))
-    uploads = {n: c.step(local.server.download(n)) for n, c in sorted(local.clients.items())}
-    for name, upload in uploads.items():
-        local.server.receive(name, upload)
-    local.server.close()
-    return uploads
 
 
 def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
     """Level, roles that have a gradient, and the text of every update of a client's first round."""
-    local = sides(run)
-    client = local.clients["poet"]
+    local = joined(run)
+    client: Any = local.clients["poet"]
     data = {"train": client.context.data.train, "validation": client.context.data.validation}
     seen = []
     monkeypatch.setattr(
@@ -47,16 +30,13 @@ def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
 
     def watched(model, level, step, turn) -> None:
         update(model, level, step, turn)
-        roles = {
-            client.adapter.roles[n]
-            for n, p in client.adapter.parameters().items()
-            if p.requires_grad
-        }
+        roles = {part.role for part in client.parts().values() if part.parameter.requires_grad}
         found.append((level.name, frozenset(roles), seen[-1]))
 
     client.training._update = watched
     local.server.open(0, ["poet"])
-    client.step(local.server.download("poet"))
+    client.take(down(local, "poet"))
+    client.train(0)
     return found
 
 
@@ -77,7 +57,7 @@ TR["local-moe-tr"] = {"specialist"}
 
 @pytest.mark.parametrize("name", TR)
 def test_tr_routers_learn_apart_from_fresh_training_batches(config, monkeypatch, name) -> None:
-    run = config(method={"name": name, "router_every": 2, "router_steps": 3})
+    run = config(method={"name": name, "router": {"every": 2, "steps": 3}})
     updates = trained(run, monkeypatch)
     experts = ("experts", frozenset({"dense"} | TR[name]), "train")
     assert updates == [experts] * 2 + [("routers", frozenset({"router"}), "train")] * 3
@@ -91,37 +71,45 @@ def test_what_mixtures_share(config) -> None:
         ("comigs-tr", {"dense", "generalist"}),
         ("local-moe-tr", set()),
     ):
-        upload = one_round(sides(config(method=name)))["poet"]
-        assert {n.split("/")[0].split(".")[0] for n in upload.tensors} == roles
+        local = joined(config(method=name))
+        upload = one_round(local, 0)["poet"]
+        parts = local.clients["poet"].parts()
+        assert {parts[n].role for n in upload["adapter"]} == roles
+        assert upload.groups.keys() == ({"adapter"} if roles else set())
 
 
 def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
-    local = sides(config(method="ffa-lora", rounds=1))
-    before = {n: c.adapter.parameters("frozen") for n, c in local.clients.items()}
-    first = {name: tensor.clone() for name, tensor in before["poet"].items()}
-    assert all(name.endswith(".A") for name in first)
-    uploads = one_round(local)
+    local: Any = joined(config(method="ffa-lora", rounds=1))
+    poet = local.clients["poet"].adapter
+    first = {name: tensor.clone() for name, tensor in poet.parameters("frozen").items()}
+    assert {poet.parts()[name].factor for name in first} == {"A"}
+    uploads = one_round(local, 0)
     for client in local.clients.values():
         frozen = client.adapter.parameters("frozen")
+        assert frozen.keys() == first.keys()
         assert all(torch.equal(frozen[name], first[name]) for name in first)
         assert len(first) == len(client.adapter.parameters("dense", "generalist"))
-    assert all(name.endswith(".B") for name in uploads["poet"].tensors)
+    parts = poet.parts()
+    assert {parts[name].factor for name in uploads["poet"]["adapter"]} == {"B"}
     # The mean of B is then the mean of the products, exactly.
-    for name in uploads["poet"].tensors:
-        A = first[f"frozen/{name.removesuffix('.B')}.A"].double()
-        products = torch.stack([u.tensors[name].double() @ A for u in uploads.values()]).mean(0)
-        assert torch.allclose(local.server.shared[name].double() @ A, products, atol=1e-8)
+    frozen = {parts[name].path: tensor.double() for name, tensor in first.items()}
+    assert len(frozen) == len(first)
+    for name in uploads["poet"]["adapter"]:
+        A = frozen[parts[name].path]
+        products = [u["adapter"][name].double() @ A for u in uploads.values()]
+        mean = torch.stack(products).mean(0)
+        assert torch.allclose(local.server.shared[name].double() @ A, mean, atol=1e-8)
 
 
 def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config) -> None:
-    local = sides(config(method={"name": "fedprox", "mu": 0.3}))
-    client = local.clients["poet"]
+    local = joined(config(method={"name": "fedprox", "mu": 0.3}))
+    client: Any = local.clients["poet"]
     client.training.round(0)
     (level,) = client.training.levels
-    start = client.training._start
+    start = client.training.start
     parameters = client.adapter.parameters()
     assert any(not torch.equal(start[n], p) for n, p in parameters.items())
-    penalty = level.penalty(start)
+    penalty = level.penalty()
     distances = [((p - start[n]) ** 2).sum() for n, p in parameters.items()]
     expected = 0.15 * torch.stack(distances).sum()
     assert torch.allclose(penalty, expected)
@@ -131,15 +119,15 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
 
 
 def test_fedprox_without_mu_is_fedavg(config) -> None:
-    near = one_round(sides(config(method={"name": "fedprox", "mu": 0.0})))["poet"]
-    plain = one_round(sides(config(method="fedavg")))["poet"]
+    near = one_round(joined(config(method={"name": "fedprox", "mu": 0.0})), 0)["poet"]
+    plain = one_round(joined(config(method="fedavg")), 0)["poet"]
     assert near.encode() == plain.encode()
 
 
 def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
-    local = sides(config(method="fedavg-ft", rounds=1))
+    local: Any = joined(config(method="fedavg-ft", rounds=1))
     assert local.config.method.reports == "trained"
-    one_round(local)
+    one_round(local, 0)
     poet, whaler = (local.clients[n].adapter.parameters() for n in ("poet", "whaler"))
     assert any(not torch.equal(poet[n], whaler[n]) for n in poet)
     loss = language_model_loss(local.clients["poet"].model(), torch.arange(18).view(1, -1))
@@ -147,14 +135,14 @@ def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
 
 
 def test_unequal_and_missing_ranks_are_refused_with_a_sentence(config) -> None:
-    for method, sentence in (
-        ({"name": "fedavg", "rank": {"poet": 4, "others": 8}}, "needs the same rank"),
-        ({"name": "local", "rank": {"poet": 4, "whaler": 8}}, "no rank for the client 'diarist'"),
-        ({"name": "local", "rank": {"pole": 4, "others": 8}}, "names 'pole', which is not"),
-        ({"name": "local", "rank": {"poet": 0, "others": 8}}, "rank"),
+    for name, rank, sentence in (
+        ("fedavg", {"poet": 4, "others": 8}, "needs the same rank"),
+        ("local", {"poet": 4, "whaler": 8}, "no rank for the client 'diarist'"),
+        ("local", {"pole": 4, "others": 8}, "mlp.rank names 'pole', which is not"),
+        ("local", {"poet": 0, "others": 8}, "rank"),
     ):
-        run = config(method=method)
+        run = config(method={"name": name, "mlp": {"rank": rank}})
         with pytest.raises(CoterieError, match=sentence):
             Session(run).check(run)
-    alone = config(method={"name": "local", "rank": {"poet": 4, "others": 8}})
+    alone = config(method={"name": "local", "mlp": {"rank": {"poet": 4, "others": 8}}})
     Session(alone).check(alone)

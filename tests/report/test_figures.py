@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 from drawing import drawn
 
@@ -11,16 +12,19 @@ from coterie.report.assignment import assignment, holdings
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
-from coterie.report.experiments import Experiment, experiments
 from coterie.report.routing import expert_names, routing
 from coterie.report.style import FIXED, THEMES, LeftOut, looks
 from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
+from coterie.results.experiments import Experiment, experiments
 from coterie.results.tables import Table
 from coterie.scoring.metrics import ACCURACY, PERPLEXITY
 
 LOCAL = {"name": "local"}
-COMIGS = {"name": "comigs-1g1s", "generalists": 1, "specialists": {"anna": 2, "others": 1}}
+COMIGS = {
+    "name": "comigs-1g1s",
+    "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}},
+}
 
 
 def one(path) -> Experiment:
@@ -117,8 +121,10 @@ def test_losses_are_counted_by_update_and_averaged_over_clients(written) -> None
     figures = [(n // 2, c, "loss/joint", v) for c, vs in losses.items() for n, v in enumerate(vs)]
     _, loss = curves(one(written("run", LOCAL, figures=figures)))
     assert table_of([loss]).rows == [["local", "joint", "3", "6.000", "2.500"]]
-    values = np.array([1.0, 2.0, 6.0, 3.0])
+    values = pd.Series([1.0, 2.0, 6.0, 3.0])
     assert smooth(values, 3).tolist() == pytest.approx([1.5, 3, 11 / 3, 4.5])
+    assert smooth(values, 4).tolist() == pytest.approx([1.5, 3, 3, 11 / 3])
+    assert smooth(values, 9).tolist() == smooth(values, 4).tolist()
 
 
 def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
@@ -162,7 +168,7 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
 
 def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> None:
     for every, steps, score in ((5, 1, 10), (5, 2, 20), (9, 1, 30)):
-        method = COMIGS | {"router_every": every, "router_steps": steps}
+        method = COMIGS | {"router": {"every": every, "steps": steps}}
         written(f"cmp/{every}-{steps}", method, perplexities=(score, score + 2))
     table = table_of(sweep(one(tmp_path / "cmp")))
     assert table.columns[1:] == ["5", "9"]

@@ -9,9 +9,9 @@ from coterie.config import parse
 from coterie.data import ClientData, Tokens
 from coterie.federation import Participant, client_context
 from coterie.report.cost import operations
-from coterie.report.experiments import experiments
 from coterie.report.flops import counting_base, round_cost, step_flops
 from coterie.report.style import LeftOut, Picture
+from coterie.results.experiments import experiments
 
 CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}
@@ -42,7 +42,7 @@ def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
 
 @pytest.mark.parametrize("rank", [2, 4])
 def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
-    run = config(method={"name": "fedavg", "rank": rank, "attention_rank": rank})
+    run = config(method={"name": "fedavg", "mlp": {"rank": rank}, "attention": {"rank": rank}})
     base = counting_base(run)
     side = side_of(run, base)
     side.adapter.attach(base.model)
@@ -53,7 +53,7 @@ def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
 
 def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config) -> None:
     run = config(
-        method={"name": "comigs-1g1s", "router_every": 8, "router_steps": 3},
+        method={"name": "comigs-1g1s", "router": {"every": 8, "steps": 3}},
         training={"steps": 2, "batch": 5, "precision": "fp32"},
     )
     base = counting_base(run)
@@ -79,7 +79,7 @@ def test_a_method_that_does_not_train_has_no_cost(config) -> None:
 
 def test_costs_are_set_against_the_fedavg_that_was_run(written, values, tmp_path) -> None:
     for name in ("fedavg", "local"):
-        method = {"name": name, "generalists" if name == "fedavg" else "specialists": 1}
+        method = {"name": name, "mlp": {"sets": 1}}
         folder = written(f"runs/{name}", method, figures=[(0, "anna", "loss/joint", 4.0)])
         about = json.loads((folder / "run.json").read_text())
         about["config"] = parse(values(method=method)).as_dict()

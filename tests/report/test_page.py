@@ -13,13 +13,13 @@ import coterie
 import coterie.cli
 from coterie.config import parse
 from coterie.data import Examples, Instruction, Tokens
-from coterie.federation import federation
+from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
-from coterie.report.experiments import experiments
 from coterie.report.page import write_report
 from coterie.report.texts import TextPicture, _beginning, _layers, _pieces, texts
 from coterie.report.trust import trust
+from coterie.results.experiments import experiments
 from coterie.runs import RunFolder
 
 
@@ -37,7 +37,7 @@ def opening(runs: Path) -> str:
     """How the diarist's test text begins."""
     config = parse(RunFolder(runs / "fedavg").description["config"])
     words = coterie.tokenizer(runs / "fedavg")
-    first = federation(config, words)[0]
+    first = participants_of(config, words)[0]
     return str(words.decode(first.data.test.ids[:12]))
 
 

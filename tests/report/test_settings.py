@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -48,11 +49,38 @@ def test_every_method_explains_all_of_its_settings(name) -> None:
         available()[name].model_fields
     )
     assert all(row[2] for row in table.rows)
+    assert len({row[0] for row in table.rows}) == len(table.rows)
 
 
 def test_choices_are_listed() -> None:
     rows = {row[0]: row[2] for row in method_table("comigs-1g1s").rows}
-    assert rows["load_balance"].endswith("(none, uniform, generalist)")
+    assert rows["router.load_balance"].endswith("(none, uniform, generalist)")
+
+
+def test_parts_are_explained_with_the_methods_own_defaults() -> None:
+    tables = {n: {row[0]: row[1:] for row in method_table(n).rows} for n in available()}
+    for name, rank, sets in (("fedavg", "8", "2"), ("hetlora", "16", "1"), ("ffa-lora", "16", "1")):
+        assert (tables[name]["mlp.rank"][0], tables[name]["mlp.sets"][0]) == (rank, sets)
+    assert tables["fedit"]["attention.targets"][0] == "q_proj|v_proj|c_attn"
+    assert tables["fedavg"]["attention.targets"][0] == ""
+    assert (tables["fedit"]["lora.scale"][0], tables["fedavg"]["lora.scale"][0]) == ("rank", "sqrt")
+    assert "router.every" in tables["comigs-2g"]
+    assert "router.every" not in tables["pfedmoe"]
+    assert "trusted.top" in tables["pcl-3"]
+    assert "trusted.top" not in tables["pcl-uniform"]
+    assert tables["fedamole"]["embeddings.privacy"][1] == "noise on the mean embeddings; null: none"
+    assert next(iter(tables["comigs-1g1s"])) == "mlp"
+
+
+def test_it_is_said_what_can_be_left_out_and_what_can_differ_by_client() -> None:
+    for name in ("fedavg", "comigs-1g1s", "fedit"):
+        rows = {row[0]: row[2] for row in method_table(name).rows}
+        method = available()[name]
+        for part in {"mlp", "attention"} & method.model_fields.keys():
+            optional = type(None) in get_args(method.model_fields[part].annotation)
+            assert rows[part].endswith("; null: none") is optional
+        counts = [key for key, text in rows.items() if text.endswith("{CLIENT: N, others: N}")]
+        assert counts == [key for key in rows if key.startswith("mlp.")]
 
 
 def test_an_unknown_method_and_the_pooled_one() -> None:

@@ -5,9 +5,9 @@ import pytest
 from drawing import drawn
 
 from coterie.report.curves import curves
-from coterie.report.experiments import experiments
 from coterie.report.style import THEMES, Canvas, LeftOut, Picture
 from coterie.report.teaching import lessons, teaching
+from coterie.results.experiments import experiments
 
 FEDMKT = {"name": "fedmkt"}
 

@@ -14,14 +14,14 @@ def total(config, client: str, *roles: str) -> int:
     return sum(4 * p.numel() for p in adapter.parameters(*roles).values())
 
 
+@pytest.mark.slow
 def test_fields_weigh_what_their_tensors_do(config) -> None:
     run = config()
     weights = traffic(Session(run), run)
     found = {(w.client, w.way, w.field): w.bytes for w in weights}
     for client in ("diarist", "poet", "whaler"):
         for way in ("up", "down"):
-            assert found[client, way, "dense*"] == total(run, client, "dense")
-            assert found[client, way, "generalist*"] == total(run, client, "generalist")
+            assert found[client, way, "adapter"] == total(run, client, "dense", "generalist")
             whole = found[client, way, WHOLE]
             assert whole > total(run, client, "dense", "generalist")
 
@@ -30,24 +30,20 @@ def test_a_method_that_begins_alone_is_waited_for(config) -> None:
     run = config(method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
     found = {(w.client, w.way, w.field): w.bytes for w in traffic(Session(run), run)}
     adapter = total(run, "poet", "dense", "generalist")
-    assert found["poet", "up", "dense*"] + found["poet", "up", "generalist*"] == adapter
-    assert found["poet", "up", "update/*"] == adapter
+    assert found["poet", "up", "adapter"] == found["poet", "up", "update"] == adapter
     # The other two clients' come down, each field in its own place.
     down = {
         field: size for (name, way, field), size in found.items() if (name, way) == ("poet", "down")
     }
-    assert down["from/*/update/*"] == 2 * adapter
-    assert down["from/*/dense*"] + down["from/*/generalist*"] == 2 * adapter
-    audit = "".join(table.markdown() for table in audit_run(run))
-    assert "update/generalist" in audit
+    assert down["adapter"] == down["update"] == 2 * adapter
 
 
 def per_sample(tables, way: str) -> dict[str, int]:
     """What the audit of one client says that a message weighs for each of its public samples."""
     (rows,) = (table.rows for table in tables if table.title == f"poet: {way}")
-    sizes = {row[0]: int(row[-1].replace(",", "")) for row in rows}
+    sizes = {row[0]: int(row[-1].replace(",", "").strip("≤")) for row in rows}
     told = {name: size for name, size in sizes.items() if "per public sample" in name}
-    counts = [int(row[1]) for row in rows if row[0] == "knowledge.samples"]
+    counts = [int(row[2][3:-1]) for row in rows if row[:2] == ("knowledge", "samples")]  # 1 (N)
     assert told == {f"the same per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
     return told
 
@@ -67,13 +63,15 @@ def test_where_nothing_is_exchanged_nothing_weighs(method, config) -> None:
     run = config(method=method, rounds=2)
     weights = traffic(Session(run), run)
     assert {w.bytes for w in weights if w.field != WHOLE} <= {0}
-    assert all(not m["up"].tensors for m in first_exchange(start(Session(run), run)).values())
+    assert all(
+        not list(m["up"].tensors()) for m in first_exchange(start(Session(run), run)).values()
+    )
 
 
 def test_clients_that_differ_are_shown_by_least_and_most(config) -> None:
-    run = config(method={"name": "flexlora", "rank": {"poet": 2, "others": 4}})
+    run = config(method={"name": "flexlora", "mlp": {"rank": {"poet": 2, "others": 4}}})
     weights = traffic(Session(run), run)
     (table,) = MessagesTable("T", {"X": {"FlexLoRA": weights}}).tables()
-    (row,) = [row for row in table.rows if row[1:3] == ("up", "generalist*")]
+    (row,) = [row for row in table.rows if row[1:3] == ("up", "experts")]
     least, most = (total(run, client, "generalist") for client in ("poet", "whaler"))
     assert row[4] == f"{least:,} to {most:,}"

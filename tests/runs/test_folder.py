@@ -107,11 +107,34 @@ def test_a_recorder_writes_a_round_at_once(folder) -> None:
     assert [found["value"] for found in folder.metrics()] == [4.0]
 
 
+def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
+    late = {**line(0, 2.0), "during": 1}  # of the first round, scored in the second
+    folder.append([line(0, 1.0), late, line(1, 3.0), {**line(1, 4.0), "during": 2}, line(2, 5.0)])
+    for round, left in ((3, [1, 2, 3, 4, 5]), (2, [1, 2, 3]), (1, [1]), (0, [])):
+        folder.forget_from(round)
+        assert [found["value"] for found in folder.metrics()] == left
+
+
+def test_a_recorder_says_when_a_figure_of_another_round_came_up(folder) -> None:
+    recorder = Recorder(folder, lambda *figure: None)
+    recorder.round = 2
+    recorder.log("poet", "x", 1.0)
+    recorder.log("poet", "x", 2.0, 2)
+    recorder.log("poet", "x", 3.0, 1)
+    figure = {"round": 2, "client": "poet", "name": "x"}
+    assert recorder.take() == [
+        figure | {"value": 1.0},
+        figure | {"value": 2.0},
+        figure | {"round": 1, "value": 3.0, "during": 2},
+    ]
+    assert recorder.take() == []
+
+
 def test_the_newest_checkpoint_alone_is_kept(folder) -> None:
     for rounds in (9, 10):
-        folder.save(rounds, [("server", State({"w": torch.tensor([float(rounds)])}))])
+        folder.save(rounds, [("server", State({"g": {"w": torch.tensor([float(rounds)])}}))])
     assert folder.rounds() == 10
-    assert folder.load("server").tensors["w"].item() == 10
+    assert folder.load("server")["g"]["w"].item() == 10
     assert [p.name for p in (folder.path / "checkpoints").iterdir()] == ["00010"]
     with pytest.raises(CoterieError, match="holds no state of 'client-zed'"):
         folder.load("client-zed")

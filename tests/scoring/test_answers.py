@@ -32,7 +32,7 @@ ITEMS = [
 
 def adapted(folder: str, precision: Literal["fp32", "bf16"] = "fp32") -> Base:
     base = load_base(folder, precision, 64)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", shared=())
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.3, generator=chance)

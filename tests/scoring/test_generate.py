@@ -23,7 +23,7 @@ def prompts() -> list[Tensor]:
 def adapted(folder: str) -> Base:
     """A base with an adapter whose values make texts differ."""
     base = load_base(folder, "fp32", 16)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", shared=())
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.5, generator=chance)

@@ -51,5 +51,9 @@ def test_progress_tells_the_same_figure(score, note, config) -> None:
         "name": f"test/{run.config.method.reports}",
         "value": score,
     }
-    assert run._note([line, {"name": "seconds", "value": 3}]) == note
-    assert run._note([]) == ""
+    assert run._note(0, [line, {"name": "seconds", "value": 3}]) == note
+    assert run._note(0, []) == ""
+    late = f"{note.strip()} after round 1  "  # scored at the start of the second
+    assert run._note(1, [{**line, "during": 1}]) == late
+    last = {**line, "round": 1, "value": {**score, "perplexity": 99.0, "accuracy": 0.1}}
+    assert run._note(1, [last, {**line, "during": 1}]) == run._note(1, [last]) != late

@@ -38,7 +38,7 @@ def llama(tied: bool) -> PreTrainedModel:
 
 def trained(base: PreTrainedModel) -> Adapter:
     """An adapter with non-zero values, attached and requiring gradients."""
-    adapter = Adapter(base, Layout(), seed=0, client="ada", shared=())
+    adapter = Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.3, generator=chance)

@@ -36,7 +36,7 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
         before = {name: p.detach().clone() for name, p in self.adapter.parameters().items()}
         original_update(self, model, level, step, turn)
         moved = {
-            self.adapter.roles[name]
+            self.adapter.parts()[name].role
             for name, p in self.adapter.parameters().items()
             if not torch.equal(p, before[name])
         }
@@ -47,13 +47,14 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
     monkeypatch.setattr(local, "sample_batch", sample)
     monkeypatch.setattr(local.LocalTraining, "_update", update)
     run.server.open(0, sorted(run.clients))
-    client.step(run.server.download("poet"))
+    client.take(run.server.download("poet"))
+    client.train(0)
     experts = {"dense", "generalist", "specialist"}
     assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]
 
 
 def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
-    run = config(method={"name": "comigs-1g1s", "router_every": 3, "router_steps": 2}, rounds=3)
+    run = config(method={"name": "comigs-1g1s", "router": {"every": 3, "steps": 2}}, rounds=3)
     session = Session(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
     LocalRun(run, session.base, session.participants(run), folder, Watch()).run()
@@ -90,7 +91,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch
 
     original = local.language_model_loss
     monkeypatch.setattr(local, "language_model_loss", broken)
-    with pytest.raises(coterie.CoterieError, match=r"loss of client 'diarist'.*step 1"):
+    with pytest.raises(coterie.CoterieError, match=r"loss of 'diarist'.*step 1"):
         coterie.run(config(), out=tmp_path / "run")
 
 

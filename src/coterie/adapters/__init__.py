@@ -8,8 +8,9 @@ from coterie.adapters.amole import (
     Recording,
 )
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
+from coterie.adapters.lora import LoraLinear, LoraPair
 from coterie.adapters.mixture import Balance, Mixture
+from coterie.adapters.part import Part, initialise, pairs_of
 
 __all__ = [
     "Adapter",
@@ -29,4 +30,5 @@ __all__ = [
     "detach",
     "first_experts",
     "initialise",
+    "pairs_of",
 ]

@@ -1,6 +1,6 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -8,22 +8,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear, LoraPair, Part, initialise
+from coterie.adapters.lora import LoraLinear
 from coterie.adapters.mixture import Balance, Mixture
-from coterie.bases.sites import StandIn, attention_linears, chosen_linears, mlp_shape, walk
+from coterie.adapters.part import Part, initialise
+from coterie.bases.sites import StandIn, chosen_linears, mlp_shape, walk
 from coterie.errors import CoterieError
 
 
 class Trainable(Protocol):
     """What training and averaging need of whatever a client trains."""
 
-    @property
-    def roles(self) -> dict[str, Role]:
-        """The role of every parameter, by name."""
+    def parts(self) -> dict[str, Part]:
+        """Everything that is trained or kept with it, by name, sorted; what travels is of these."""
         ...
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """Parameters by name, sorted; of these roles, or all."""
+        """What an optimiser updates, by name, sorted; of these roles, or all."""
         ...
 
     def require_grad(self, *roles: Role) -> None:
@@ -51,14 +51,19 @@ class Adapter:
         layout: which experts, which ranks, routed or averaged.
         seed: the run's seed.
         client: the client's name, from which its personal parameters are drawn.
-        shared: the roles whose first values are the same for all clients.
+        common: whether a part's first values are the same for all clients.
 
     Raises:
         CoterieError: the base has no MLP of a known kind.
     """
 
     def __init__(
-        self, base: nn.Module, layout: Layout, seed: int, client: str, shared: Collection[Role]
+        self,
+        base: nn.Module,
+        layout: Layout,
+        seed: int,
+        client: str,
+        common: Callable[[Part], bool],
     ) -> None:
         self.layout = layout
         self._stand_ins = _stand_ins(base, layout)
@@ -66,17 +71,14 @@ class Adapter:
         self._parts: dict[str, Part] = {
             part.name: part for part in sorted(parts, key=lambda part: part.name)
         }
-        self._pairs: dict[str, LoraPair] = {
-            name: pair
-            for path, module in self._stand_ins.items()
-            for name, _, pair in module.pairs(path)
-        }
-        initialise(parts, seed, client, shared)
+        self._pairs = [
+            pair for path, module in self._stand_ins.items() for pair in module.pairs(path)
+        ]
+        initialise(parts, seed, client, common)
 
-    @property
-    def roles(self) -> dict[str, Role]:
-        """The role of every parameter, by name."""
-        return {name: part.role for name, part in self._parts.items()}
+    def parts(self) -> dict[str, Part]:
+        """Everything that is trained or frozen beside the base, by name, sorted."""
+        return self._parts
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
         """Parameters by name, sorted; of these roles, or all."""
@@ -92,19 +94,20 @@ class Adapter:
             part.parameter.requires_grad_(part.role in roles)
 
     def residual(self) -> dict[str, Tensor]:
-        """What is added to pairs and never trained, by name: `residual/PAIR.A`: (any, in), and
-        `residual/PAIR.B`: (out, any)."""
-        found = {name: pair.residual for name, pair in self._pairs.items() if pair.residual}
+        """What is added to pairs and never trained, under the names of the pairs' own A and B.
+
+        Of an A: (any, in); of its B: (out, any).
+        """
         return {
-            f"residual/{name}.{end}": tensor
-            for name, residual in found.items()
-            for end, tensor in zip("AB", residual, strict=True)
+            part.name: tensor
+            for pair, parts in self._pairs
+            for part, tensor in zip(parts, pair.residual or (), strict=False)
         }
 
     def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
         """Add this to pairs, in place of any former residual."""
-        for name, pair in self._pairs.items():
-            A, B = (tensors.get(f"residual/{name}.{end}") for end in "AB")
+        for pair, (a, b) in self._pairs:
+            A, B = tensors.get(a.name), tensors.get(b.name)
             pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
@@ -171,22 +174,12 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinea
     for path, module in walk(base):
         if layout.experts and (shape := mlp_shape(module)):
             found[path] = Mixture(module, shape, layout)
-        elif layout.attention_rank and layout.targets is None:
-            for name in attention_linears(module):
-                linear = getattr(module, name)
-                linear = linear.base if isinstance(linear, StandIn) else linear
-                found[f"{path}.{name}"] = LoraLinear(linear, layout)
-    if layout.experts and not any(isinstance(module, Mixture) for module in found.values()):
+    if layout.experts and not found:
         raise CoterieError(
             f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "
             "models can be a base for experts."
         )
-    if layout.attention_rank and layout.targets is None and not found:
-        raise CoterieError(
-            f"{type(base).__name__} has no attention of a known kind; name the linear layers to "
-            "adapt in the method's setting targets."
-        )
-    if layout.attention_rank and layout.targets is not None:
+    if layout.attention_rank:
         for path, linear in chosen_linears(base, layout.targets).items():
             if path.rpartition(".")[0] not in found:  # a mixture's own layers have its experts
                 found[path] = LoraLinear(linear, layout)

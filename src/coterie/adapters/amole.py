@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import attach, detach
 from coterie.adapters.layout import Role
-from coterie.adapters.lora import LoraPair, Part, initialise
+from coterie.adapters.lora import LoraPair
 from coterie.adapters.padding import real_mask
+from coterie.adapters.part import Part, initialise
 from coterie.bases.sites import StandIn, chosen_linears, working_dtype
 from coterie.errors import CoterieError
-
-ROLES: tuple[Role, ...] = ("shared", "domain", "projection")
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,9 @@ class AmoleLayout:
     alpha: float = 16.0
     top_k: int = 2
     """How many domain experts work on a token; all of them where fewer are held."""
-    targets: str = r"q_proj|v_proj|c_attn"
-    """Regular expression for the last part of a linear layer's path, as a whole."""
+    targets: str | None = r"q_proj|v_proj|c_attn"
+    """Regular expression for the last part of a linear layer's path, as a whole; None: all of
+    attention's."""
     shared: bool = True
     """Whether an expert that every client holds works on every token."""
     router: Literal["token", "vanilla"] = "token"
@@ -113,12 +113,13 @@ class AmoleLinear(StandIn):
     def parts(self, path: str) -> Iterator[Part]:
         """The same by expert: a domain expert's part is a view of the stack, to read and write."""
         if self.shared is not None:
-            yield from self.shared.parts(f"shared/{path}", "shared")
+            yield from self.shared.parts(f"shared/{path}", "shared", path, None)
         for i, expert in enumerate(self.held):
             name = f"domain.{expert}/{path}"
-            yield Part(f"{name}.A", "domain", "kaiming", nn.Parameter(self.A.data[i]))
-            yield Part(f"{name}.B", "domain", "zero", nn.Parameter(self.B.data[i]))
-        yield Part(self._router_name(path), "projection", "kaiming", self.router)
+            A, B = nn.Parameter(self.A.data[i]), nn.Parameter(self.B.data[i])
+            yield Part(f"{name}.A", "domain", A, "kaiming", path, "A", expert)
+            yield Part(f"{name}.B", "domain", B, "zero", path, "B", expert)
+        yield Part(self._router_name(path), "projection", self.router, "kaiming", path)
 
     def _router_name(self, path: str) -> str:
         return f"projection/{path}" if self.layout.router == "token" else f"gate/{path}"
@@ -259,16 +260,16 @@ class AmoleAdapter:
         self._stacks: dict[str, tuple[Role, nn.Parameter]] = {
             name: (role, p) for name, role, p in sorted(stacks, key=lambda s: s[0])
         }
-        initialise(self._parts().values(), seed, client="", shared=ROLES)
+        initialise(self.parts().values(), seed, "", common=lambda part: True)
 
-    def _parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Part]:
+        """What travels, by expert and sorted by name; a domain expert's are views of the stacks.
+
+        `shared/PATH.A`: (r, in) and `.B`: (out, r), `domain.ID/PATH.A` and `.B` alike, and
+        `projection/PATH`: (r, in) or `gate/PATH`: (experts, in).
+        """
         parts = [part for path, module in self._stand_ins.items() for part in module.parts(path)]
         return {part.name: part for part in sorted(parts, key=lambda part: part.name)}
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """The role of every parameter, by name."""
-        return {name: role for name, (role, _) in self._stacks.items()}
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
         """Parameters by name, sorted; of these roles, or all. Domain experts are stacked."""
@@ -278,26 +279,6 @@ class AmoleAdapter:
         """Train the parameters of exactly these roles."""
         for role, parameter in self._stacks.values():
             parameter.requires_grad_(role in roles)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What travels, by expert and sorted by name; views of the parameters, not copies.
-
-        `shared/PATH.A`: (r, in) and `.B`: (out, r), `domain.ID/PATH.A` and `.B` alike, and
-        `projection/PATH`: (r, in) or `gate/PATH`: (experts, in).
-        """
-        return {name: part.parameter.detach() for name, part in self._parts().items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take in values in place. Raises CoterieError unless the names are those of `tensors`."""
-        own = self.tensors()
-        if wrong := sorted(own.keys() ^ tensors.keys()):
-            raise CoterieError(
-                f"These tensors are not those of the experts held: {wrong[0]!r} is "
-                f"{'missing' if wrong[0] in own else 'unknown'}; load what `tensors` of an adapter "
-                "with the same experts gave."
-            )
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other, and return it; it is frozen."""
@@ -334,7 +315,7 @@ class AmoleAdapter:
         if self.layout.router != "token":
             raise CoterieError(
                 "A vanilla router has no token embedding that experts could choose clients by; "
-                "set router to 'token'."
+                "set router.kind to token."
             )
         passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self._stand_ins}
         try:

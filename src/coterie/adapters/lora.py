@@ -1,45 +1,14 @@
-"""Low-rank adaptation: a frozen linear layer W plus `g B A`, and how its values begin."""
+"""Low-rank adaptation: a frozen linear layer W plus `g B A`."""
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coterie.adapters.layout import Layout, Role
+from coterie.adapters.part import Part
 from coterie.bases.sites import StandIn, sizes, working_dtype
-from coterie.chance import generator
-
-
-@dataclass(frozen=True)
-class Part:
-    """A trained parameter as the module that owns it declares it."""
-
-    name: str
-    role: Role
-    start: Literal["kaiming", "zero", "normal"]
-    parameter: nn.Parameter
-
-
-def initialise(parts: Iterable[Part], seed: int, client: str, shared: Collection[Role]) -> None:
-    """Draw the first values: A Kaiming uniform (a = sqrt 5), B zero, routers normal (0.02).
-
-    Each tensor has a generator of its own, so neither the order nor the other tensors matter.
-    Roles in `shared` and what is frozen begin equal for all clients; the others differ by the
-    client's name.
-    """
-    for part in parts:
-        common = part.role == "frozen" or part.role in shared
-        purpose = ("init", part.name) if common else ("init", part.name, client)
-        chance = generator(seed, *purpose)
-        value = torch.zeros(part.parameter.shape)
-        if part.start == "kaiming":
-            nn.init.kaiming_uniform_(value, a=5**0.5, generator=chance)
-        elif part.start == "normal":
-            nn.init.normal_(value, std=0.02, generator=chance)
-        part.parameter.data.copy_(value)
 
 
 class LoraPair(nn.Module):
@@ -74,13 +43,14 @@ class LoraPair(nn.Module):
             A, B = torch.cat([A, self.residual[0]]), torch.cat([B, self.residual[1]], dim=1)
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
-    def parts(self, prefix: str, role: Role) -> Iterator[Part]:
-        """Declare both matrices."""
+    def parts(self, prefix: str, role: Role, path: str, expert: int | None) -> Iterator[Part]:
+        """Declare both matrices, as those of a pair at a path of the base."""
         if self.freeze_A:
-            yield Part(f"frozen/{prefix}.A", "frozen", "kaiming", self.A)
+            frozen = f"frozen/{prefix}.A"
+            yield Part(frozen, "frozen", self.A, "kaiming", path, "A", expert)
         else:
-            yield Part(f"{prefix}.A", role, "kaiming", self.A)
-        yield Part(f"{prefix}.B", role, "zero", self.B)
+            yield Part(f"{prefix}.A", role, self.A, "kaiming", path, "A", expert)
+        yield Part(f"{prefix}.B", role, self.B, "zero", path, "B", expert)
 
 
 class LoraLinear(StandIn):
@@ -91,14 +61,15 @@ class LoraLinear(StandIn):
         self.lora = LoraPair(base, layout.attention_rank, layout.freeze_A)
         self.gain = layout.gain(layout.attention_rank)
 
-    def pairs(self, path: str) -> Iterator[tuple[str, Role, LoraPair]]:
-        """Name, role and pair of the layer at this path of the base."""
-        yield f"dense/{path}", "dense", self.lora
+    def pairs(self, path: str) -> Iterator[tuple[LoraPair, tuple[Part, Part]]]:
+        """The pair, and its A and B as parts, for the layer at this path of the base."""
+        A, B = self.lora.parts(f"dense/{path}", "dense", path, None)
+        yield self.lora, (A, B)
 
     def parts(self, path: str) -> Iterator[Part]:
         """Declare the layer's trained parameters."""
-        for name, role, pair in self.pairs(path):
-            yield from pair.parts(name, role)
+        for _, parts in self.pairs(path):
+            yield from parts
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) to (..., out)."""

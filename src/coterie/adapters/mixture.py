@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from coterie.adapters.activations import native
 from coterie.adapters.fused import WideExperts
-from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraPair, Part
+from coterie.adapters.layout import Layout
+from coterie.adapters.lora import LoraPair
 from coterie.adapters.padding import only_real
+from coterie.adapters.part import Part
 from coterie.bases.sites import MlpShape, StandIn, working_dtype
 from coterie.errors import CoterieError
 
@@ -60,20 +61,22 @@ class Mixture(StandIn):
         factors = [pair.factors(rank) for pair in pairs]
         return [A for A, _ in factors], [B for _, B in factors]
 
-    def pairs(self, path: str) -> Iterator[tuple[str, Role, LoraPair]]:
-        """Name, role and pair of every expert's linear layers, for the MLP at this path."""
+    def pairs(self, path: str) -> Iterator[tuple[LoraPair, tuple[Part, Part]]]:
+        """Every expert's pairs, each with its A and B as parts, for the MLP at this path."""
         for linear in self.shape.linears:
             count = dict.fromkeys(self.roles, 0)
             for role, pair in zip(self.roles, self._pairs(linear), strict=True):
-                yield f"{role}.{count[role]}/{path}.{linear}", role, pair
+                number, where = count[role], f"{path}.{linear}"
+                A, B = pair.parts(f"{role}.{number}/{where}", role, where, number)
+                yield pair, (A, B)
                 count[role] += 1
 
     def parts(self, path: str) -> Iterator[Part]:
         """Declare the trained parameters of the MLP at this path of the base."""
-        for name, role, pair in self.pairs(path):
-            yield from pair.parts(name, role)
+        for _, parts in self.pairs(path):
+            yield from parts
         if self.router is not None:
-            yield Part(f"router/{path}.weight", "router", "normal", self.router)
+            yield Part(f"router/{path}.weight", "router", self.router, "normal", path)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., dim) to (..., dim)."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import attach
 from coterie.adapters.layout import Role
+from coterie.adapters.part import Part
 from coterie.chance import generator
 
 if TYPE_CHECKING:
@@ -37,10 +38,9 @@ class PromptAdapter:
         self.config = config
         self._wrapped: PeftModel | None = None
 
-    @property
-    def roles(self) -> dict[str, Role]:
-        """The role `prompt` for every parameter, by name."""
-        return dict.fromkeys(self.parameters(), "prompt")
+    def parts(self) -> dict[str, Part]:
+        """All parameters, by name; nothing of the base is behind them."""
+        return {n: Part(n, "prompt", p, "zero") for n, p in self.parameters().items()}
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
         """Parameters by name, sorted; of these roles, or all."""

@@ -8,7 +8,7 @@ bounds: a vertex of the linear relaxation is whole, so the simplex method finds 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ import torch
 from scipy import sparse
 from scipy.optimize import linprog
 from scipy.special import softmax
+from torch import Tensor
 
 from coterie.errors import CoterieError
 
@@ -50,14 +51,14 @@ class Bounds:
             raise CoterieError(
                 f"Too few experts for all clients: C * k_e <= E * k_c fails, as {C} clients * at "
                 f"least {self.least} experts = {C * self.least}, but {E} experts * {k_c} clients "
-                f"= {E * k_c}; lower least_experts (k_e) to at most {E * k_c // C}, or raise "
+                f"= {E * k_c}; lower min_experts (k_e) to at most {E * k_c // C}, or raise "
                 "clients_per_expert (k_c) or experts (E)."
             )
         if E * k_c > C * self.most:  # never for b >= E, as k_c <= C here
             raise CoterieError(
                 f"Too many experts for all clients: E * k_c <= C * min(b, E) fails, as {E} "
                 f"experts * {k_c} clients = {E * k_c}, but {C} clients * at most {self.most} "
-                f"experts = {C * self.most}; raise most_experts (b) to at least "
+                f"experts = {C * self.most}; raise max_experts (b) to at least "
                 f"{-(-E * k_c // C)}, or lower clients_per_expert (k_c) or experts (E)."
             )
 
@@ -88,6 +89,20 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray) -> np
     """
     experts, tokens = (np.asarray(e, np.float64) for e in (expert_embeddings, token_embeddings))
     return softmax(experts @ tokens.T / math.sqrt(experts.shape[1]), axis=1)
+
+
+def relevance_of_known(
+    experts: Sequence[Tensor | None], clients: Sequence[Tensor | None]
+) -> np.ndarray:
+    """The relevance by mean embeddings, (r,) each, of which some are not known: None.
+
+    Such an expert prefers all clients alike; such a client counts as the mean of the others.
+    """
+    known = torch.stack([tokens for tokens in clients if tokens is not None])
+    mean, nothing = known.mean(0), torch.zeros_like(known[0])
+    embeddings = torch.stack([nothing if e is None else e for e in experts])
+    tokens = torch.stack([mean if t is None else t for t in clients])
+    return relevance(embeddings.numpy(), tokens.numpy())
 
 
 def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:

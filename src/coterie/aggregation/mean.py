@@ -1,33 +1,142 @@
-"""The mean of what clients upload, each name over the clients that hold it."""
+"""The mean over clients: how a run's uploads become one message, whatever the method.
 
-from collections.abc import Mapping
+The only place where means are made. Everything that makes one (a rule, weights) sees a stream of
+contributions in the order of names, so memory need not grow with the number of clients.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from coterie.exchange import Field as Travels
+from coterie.exchange import Groups, Message, MessageError, Schema, Shapes, check_shapes
 
-class RunningMean:
-    """Mean of tensors, one upload at a time: memory does not grow with the number of clients.
+TOKENS = Travels("tokens", "how many training tokens the client has: its weight", "json")
+HELD = "held"
+"""The value of a mean that says, by group and tensor, how many clients held it."""
 
-    Federated averaging (McMahan et al., arXiv 1602.05629); weights are equal unless given.
+
+class AggregationSpec(BaseModel):
+    """Section `aggregation` of a run file: how uploads become one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    weights: Literal["uniform", "tokens"] = Field(
+        default="uniform", description="of clients in a mean: equal, or their training tokens"
+    )
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one client adds to a round's mean."""
+
+    client: str
+    groups: Groups
+    weight: float = 1.0
+
+
+Rule = Callable[[Iterable[Contribution]], Groups]
+"""Makes one of many. A client that does not hold a tensor is left out of that tensor's."""
+
+
+def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
+    """Federated averaging (McMahan et al., arXiv 1602.05629): `sum_k w_k x_k / sum_k w_k`.
+
+    Summed in float64, one client at a time, and returned in float32.
+    """
+    sums: dict[str, dict[str, Tensor]] = {}
+    weights: dict[tuple[str, str], float] = {}
+    for one in contributions:
+        for group, tensors in one.groups.items():
+            total = sums.setdefault(group, {})
+            for name, tensor in tensors.items():
+                if name in total:
+                    total[name].add_(tensor, alpha=one.weight)
+                else:
+                    total[name] = tensor.to(torch.float64, copy=True).mul_(one.weight)
+                weights[group, name] = weights.get((group, name), 0.0) + one.weight
+    return {
+        group: {n: (t / weights[group, n]).to(torch.float32) for n, t in total.items()}
+        for group, total in sums.items()
+    }
+
+
+class Aggregation:
+    """A run's way from uploads to a mean, on both sides; one for all engines and methods.
+
+    Args:
+        spec: the section `aggregation` of the run file.
+        schema: what the method declares.
+        rule: what makes one of many.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, float] = {}
+    def __init__(self, spec: AggregationSpec, schema: Schema, rule: Rule = weighted_mean) -> None:
+        self.rule = rule
+        self._means, self._each = schema.reduced("mean"), schema.reduced("each")
+        self._weighted = spec.weights == "tokens" and bool(self._means)
+        self.schema = _with_tokens(schema) if self._weighted else schema
+        """What may travel: what the method declares, and what the mean needs beside it."""
+        self._most: dict[str, int] = {}
+        """By client, the training tokens that its hello told of."""
 
-    def add(self, tensors: Mapping[str, Tensor], weight: float = 1.0) -> None:
-        """Count one client's tensors in; a name must have the same shape in all of them."""
-        for name, tensor in tensors.items():
-            if name in self._sums:
-                self._sums[name].add_(tensor, alpha=weight)
-            else:
-                self._sums[name] = tensor.to(torch.float64, copy=True).mul_(weight)
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+    def sent(self, message: Message, tokens: int) -> Message:
+        """On a client: its hello or upload, with what the mean needs."""
+        if not self._weighted:
+            return message
+        return Message(message.round, message.groups, {**message.values, TOKENS.name: tokens})
 
-    def result(self) -> dict[str, Tensor]:
-        """The means in float32, by name; empty if nothing was added."""
-        return {
-            name: (total / self._weights[name]).to(torch.float32)
-            for name, total in self._sums.items()
-        }
+    def join(self, client: str, hello: Message) -> None:
+        """On the server: note a client's weight. Raises MessageError if it tells none."""
+        if self._weighted:
+            self._most[client] = _tokens(client, hello)
+
+    def contribution(
+        self, client: str, upload: Message, expected: Mapping[str, Shapes]
+    ) -> Contribution:
+        """What an upload adds to the mean; `expected`: by group, the shapes that it must have.
+
+        Raises MessageError for other shapes, or for more weight than the client's hello told of.
+        """
+        for group in sorted(self._means):
+            check_shapes(upload[group], expected.get(group, {}))
+        weight = _tokens(client, upload) if self._weighted else 1
+        if weight > self._most.get(client, weight):
+            raise MessageError(
+                f"{client} claims {weight:,} training tokens, but {self._most[client]:,} when it "
+                "joined."
+            )
+        return Contribution(client, upload.only(self._means).groups, float(weight))
+
+    def each(self, upload: Message) -> Message:
+        """The part of an upload that the method's server side gets as it is."""
+        return upload.only(self._each)
+
+    def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
+        """The mean of a round's contributions, with how many clients held each tensor."""
+        held: dict[str, dict[str, int]] = {}
+
+        def counted() -> Iterable[Contribution]:
+            for one in contributions:
+                for group, tensors in one.groups.items():
+                    counts = held.setdefault(group, {})
+                    for name in tensors:
+                        counts[name] = counts.get(name, 0) + 1
+                yield one
+
+        return Message(round, self.rule(counted()), {HELD: held})
+
+
+def _with_tokens(schema: Schema) -> Schema:
+    hello = tuple(field for field in schema.hello if field.name != TOKENS.name)
+    return Schema((*hello, TOKENS), (*schema.up, TOKENS), schema.down)
+
+
+def _tokens(client: str, message: Message) -> int:
+    tokens = message.values.get(TOKENS.name)
+    if type(tokens) is not int or tokens < 1:
+        raise MessageError(f"{client} gives no number of training tokens.")
+    return tokens

@@ -33,7 +33,7 @@ def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
     """A map that is in the cache; None if it is not there, or damaged."""
     try:
         state = State.decode(_path(source, target).read_bytes())
-        found = VocabularyMap(state.tensors["ids"], state.tensors["distances"])
+        found = VocabularyMap(state["map"]["ids"], state["map"]["distances"])
     except (OSError, RuntimeError, CoterieError, KeyError):
         return None
     shape = (len(source.tokens),)
@@ -48,7 +48,7 @@ def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
 def keep_map(source: Vocabulary, target: Vocabulary, found: VocabularyMap) -> None:
     """Write a map into the cache, if that can be done."""
     tensors = {"ids": found.ids, "distances": found.distances}
-    state = State(tensors, {"checksum": _checksum(found)})
+    state = State({"map": tensors}, {"checksum": _checksum(found)})
     try:
         path = _path(source, target)
         path.parent.mkdir(parents=True, exist_ok=True)

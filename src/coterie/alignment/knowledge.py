@@ -55,12 +55,12 @@ class Knowledge:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, for a message or a state."""
-        return {f"knowledge.{f.name}": getattr(self, f.name) for f in fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Knowledge":
         """From what `tensors` gave."""
-        return cls(**{f.name: tensors[f"knowledge.{f.name}"] for f in fields(cls)})
+        return cls(**{f.name: tensors[f.name] for f in fields(cls)})
 
     @classmethod
     def received(cls, tensors: Mapping[str, Tensor], vocabulary: int, most: int) -> "Knowledge":
@@ -69,7 +69,7 @@ class Knowledge:
         Raises MessageError for anything that is no knowledge. That numbers are finite and of the
         right kind is the schema's to check.
         """
-        if missing := {f"knowledge.{f.name}" for f in fields(cls)} - tensors.keys():
+        if missing := {f.name for f in fields(cls)} - tensors.keys():
             raise MessageError(f"The tensor {min(missing)!r} is missing from a message.")
         found = cls.of(tensors)
         n, p = found.samples.numel(), found.ends.numel()
@@ -78,7 +78,7 @@ class Knowledge:
         expected |= {"tokens": (p, k), "logprobs": (p, k), "lognorm": (p,)}
         for name, shape in expected.items():
             if tuple(getattr(found, name).shape) != shape:
-                raise MessageError(f"The tensor 'knowledge.{name}' has not the shape {shape}.")
+                raise MessageError(f"The tensor {name!r} has not the shape {shape}.")
         if not (k <= most and found._in_order() and found._possible(vocabulary)):
             raise MessageError("Predictions arrived that no model can have made.")
         return found

@@ -77,16 +77,25 @@ def attention_linears(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def chosen_linears(base: nn.Module, pattern: str) -> dict[str, nn.Linear | Conv1D]:
+def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers the last part of whose path matches a regular expression, by path.
 
-    Raises CoterieError if none does; the output head is never one of them.
+    Without a pattern those of attention. Raises CoterieError if there is none; the output head is
+    never one of them.
     """
     layers = {
         path: module
         for path, module in walk(base)
         if isinstance(module, nn.Linear | Conv1D) and "." in path
     }
+    if pattern is None:
+        attention = [f"{p}.{name}" for p, m in walk(base) for name in attention_linears(m)]
+        if not attention:
+            raise CoterieError(
+                f"{type(base).__name__} has no attention of a known kind; name the linear layers "
+                "to adapt in the method's setting attention.targets."
+            )
+        return {path: layers[path] for path in attention}
     try:
         found = {p: m for p, m in layers.items() if re.fullmatch(pattern, p.rpartition(".")[2])}
     except re.error as error:
@@ -99,6 +108,33 @@ def chosen_linears(base: nn.Module, pattern: str) -> dict[str, nn.Linear | Conv1
             f"The pattern {pattern!r} matches no linear layer of the base; there are {names}."
         )
     return found
+
+
+PLACES = {
+    "c_fc": "mlp.up",
+    "up_proj": "mlp.up",
+    "gate_proj": "mlp.gate",
+    "down_proj": "mlp.down",
+    "mlp.c_proj": "mlp.down",
+    "c_attn": "attention.qkv",
+    "query_key_value": "attention.qkv",
+    "q_proj": "attention.q",
+    "k_proj": "attention.k",
+    "v_proj": "attention.v",
+    "o_proj": "attention.out",
+    "out_proj": "attention.out",
+    "attn.c_proj": "attention.out",
+    "attention.dense": "attention.out",
+    "self_attention.dense": "attention.out",
+    "mlp": "mlp",
+}
+"""What linear layers do, by the end of their path."""
+
+
+def place_of(path: str) -> str:
+    """What the module at a path does: `mlp.up`, `attention.q`; its own name if that is unknown."""
+    names = path.split(".")
+    return PLACES.get(".".join(names[-2:])) or PLACES.get(names[-1]) or names[-1]
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:

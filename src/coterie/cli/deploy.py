@@ -115,11 +115,11 @@ def client(
     given = {"path": data, "train": train, "validation": validation, "test": test}
     texts = {k: str(Path(v).resolve()) for k, v in given.items() if v is not None}
     _check_texts(kit.name, texts)
-    own = deploy.Own(kit.name, texts, out, _place(base), _place(public))
+    site = deploy.Site(kit.name, texts, out, _place(base), _place(public))
     with _stoppable("What is done is kept; the same command goes on."):
         terminal.say(f"{kit.name}: looking for {server}")
         with ClientBoard(terminal.console) as seen:
-            worker = deploy.take_part(server, kit, own, seen, threading.Event())
+            worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.run is not None:
         folder = worker.run.folder.path
         terminal.say(f"The run is finished; this client's model is in {folder}. Write with it:")

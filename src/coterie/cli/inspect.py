@@ -42,9 +42,14 @@ def methods(
         terminal.console.print(methods_table())
         terminal.say("\n`coterie methods NAME` shows a method's settings.")
         return
-    terminal.console.print(method_table(name))
-    terminal.say(f"\nIn a run file:        method: {{name: {name}, KEY: VALUE}}")
-    terminal.say(f"On the command line:  --set method={name} --set method.KEY=VALUE")
+    table = method_table(name)
+    terminal.console.print(table)
+    filled = [(key, value) for key, value, _ in table.rows if value]
+    if filled:
+        (key, value), (*parts, last) = filled[0], filled[0][0].split(".")
+        inside = f"{parts[0]}: {{{last}: {value}}}" if parts else f"{last}: {value}"
+        terminal.say(f"\nIn a run file:        method: {{name: {name}, {inside}}}")
+        terminal.say(f"On the command line:  --set method={name} --set method.{key}={value}")
 
 
 def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False) -> None:

@@ -25,10 +25,10 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
     """
     from coterie.api import tokenizer
 
-    words: Any = tokenizer(run, client)
-    ids = words(prompt or words.bos_token or words.eos_token)["input_ids"]
-    found = _continued(run, client, ids, words.eos_token_id, how)
-    return words.decode(found, skip_special_tokens=True)
+    encoder: Any = tokenizer(run, client)
+    ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
+    found = _continued(run, client, ids, encoder.eos_token_id, how)
+    return encoder.decode(found, skip_special_tokens=True)
 
 
 def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> str:
@@ -48,10 +48,10 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
             f"The run {run} is on plain text, so it has no template to fill in; use --prompt."
         )
     prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
-    words: Any = tokenizer(run, client)
-    ids = [context_token(words), *words(prompt, add_special_tokens=False)["input_ids"]]
-    found = _continued(run, client, ids, words.eos_token_id, how)
-    return words.decode(found[len(ids) :], skip_special_tokens=True).strip()
+    encoder: Any = tokenizer(run, client)
+    ids = [context_token(encoder), *encoder(prompt, add_special_tokens=False)["input_ids"]]
+    found = _continued(run, client, ids, encoder.eos_token_id, how)
+    return encoder.decode(found[len(ids) :], skip_special_tokens=True).strip()
 
 
 def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -> list[int]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
+from coterie.aggregation import Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data import tokens_per_sample
-from coterie.engines.part import ClientPart, due, result, score_server
+from coterie.engines.part import ClientPart, contribution, result, score_server
 from coterie.exchange import Json, State
 from coterie.federation import Participant, server_context
 from coterie.files import writing
@@ -40,6 +41,7 @@ class Rounds(ABC):
         folder: RunFolder,
         watch: Watch,
         own: Participant | None = None,
+        rule: Rule = weighted_mean,
     ) -> None:
         self.config, self.folder, self.watch, self.own = config, folder, watch, own
         self.names = [p.name for p in participants]
@@ -47,7 +49,8 @@ class Rounds(ABC):
         window = config.data.window
         self.sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
         self.recorder = Recorder(folder, watch.seen)
-        self.schema = config.method.schema()
+        self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
+        self.schema = self.aggregation.schema
         log = partial(self.recorder.log, None)
         context = server_context(config, base.model, self.names, own, log)
         self.server = config.method.server(context)
@@ -61,8 +64,8 @@ class Rounds(ABC):
         """Every client's upload, in the order of `names`; its figures are recorded by then."""
 
     @abstractmethod
-    def _close(self, round: int) -> None:
-        """Let every client score what the round made of it, in the order of `names`."""
+    def _finish(self) -> None:
+        """Let every client take the last download in, in the order of `names`."""
 
     @abstractmethod
     def _client_states(self) -> Iterator[tuple[ClientId, State]]:
@@ -73,8 +76,10 @@ class Rounds(ABC):
         """Take every client back to the newest checkpoint."""
 
     def _join(self) -> None:
-        for name, hello in sorted(self._hellos()):
-            self.server.join(name, self.schema.receive("hello", hello))
+        for name, data in sorted(self._hellos()):
+            hello = self.schema.receive("hello", data)
+            self.aggregation.join(name, hello)
+            self.server.join(name, hello)
 
     def run(self) -> None:
         """All rounds that are left; the folder then holds the result."""
@@ -91,22 +96,32 @@ class Rounds(ABC):
                 figures = self.recorder.take()
                 self.folder.append(figures)
                 self.folder.save(round + 1, self._states())
-                watch.round_over(round, self._note(figures))
+                watch.round_over(round, self._note(round, figures))
         self.folder.finish(result(config, self.folder))
 
     def _round(self, round: int, spool: Path) -> None:
-        """Algorithm 1 of most papers: download, local work, upload; then the server aggregates."""
+        self.exchange(round, spool)
+        score_server(self.config, self.server, self.own, round, self.recorder.log)
+        if round + 1 == self.config.rounds:
+            self._finish()
+
+    def exchange(self, round: int, spool: Path) -> None:
+        """Algorithm 1 of most papers: download, local work, upload; then the server aggregates.
+
+        Uploads are left in the folder `spool`, by name.
+        """
         self.server.open(round, sorted(self.names))
         for name, upload in self._steps(round):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
             self.watch.worked(round, name)
+        self.server.close(self.aggregation.mean(round, self._contributions(spool)))
+
+    def _contributions(self, spool: Path) -> Iterator[Contribution]:
+        """What the uploads that wait on disk add to the mean, in the order of names."""
         for name in sorted(self.names):
-            self.server.receive(name, self.schema.receive("up", (spool / name).read_bytes()))
-        self.server.close()
-        score_server(self.config, self.server, self.own, round, self.recorder.log)
-        if due(self.config, round):
-            self._close(round)
+            upload = self.schema.receive("up", (spool / name).read_bytes())
+            yield contribution(self.server, self.aggregation, name, upload)
 
     def _download(self, name: ClientId) -> bytes:
         return self.schema.send("down", self.server.download(name))
@@ -124,16 +139,19 @@ class Rounds(ABC):
             self._restore_clients()
         return done
 
-    def _note(self, figures: list[dict[str, Json]]) -> str:
-        """The mean over texts of what the round's models were scored, if they were."""
+    def _note(self, round: int, figures: list[dict[str, Json]]) -> str:
+        """The mean over texts of what models were scored in a round, if they were."""
         scored = f"test/{self.config.method.reports}"
-        found = [line["value"] for line in figures if line["name"] == scored]
+        lines = [line for line in figures if line["name"] == scored]
+        last = max((line["round"] for line in lines), default=round)
+        found = [line["value"] for line in lines if line["round"] == last]
         if not found:
             return ""
         metric = metric_of(found, self.config.evaluation.metric)
         mean = sum(score[metric.key] for score in found) / len(found)
         unit = " %" if metric.share else ""
-        return f"{self.config.evaluation.split} {metric.name} {metric.cell(mean)}{unit}  "
+        after = "" if last == round else f" after round {last + 1}"
+        return f"{self.config.evaluation.split} {metric.name} {metric.cell(mean)}{unit}{after}  "
 
 
 class LocalRun(Rounds):
@@ -147,8 +165,9 @@ class LocalRun(Rounds):
         folder: RunFolder,
         watch: Watch,
         own: Participant | None = None,
+        rule: Rule = weighted_mean,
     ) -> None:
-        super().__init__(config, base, participants, folder, watch, own)
+        super().__init__(config, base, participants, folder, watch, own, rule)
         log = self.recorder.log
         self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
         self.clients = {name: part.side for name, part in self.parts.items()}
@@ -162,9 +181,9 @@ class LocalRun(Rounds):
         for name, part in self.parts.items():
             yield name, part.step(round, self._download(name))
 
-    def _close(self, round: int) -> None:
+    def _finish(self) -> None:
         for name, part in self.parts.items():
-            part.close(round, self._download(name))
+            part.finish(self._download(name))
 
     def _client_states(self) -> Iterator[tuple[ClientId, State]]:
         for name, client in self.clients.items():

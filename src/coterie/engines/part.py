@@ -1,13 +1,15 @@
 """One client's part of a run: messages in and out as bytes, and what its model scores."""
 
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from coterie.aggregation import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.exchange import Json, Message
+from coterie.exchange import Json, Message, MessageError
+from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
 from coterie.methods import ServerSide
 from coterie.runs import RunFolder
@@ -15,8 +17,16 @@ from coterie.scoring.evaluation import Score, evaluate
 
 SERVER_SCORE = "server/aggregated"
 """The name under which the score of the server's own model is recorded."""
-LogFor = Callable[[str | None, str, Json], None]
-"""Records a figure of a client, or of the run (None)."""
+
+
+class LogFor(Protocol):
+    """Records a figure of a client, or of the run (None); of the round in progress, or another."""
+
+    def __call__(
+        self, client: str | None, name: str, value: Json, round: int | None = None
+    ) -> None:
+        """See the class."""
+        ...
 
 
 class ClientPart:
@@ -31,7 +41,8 @@ class ClientPart:
         self.config, self.participant, self.log = config, participant, log
         self.base = participant.base or base
         self.name = participant.name
-        self.schema = config.method.schema()
+        self.aggregation = Aggregation(config.aggregation, config.method.schema())
+        self.schema = self.aggregation.schema
         context = client_context(config, self.base, participant, partial(log, self.name))
         self.side = config.method.client(context)
         self.scores: dict[str, dict[str, Score]] = {}
@@ -39,47 +50,65 @@ class ClientPart:
 
     def hello(self) -> bytes:
         """What the server must know once."""
-        return self.schema.send("hello", self.side.hello())
+        return self._sent("hello", self.side.hello())
 
-    def step(self, round: int, download: bytes) -> bytes:
-        """One round of local work: the upload. The trained model is scored where that is due."""
-        upload = self.schema.send("up", self.side.step(self._taken(download)))
-        self.log(self.name, "bytes/up", len(upload))
+    def step(self, round: int, download: bytes, *, counted: bool = True) -> bytes:
+        """One round: take the download in, train, and return the upload.
+
+        Models are scored where that is due: the aggregated one of the round before (if this
+        client's upload `counted` then), and the trained one.
+        """
+        self._take(download)
+        if counted and round and self.schema.down and due(self.config, round - 1):
+            self._score("aggregated", round - 1)
+        self.side.train(round)
         if due(self.config, round):
-            self.score("trained")
+            self.score_trained(round)
+        upload = self._sent("up", self.side.upload(round))
+        self.log(self.name, "bytes/up", len(upload))
         return upload
 
-    def close(self, round: int, download: bytes) -> None:
-        """Score the model as if the run ended with this round, and end if it does.
-
-        `download` is what the server sends once the round is aggregated. A method that sends
-        nothing down has the same model at both points.
-        """
+    def finish(self, download: bytes) -> None:
+        """After the last round: take the download in, score, and keep it if it is the result."""
         if not self.schema.down:
-            self._log_scores("aggregated", self.scores.get("trained") or self._scored())
             return
-        last = round + 1 == self.config.rounds
         before = self.side.state()
-        self.side.finish(self._taken(download))
-        self.score("aggregated")
-        if not (last and self.config.method.reports == "aggregated"):
+        self._take(download)
+        self._score("aggregated", self.config.rounds - 1)
+        if self.config.method.reports == "trained":
             self.side.restore(before)
 
-    def _taken(self, download: bytes) -> Message:
+    def score_trained(self, round: int) -> None:
+        """Score the model after a round's local work.
+
+        A method that sends nothing down has the same model when the round is aggregated.
+        """
+        self._score("trained", round)
+        if not self.schema.down:
+            self._log_scores("aggregated", round, self.scores["trained"])
+
+    def _take(self, download: bytes) -> None:
         self.log(self.name, "bytes/down", len(download))
-        return self.schema.receive("down", download)
+        self.side.take(self.schema.receive("down", download))
 
-    def score(self, point: str) -> None:
+    def _sent(self, way: Way, message: Message) -> bytes:
+        """The bytes of a message, once it is sure that nothing in it is this client's alone."""
+        parts, sends = self.side.parts(), self.config.method.sends
+        for _, group, name, _ in message.tensors():
+            if name in parts and not sends(parts[name]):
+                raise MessageError(f"The tensor {name!r} of {group!r} stays with its client.")
+        tokens = len(self.participant.data.train.ids)
+        return self.schema.send(way, self.aggregation.sent(message, tokens))
+
+    def _score(self, point: str, round: int) -> None:
         """Score the model on this client's held-out text."""
-        self._log_scores(point, self._scored())
+        scores = _scored(self.config, self.base, self.side.model(), self.participant)
+        self._log_scores(point, round, scores)
 
-    def _scored(self) -> dict[str, Score]:
-        return _scored(self.config, self.base, self.side.model(), self.participant)
-
-    def _log_scores(self, point: str, scores: dict[str, Score]) -> None:
+    def _log_scores(self, point: str, round: int, scores: dict[str, Score]) -> None:
         self.scores[point] = scores
         for text, score in scores.items():
-            self.log(text, f"test/{point}", score.as_dict())
+            self.log(text, f"test/{point}", score.as_dict(), round)
 
 
 def _scored(
@@ -102,6 +131,18 @@ def score_server(
     if (model := server.model()) is not None:
         for score in _scored(config, own.base, model, own).values():
             log(None, SERVER_SCORE, score.as_dict())
+
+
+def contribution(
+    server: ServerSide, aggregation: Aggregation, name: str, upload: Message
+) -> Contribution:
+    """What an upload adds to the mean, once the server's side has taken the rest of it.
+
+    Raises MessageError if it is not what it should be.
+    """
+    found = aggregation.contribution(name, upload, server.expects(name))
+    server.receive(name, aggregation.each(upload))
+    return found
 
 
 def due(config: RunConfig, round: int) -> bool:

@@ -4,7 +4,6 @@ An envelope is a small JSON header and the message's bytes. Headers hold nothing
 """
 
 import json
-from importlib.metadata import version
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -12,14 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coterie.exchange.message import LAST_ROUND, Json, MessageError
 from coterie.exchange.schema import plain
 
-VERSION = version("coterie")
-"""Of the package: who runs another one is not understood."""
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's figures where they are shared."""
 Kind = Literal["join", "step", "finish"]
-Fault = Literal["unknown run", "refused", "failed", "version", "base"]
+Fault = Literal["unknown run", "refused", "failed", "protocol", "base"]
 """Why a client has no upload: it must join first; it refused what it got; it could not do its work
-(its own log says why); its Coterie is another one, or its base."""
+(its own log says why); it speaks another protocol, or has another base."""
 
 
 class _Header(BaseModel):
@@ -32,11 +29,17 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """From the server: join the run, do the step of a round, or finish; the body is a download."""
+    """From the server: join the run, do the step of a round, or finish; the body is a download.
+
+    What other protocols add is passed over, so that a client can say that they are others.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     counted: int | None = None
     """The last round in which the server counted this client's upload."""
-    version: str = ""
+    protocol: int = 1
+    """What the server speaks; see exchange/formats.py."""
     base: str = ""
     """Hash of the weights that the others have, if anybody has joined."""
     config: dict[str, Json] | None = None

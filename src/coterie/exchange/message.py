@@ -1,18 +1,27 @@
-"""Messages and states: named tensors and a little JSON, as safetensors, never as pickle."""
+"""Messages and states: named groups of tensors and a little JSON, as safetensors, never as pickle.
+
+A group is a mapping of names to tensors: `message["adapter"]`. What is not there is an empty group.
+In the bytes a tensor is called `GROUP/NAME`, with the name of a peer or a part before the group:
+`alice:adapter/NAME`. Nobody but this file reads these keys.
+"""
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
+from coterie.exchange.formats import check_stamp, stamp
 
 Json = Any
+Tensors = Mapping[str, Tensor]
+Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = 2**30
 """Bytes that are accepted: three full-rank updates of GPT-2's layers (see methods/exact.py)."""
 LARGEST_HEADER = 2**23
@@ -20,6 +29,9 @@ LARGEST_HEADER = 2**23
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Of a tensor that torch can compute with."""
+DEEPEST_PART = 8
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""The name of a group, a peer or a part."""
 
 
 class MessageError(CoterieError):
@@ -28,20 +40,58 @@ class MessageError(CoterieError):
 
 @dataclass(frozen=True)
 class State:
-    """What one side must keep to go on: tensors by name, and JSON values. It never travels."""
+    """What one side must keep to go on. It never travels.
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    Groups of tensors, JSON values, and the states of what the side is made of, by name.
+    """
+
+    groups: Groups = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
+    parts: Mapping[str, "State"] = field(default_factory=dict)
+
+    def __getitem__(self, group: str) -> Tensors:
+        """The tensors of a group, by name; none where it is not there."""
+        return self.groups.get(group, {})
+
+    def walk(self, *path: str) -> "Iterator[tuple[tuple[str, ...], State]]":
+        """This state and those inside it, each with its path."""
+        yield path, self
+        for name, part in self.parts.items():
+            yield from part.walk(*path, name)
 
     def encode(self) -> bytes:
         """As safetensors, the values in its header."""
-        return _pack(self.tensors, {"values": dict(self.values)})
+        found = dict(self.walk())
+        values = {":".join(path): dict(state.values) for path, state in found.items()}
+        return _pack({path: state.groups for path, state in found.items()}, {"values": values})
 
     @classmethod
     def decode(cls, data: bytes) -> "State":
         """Read what `encode` wrote; raises MessageError for anything else."""
-        tensors, header = _unpack(data)
-        return cls(tensors, header["values"])
+        found, header = _unpack(data, "A state", "Go on with the version that wrote it.")
+        values: dict[str, Json] = header["values"]
+        paths = {tuple(path.split(":")) if path else () for path in values}
+        names = [name for path in paths for name in path]
+        deep = any(len(path) >= DEEPEST_PART for path in paths)
+        if (
+            deep
+            or not all(map(NAME.fullmatch, names))
+            or not all(isinstance(v, dict) for v in values.values())
+        ):
+            raise MessageError("A state holds values that are of no part.")
+        return _assembled((), paths | found.keys(), found, values)
+
+
+def _assembled(
+    path: tuple[str, ...],
+    paths: Iterable[tuple[str, ...]],
+    found: Mapping[tuple[str, ...], Groups],
+    values: Mapping[str, Json],
+) -> State:
+    below = {p for p in paths if p[: len(path)] == path and len(p) > len(path)}
+    names = sorted({p[len(path)] for p in below})
+    parts = {name: _assembled((*path, name), below, found, values) for name in names}
+    return State(found.get(path, {}), values.get(":".join(path), {}), parts)
 
 
 @dataclass(frozen=True)
@@ -49,12 +99,36 @@ class Message:
     """What travels between a client and the server: one down and one up per client and round."""
 
     round: int = 0
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
+    peers: Mapping[str, Groups] = field(default_factory=dict)
+    """In a download that passes uploads on: the groups of other clients, by their names."""
+
+    def __getitem__(self, group: str) -> Tensors:
+        """The tensors of a group, by name; none where it is not there."""
+        return self.groups.get(group, {})
+
+    def from_peer(self, name: str) -> "Message":
+        """What another client uploaded."""
+        return Message(self.round, self.peers[name])
+
+    def tensors(self) -> Iterator[tuple[str | None, str, str, Tensor]]:
+        """Every tensor, with its peer (None: the sender's own), group and name."""
+        everything = [(None, self.groups), *self.peers.items()]
+        for peer, groups in everything:
+            for group, tensors in groups.items():
+                for name, tensor in tensors.items():
+                    yield peer, group, name, tensor
+
+    def only(self, groups: Iterable[str]) -> Self:
+        """The same message with no other groups than these."""
+        kept = set(groups)
+        return replace(self, groups={n: g for n, g in self.groups.items() if n in kept})
 
     def encode(self) -> bytes:
         """As safetensors, the round and the values in its header."""
-        return _pack(self.tensors, {"round": self.round, "values": dict(self.values)})
+        groups = {(): self.groups} | {(name,): groups for name, groups in self.peers.items()}
+        return _pack(groups, {"round": self.round, "values": dict(self.values)})
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
@@ -63,24 +137,36 @@ class Message:
             raise MessageError(f"A message of {len(data):,} bytes is larger than is accepted.")
         if _header_size(data) > LARGEST_HEADER:
             raise MessageError("A message's header is larger than is accepted.")
-        tensors, header = _unpack(data)
+        found, header = _unpack(data, "A message", "Install the same version on both sides.")
         number = header.get("round")
         if type(number) is not int or not 0 <= number <= LAST_ROUND:
             raise MessageError("A message has no valid round number.")
-        return cls(number, tensors, header["values"])
+        own = found.pop((), {})
+        if any(len(path) > 1 for path in found):
+            raise MessageError("A message holds parts of other clients' messages.")
+        return cls(number, own, header["values"], {path[0]: g for path, g in found.items()})
 
 
-def _pack(tensors: Mapping[str, Tensor], header: Json) -> bytes:
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {"coterie": json.dumps(header, allow_nan=False, sort_keys=True)}
-    return safetensors.torch.save(whole, metadata)
+def _pack(found: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) -> bytes:
+    whole: dict[str, Tensor] = {}
+    for path, groups in found.items():
+        for group, tensors in groups.items():
+            prefix = ":".join((*path, group))
+            assert all(map(NAME.fullmatch, (*path, group))), prefix
+            for name, tensor in tensors.items():
+                whole[f"{prefix}/{name}"] = tensor.detach().cpu().contiguous()
+    text = json.dumps(stamp() | header, allow_nan=False, sort_keys=True)
+    return safetensors.torch.save(whole, {"coterie": text})
 
 
 def _header_size(data: bytes) -> int:
     return int.from_bytes(data[:8], "little")
 
 
-def _unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Json]]:
+def _unpack(
+    data: bytes, what: str, remedy: str
+) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
+    """Groups by path, and the header; raises MessageError, or FormatError as `check_stamp`."""
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
         metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
@@ -90,9 +176,17 @@ def _unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Json]]:
         raise MessageError("Bytes arrived that are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
         raise MessageError("A message's header does not hold its values.")
-    if any(tensor.ndim > MOST_DIMENSIONS for tensor in tensors.values()):
-        raise MessageError("A message holds a tensor of too many dimensions.")
-    return tensors, header
+    check_stamp(what, header, remedy)
+    found: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in tensors.items():
+        if tensor.ndim > MOST_DIMENSIONS:
+            raise MessageError("A message holds a tensor of too many dimensions.")
+        place, slash, name = key.partition("/")
+        *path, group = names = place.split(":")
+        if not slash or len(names) > DEEPEST_PART or not all(map(NAME.fullmatch, names)):
+            raise MessageError("A message holds a tensor that is of no group.")
+        found.setdefault(tuple(path), {}).setdefault(group, {})[name] = tensor
+    return found, header
 
 
 def _finite(text: str) -> float:

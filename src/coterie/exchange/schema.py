@@ -7,15 +7,15 @@ sender, before its bytes leave, and by the receiver, before they touch a model.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from coterie.exchange.message import Json, Message, MessageError
+from coterie.exchange.message import Json, Message, MessageError, Tensors
 
 Way = Literal["hello", "up", "down"]
+Reduce = Literal["mean", "each"]
 Shapes = Mapping[str, tuple[int, ...]]
 DEEPEST = 32
 """Levels of lists and mappings in a value: more than any needs, and no strain on recursion."""
@@ -23,14 +23,24 @@ DEEPEST = 32
 
 @dataclass(frozen=True)
 class Field:
-    """Tensors or values that may travel."""
+    """A group of tensors, or a value, that may travel."""
 
-    pattern: str
-    """Which names, as a shell pattern: `generalist.*`."""
+    name: str
     what: str
     """What that is, in a few words for the reader of an audit."""
-    dtype: str = "float32"
-    """A torch dtype for tensors; `json` for values (numbers, names, lists and mappings)."""
+    dtype: str | Mapping[str, str] = "float32"
+    """A torch dtype for the group's tensors; or the names that it may have, each with its dtype;
+    or `json` for a value (numbers, names, lists and mappings)."""
+    reduce: Reduce = "each"
+    """Of an upload: whether the server's side gets the mean over clients, or each client's. A group
+    of which it needs both has two fields."""
+    peers: bool = False
+    """Of a download: whether it holds the other clients', each under its name."""
+
+    def allows(self, name: str, dtype: str) -> bool:
+        """Whether a tensor of this name and dtype may be in the group."""
+        wanted = self.dtype if isinstance(self.dtype, str) else self.dtype.get(name)
+        return wanted == dtype
 
 
 @dataclass(frozen=True)
@@ -41,17 +51,26 @@ class Schema:
     up: tuple[Field, ...] = ()
     down: tuple[Field, ...] = ()
 
+    def reduced(self, reduce: Reduce) -> set[str]:
+        """The groups of an upload that reach the server's side as a mean, or one by one."""
+        return {field.name for field in self.up if field.reduce == reduce}
+
     def check(self, way: Way, message: Message) -> None:
         """Raise MessageError unless every part of the message is declared for this direction."""
         fields: tuple[Field, ...] = getattr(self, way)
-        for name, tensor in message.tensors.items():
+        for peer, group, name, tensor in message.tensors():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if not any(f.dtype == dtype and fnmatchcase(name, f.pattern) for f in fields):
-                raise MessageError(f"The tensor {name!r} ({dtype}) may not travel ({way}).")
+            declared = (f for f in fields if f.name == group and f.peers == (peer is not None))
+            if not any(field.allows(name, dtype) for field in declared):
+                raise MessageError(
+                    f"The tensor {name!r} ({dtype}) of the group {group!r} may not travel ({way})."
+                )
             if not _finite_tensor(tensor):
-                raise MessageError(f"The tensor {name!r} holds values that are not finite.")
+                raise MessageError(
+                    f"The tensor {name!r} of the group {group!r} holds values that are not finite."
+                )
         for name, value in message.values.items():
-            if not any(f.dtype == "json" and fnmatchcase(name, f.pattern) for f in fields):
+            if not any(f.dtype == "json" and f.name == name for f in fields):
                 raise MessageError(f"The value {name!r} may not travel ({way}).")
             if not plain(value):
                 raise MessageError(
@@ -71,9 +90,9 @@ class Schema:
         return message
 
 
-def check_shapes(message: Message, expected: Shapes) -> None:
-    """Raise MessageError unless the message holds exactly the expected tensors."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in message.tensors.items()}
+def check_shapes(tensors: Tensors, expected: Shapes) -> None:
+    """Raise MessageError unless a group holds exactly the expected tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(shapes.keys() ^ expected.keys()):
         fault = "is missing from" if name in expected else "was not expected in"
         raise MessageError(f"The tensor {name!r} {fault} a message.")
@@ -85,6 +104,8 @@ def check_shapes(message: Message, expected: Shapes) -> None:
 
 
 def _finite_tensor(tensor: Tensor) -> bool:
+    if not tensor.numel():  # perhaps of a shape beside the 0 that torch cannot compute with
+        return True
     # torch tells finite from other only for some floats of 8 bits; float32 holds them all exactly.
     wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
     return bool(torch.isfinite(wide).all())

@@ -5,12 +5,24 @@ A package adds its own with an entry point in the group `coterie.methods`.
 
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any, get_args
 
+from pydantic import BaseModel
 from rapidfuzz.process import extractOne
 
 from coterie.errors import CoterieError
 from coterie.methods.averaging import FedAvg, FedAvgFT, FedProx, FFALora, Local
-from coterie.methods.comigs import CoMiGS, CoMiGS2G, CoMiGS2S
+from coterie.methods.comigs import (
+    CoMiGS,
+    CoMiGS2G,
+    CoMiGS2S,
+    CoMiGSTr,
+    FedAvgMoE,
+    FedAvgMoETr,
+    LocalMoE,
+    LocalMoETr,
+    PFedMoE,
+)
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -24,14 +36,6 @@ from coterie.methods.fdlora import FDLora
 from coterie.methods.fedamole import FedAMoLE
 from coterie.methods.fedit import FedIT, FedITFT
 from coterie.methods.fedmkt import LLM2SLM, FedMKT, FedMKTFedAvg
-from coterie.methods.moe import (
-    CoMiGSTr,
-    FedAvgMoE,
-    FedAvgMoETr,
-    LocalMoE,
-    LocalMoETr,
-    PFedMoE,
-)
 from coterie.methods.pcl import (
     PCLPredictions,
     PCLTheoretical,
@@ -52,6 +56,7 @@ __all__ = [
     "ServerSide",
     "Setting",
     "available",
+    "carried",
     "method_from",
 ]
 
@@ -119,3 +124,27 @@ def method_from(value: object) -> Method:
             f"There is no method {name!r}.{hint} `coterie methods` lists all of them."
         )
     return methods[name](**settings)
+
+
+def carried(method: Method, kind: type[Method]) -> dict[str, Any]:
+    """What another kind of method takes over of a method's settings when the two are compared.
+
+    Each part that was changed, as a whole; where the kinds' parts differ, what they have in common.
+    That a part is left out counts only for a kind that can do without it.
+    """
+    theirs, found = kind.parts(), {}
+    for name, default in type(method).parts().items():
+        mine = getattr(method, name)
+        if name not in theirs or mine == default:
+            continue
+        if mine is not None:
+            found[name] = mine.model_dump(include=_common(mine, theirs[name]))
+        elif type(None) in get_args(kind.model_fields[name].annotation):
+            found[name] = None
+    return found
+
+
+def _common(one: BaseModel, other: BaseModel) -> set[str]:
+    """The fields of the nearest class that two models descend from."""
+    shared = next(k for k in type(one).__mro__ if isinstance(other, k) and issubclass(k, BaseModel))
+    return set(shared.model_fields)

@@ -1,7 +1,8 @@
-"""Methods whose clients train an adapter and whose server averages the part of it that is shared.
+"""Methods whose clients train an adapter and whose server averages the part of it that is sent.
 
-A method says what is attached (`adapter`), which roles of it travel (`shares`), and when what is
-updated (`levels`); the two sides are the same for all of them.
+A method says what is attached (its settings, or `adapter`), which parts of it travel (`sends`),
+when what is updated (`levels`) and what is added to the loss (`penalty`); the two sides are the
+same for all of them. The mean itself is made by the engine; see aggregation/mean.py.
 """
 
 from collections.abc import Mapping
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Role, Trainable
-from coterie.aggregation import RunningMean
+from coterie.adapters import Adapter, Layout, Part, Role, Trainable
+from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, State, check_shapes
+from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -22,12 +23,15 @@ from coterie.methods.contract import (
     Method,
     ServerContext,
     ServerSide,
+    Setting,
 )
+from coterie.methods.exact import Residuals, residual_shapes, with_residuals
+from coterie.methods.settings import Lora, check_names, layout_of
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
 WHAT: dict[Role, str] = {
-    "dense": "low-rank pairs on attention's linear layers",
+    "dense": "low-rank pairs on single linear layers, attention's as a rule",
     "generalist": "low-rank pairs of the generalist experts on the MLPs",
     "specialist": "low-rank pairs of the specialist experts on the MLPs",
     "router": "routers' weights",
@@ -36,43 +40,93 @@ WHAT: dict[Role, str] = {
 
 
 class AdapterMethod(Method):
-    """An adapter is trained on training text; the roles in `shares` are averaged."""
+    """An adapter is trained on training text; the mean of what is sent replaces it.
 
-    shares: ClassVar[tuple[Role, ...]]
+    The adapter is LoRA as the parts `mlp`, `attention`, `lora` and `router` say, those that the
+    method has.
+    """
+
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
+    """The roles that travel, unless `sends` says otherwise."""
+    mixes_ranks: ClassVar[bool] = False
+    """Whether clients with different ranks can share experts."""
+
+    def sends(self, part: Part) -> bool:
+        """Parts of the roles in `shared_roles`."""
+        return part.role in self.shared_roles
+
+    def layout(self, client: ClientId) -> Layout:
+        """What is attached to the base for a client; raises CoterieError if it cannot be."""
+        mlp, attention, router = map(self.part, ("mlp", "attention", "router"))
+        return layout_of(client, mlp, attention, self.part("lora") or Lora(), router)
+
+    def part(self, name: str) -> Any:
+        """A part of the settings; None where it is left out, or where the method has none."""
+        return getattr(self, name, None)
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
-        """What a client trains. Shared parameters begin equal for all, from the seed alone.
+        """What a client trains. Parts that travel begin equal for all, from the seed alone.
 
         `base` may have no weights (meta tensors).
         """
-        raise NotImplementedError
+        return Adapter(base, self.layout(client), seed, client, self.sends)
 
     def kinds(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
         """One client for each kind of adapter, that with the largest tensors first."""
-        return list(clients[:1])
+        layouts = {self.layout(client): client for client in clients}
+        return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
-    def levels(self, context: ClientContext, adapter: Any) -> list[Level]:
+    def levels(self, client: "AdapterClient") -> list[Level]:
         """The schedule of a client: everything at once on training text."""
-        everything = tuple(sorted({*adapter.roles.values()} - {"frozen"}))
+        parts, context = client.adapter.parts().values(), client.context
+        everything = tuple(sorted({part.role for part in parts} - {"frozen"}))
         rate = learning_rate(context.training, context.rounds)
-        return [Level("joint", everything, "train", rate, penalty=self.penalty(adapter))]
+        return [Level("joint", everything, "train", rate, penalty=self.penalty(client))]
 
-    def penalty(self, adapter: Any) -> Penalty | None:
-        """What is added to the loss, if anything."""
+    def penalty(self, client: "AdapterClient") -> Penalty | None:
+        """What is added to a client's loss, if anything; called once, computed at every step."""
         return None
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The shared roles, both ways, and their shapes in the hello."""
-        fields = tuple(Travels(f"{role}*", WHAT[role]) for role in self.shares)
+        """What is sent, both ways, and its shapes in the hello."""
+        if not self.shared_roles:
+            return Schema()
+        what = "; ".join(WHAT[role] for role in self.shared_roles)
+        adapter = Travels("adapter", what, reduce="mean")
         shapes = Travels("shapes", "names and shapes of the tensors that will be shared", "json")
-        return Schema(hello=(shapes,) if fields else (), up=fields, down=fields)
+        schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))
+        return with_residuals(schema) if self.averages_exactly else schema
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether products B A are averaged, in a method that has the setting `exact`."""
+        return bool(self.part("exact"))
+
+    def check(self, setting: Setting) -> None:
+        """Every client has a layout, and names given in mappings are those of clients."""
+        clients = setting.clients
+        for part in ("mlp", "attention"):
+            check_names(self.part(part), part, clients)
+        layouts = {client: self.layout(client) for client in clients}
+        empty = [
+            layout for layout in layouts.values() if not layout.experts + layout.attention_rank
+        ]
+        if empty and "attention" in type(self).model_fields:
+            raise CoterieError(f"The method {self.name!r} is left with nothing to train.")
+        ranks = {layout.rank for layout in layouts.values()}
+        if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
+            raise CoterieError(
+                f"The method {self.name!r} averages experts and needs the same rank for all "
+                f"clients, not {', '.join(map(str, sorted(ranks)))}; give one rank, or take "
+                "hetlora or flexlora."
+            )
 
     def client(self, context: ClientContext) -> "AdapterClient":
         """An adapter and its local training."""
         return AdapterClient(self, context)
 
     def server(self, context: ServerContext) -> "AdapterServer":
-        """The mean of what is shared."""
+        """The mean of what is sent."""
         return AdapterServer(self, context)
 
 
@@ -80,63 +134,85 @@ class AdapterClient(ClientSide):
     """Takes the shared parameters in, trains all of its own, sends the shared ones back."""
 
     def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
-        self.method = method
-        self.context = context
-        self.adapter = method.adapter(context.base.model, context.seed, context.name)
-        self.training = LocalTraining(context, self.adapter, method.levels(context, self.adapter))
-        self.shared = self.adapter.parameters(*method.shares) if method.shares else {}
+        self.method, self.context = method, context
+        self.adapter: Any = method.adapter(context.base.model, context.seed, context.name)
+        self.shared = {
+            name: part.parameter
+            for name, part in self.adapter.parts().items()
+            if method.sends(part)
+        }
+        """The parameters that travel, by name."""
+        self.training = LocalTraining(context, self.adapter, method.levels(self))
 
     def hello(self) -> Message:
         """The shapes of what is shared."""
         shapes = {name: list(tensor.shape) for name, tensor in self.shared.items()}
         return Message(values={"shapes": shapes} if shapes else {})
 
-    def step(self, download: Message) -> Message:
-        """Replace the shared parameters, train, upload them."""
-        self.finish(download)
-        self.training.round(download.round)
+    def take(self, download: Message) -> None:
+        """Replace the shared parameters by the server's."""
+        shapes, residual = shapes_of(self.shared), download["residual"]
+        check_shapes(download["adapter"], shapes)
+        check_shapes(residual, residual_shapes(self.parts(), shapes, residual))
+        copy(download["adapter"], self.shared)
+        if self.method.averages_exactly:
+            self.adapter.set_residual(residual)
+
+    def train(self, round: int) -> None:
+        """The round's local steps."""
+        self.training.round(round)
         for layer, weights in self.adapter.routing().items():
             self.context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
-        return Message(download.round, {n: p.detach().clone() for n, p in self.shared.items()})
 
-    def finish(self, download: Message) -> None:
-        """Replace the shared parameters by the server's."""
-        check_shapes(download, {name: tuple(p.shape) for name, p in self.shared.items()})
-        copy(download.tensors, self.shared)
+    def upload(self, round: int) -> Message:
+        """The shared parameters."""
+        return Message(round, {"adapter": copied(self.shared)} if self.shared else {})
 
     def model(self) -> PreTrainedModel:
         """The base with this client's adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
+    def parts(self) -> Mapping[str, Part]:
+        """The adapter's."""
+        return self.adapter.parts()
+
     def state(self) -> State:
         """The adapter and its optimisers' moments, copied."""
-        adapter = {f"adapter/{name}": p for name, p in self.adapter.parameters().items()}
-        tensors = adapter | self.training.tensors()
-        return State({name: tensor.detach().clone() for name, tensor in tensors.items()})
+        groups = {"adapter": copied(self.adapter.parameters())}
+        if self.method.averages_exactly:
+            groups["residual"] = copied(self.adapter.residual())
+        return State(groups, parts={"training": self.training.state()})
 
     def restore(self, state: State) -> None:
         """Take back an adapter and its moments."""
-        mine = self.adapter.parameters()
-        copy({name: state.tensors[f"adapter/{name}"] for name in mine}, mine)
-        self.training.restore(state.tensors)
+        copy(state["adapter"], self.adapter.parameters())
+        self.training.restore(state.parts["training"])
+        if self.method.averages_exactly:
+            self.adapter.set_residual(state["residual"])
 
 
 class AdapterServer(ServerSide):
-    """Holds the shared parameters; a round's uploads replace them by their mean."""
+    """Holds the shared parameters; a round's mean replaces them."""
 
     def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
-        self.method = method
+        self.method: Any = method
         # The first values are drawn from the run's seed alone, so the server can draw them too;
         # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}
-        self.roles: dict[str, Role] = {}
-        for client in method.kinds(context.clients) if method.shares else ():
-            adapter = method.adapter(context.base, context.seed, client)
-            self.roles |= adapter.roles
-            for name, parameter in adapter.parameters(*method.shares).items():
-                self.shared.setdefault(name, parameter.detach())
+        self.parts: dict[str, Part] = {}
+        """What the shared tensors are, by name."""
+        for client in method.kinds(context.clients) if method.shared_roles else ():
+            for name, part in method.adapter(context.base, context.seed, client).parts().items():
+                if method.sends(part) and name not in self.parts:
+                    self.parts[name], self.shared[name] = part, part.parameter.detach()
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        self.mean = RunningMean()
+        self.residuals = Residuals(self.parts) if method.averages_exactly else None
+
+    def open(self, round: int, participants: list[ClientId]) -> None:
+        """A round begins."""
+        super().open(round, participants)
+        if self.residuals is not None:
+            self.residuals.open()
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note which shared tensors a client holds; their shapes must be the run's."""
@@ -153,37 +229,58 @@ class AdapterServer(ServerSide):
         """The shape that a client's tensor must have."""
         return tuple(self.shared[name].shape)
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """Start a mean."""
-        super().open(round, participants)
-        self.mean = RunningMean()
-
     def download(self, client: ClientId) -> Message:
         """The shared tensors that the client holds."""
-        return Message(self.round, {name: self.shared[name] for name in self.held[client]})
+        groups: dict[str, Tensors] = {}
+        if held := self.held[client]:
+            groups["adapter"] = {name: self.shared[name] for name in held}
+        if self.residuals is not None:
+            groups["residual"] = self.residuals.of(held)
+        return Message(self.round, groups)
+
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        """The same, back."""
+        return {"adapter": self.held[client]}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Count an upload in."""
-        check_shapes(upload, self.held[client])
-        self.mean.add(upload.tensors)
+        """Where averages are exact, count products in."""
+        if self.residuals is not None:
+            self.residuals.receive(upload)
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """Replace what was uploaded by its mean; what nobody sent stays."""
-        self.shared.update(self.mean.result())
-        super().close()
+        self.shared.update(mean["adapter"])
+        if self.residuals is not None:
+            self.residuals.close(self.shared)
+        super().close(mean)
 
     def state(self) -> State:
         """The shared parameters."""
-        return State(self.shared, {"round": self.round})
+        groups: dict[str, Tensors] = {"adapter": self.shared}
+        if self.residuals is not None:
+            groups["residual"] = self.residuals.tensors
+        return State(groups, {"round": self.round})
 
     def restore(self, state: State) -> None:
         """Take shared parameters back."""
-        self.shared = dict(state.tensors)
-        self.round = state.values["round"]
+        super().restore(state)
+        self.shared = dict(state["adapter"])
+        if self.residuals is not None:
+            self.residuals.tensors = dict(state["residual"])
 
 
 @torch.no_grad()
-def copy(source: Mapping[str, Tensor], target: Mapping[str, torch.nn.Parameter]) -> None:
-    """Write the source's values into the target's parameters, by name."""
-    for name, parameter in target.items():
-        parameter.copy_(source[name])
+def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Write the source's values into the target's tensors, by name."""
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that later training does not change."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes that a message must have for these."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

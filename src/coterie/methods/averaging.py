@@ -4,7 +4,6 @@ Local and FedAvg train two sets of LoRA pairs on every MLP whose outputs are ave
 have as many trained values as a mixture of two experts (CoMiGS, arXiv 2409.13931, section 4.1).
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -12,25 +11,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.adapters import Adapter, Layout, Role
+from coterie.adapters import Layout, Role
+from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientId
-from coterie.methods.exact import AveragingMethod
-from coterie.methods.lora import LoraMethod, PerClient
+from coterie.methods.exact import SETTING
+from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
 from coterie.training.schedule import Penalty
 
 
-class Local(LoraMethod):
+class Local(AdapterMethod):
     """Every client fine-tunes alone."""
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "each client alone; nothing travels"
-    shares: ClassVar[tuple[Role, ...]] = ()
+    shared_roles: ClassVar[tuple[Role, ...]] = ()
 
-    generalists: PerClient = 0
-    specialists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
+    mlp: OwnSets | None = OwnSets()
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
 
 
-class FedAvg(AveragingMethod):
+class FedAvg(AdapterMethod):
     """The server averages everything that is trained; the averaged model is the result."""
 
     name: ClassVar[str] = "fedavg"
@@ -38,7 +39,10 @@ class FedAvg(AveragingMethod):
     summary: ClassVar[str] = "everything trained is averaged; one model for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    generalists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
+    mlp: SharedSets | None = SharedSets()
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
+    exact: bool = SETTING
 
 
 class FedAvgFT(FedAvg):
@@ -58,19 +62,18 @@ class FedProx(FedAvg):
 
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term")
 
-    def penalty(self, adapter: Adapter) -> Penalty:
+    def penalty(self, client: AdapterClient) -> Penalty:
         """mu / 2 times the squared distance from the round's first values."""
 
-        trained = adapter.parameters(*self.shares)
-
-        def proximal(start: Mapping[str, Tensor]) -> Tensor:
+        def proximal() -> Tensor:
+            start, trained = client.training.start, client.shared
             distances = [(p - start[name]).square().sum() for name, p in trained.items()]
             return self.mu / 2 * torch.stack(distances).sum()
 
         return proximal
 
 
-class FFALora(LoraMethod):
+class FFALora(AdapterMethod):
     """Every A keeps its first value, the same for all, so that the mean of products is exact."""
 
     name: ClassVar[str] = "ffa-lora"
@@ -78,9 +81,9 @@ class FFALora(LoraMethod):
     summary: ClassVar[str] = "B of every pair is averaged; A is frozen, the same for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    generalists: PerClient = Field(default=1, description="LoRA sets whose outputs are averaged")
-    rank: PerClient = 16
-    attention_rank: int = 16
+    mlp: SharedSets | None = SharedSets(sets=1, rank=16)
+    attention: Attention | None = Attention(rank=16)
+    lora: Lora = Lora()
 
     def layout(self, client: ClientId) -> Layout:
         """One set of pairs with frozen A."""

@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 from transformers import PreTrainedModel
 
-from coterie.exchange import Message, Schema, State
+from coterie.adapters import Part
+from coterie.exchange import Message, Schema, Shapes, State
 from coterie.training.context import ClientContext, ClientId, Log
 
 SERVER = "server"
@@ -64,22 +65,33 @@ class ServerContext:
 
 
 class ClientSide:
-    """One client's side. Whoever runs it calls hello once, then step once a round."""
+    """One client's side; the default one shares nothing.
+
+    Whoever runs it calls hello once; then, every round, take, train and upload; after the last
+    round take once more. It is never asked how often its model is evaluated.
+    """
 
     def hello(self) -> Message:
         """What the server must know once: ranks, sizes, a vocabulary."""
         return Message()
 
-    def step(self, download: Message) -> Message:
-        """One round of local work on what the server sent; returns the upload."""
-        raise NotImplementedError
+    def take(self, download: Message) -> None:
+        """Take the server's word in; `download.round` rounds are complete. May compute."""
 
-    def finish(self, download: Message) -> None:
-        """After the last round: take the download in. May compute, never uploads."""
+    def train(self, round: int) -> None:
+        """The local work of a round (0 is the first), on what was taken in."""
+
+    def upload(self, round: int) -> Message:
+        """What is sent after it; changes nothing."""
+        return Message(round)
 
     def model(self) -> PreTrainedModel:
         """This client's model, ready for evaluation; valid until another client's is asked for."""
         raise NotImplementedError
+
+    def parts(self) -> Mapping[str, Part]:
+        """What is trained here, by name. Those that the method does not send never leave."""
+        return {}
 
     def state(self) -> State:
         """Everything that must survive a restart. It is personal and never travels."""
@@ -105,11 +117,19 @@ class ServerSide:
         """What a client gets at the start of a round, or after the last one."""
         return Message(self.round)
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        """Count an upload in. Raises MessageError to refuse it."""
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        """Of the groups of which there is a mean: the shapes that a client must upload now."""
+        return {}
 
-    def close(self) -> None:
-        """The round ends: aggregate. Downloads from now on are the next round's."""
+    def receive(self, client: ClientId, upload: Message) -> None:
+        """Count an upload in: the fields that the schema reduces by `each`, and all values.
+
+        Uploads come in the order of names. Raises MessageError to refuse one.
+        """
+
+    def close(self, mean: Message) -> None:
+        """The round ends, with the mean of the other fields; `mean.values["held"]` says of how
+        many clients each tensor's is. Downloads from now on are the next round's."""
         self.round += 1
 
     def model(self) -> PreTrainedModel | None:
@@ -118,10 +138,11 @@ class ServerSide:
 
     def state(self) -> State:
         """Everything that must survive a restart."""
-        return State()
+        return State(values={"round": self.round})
 
     def restore(self, state: State) -> None:
         """Go back to a state."""
+        self.round = state.values["round"]
 
 
 class Method(BaseModel):
@@ -136,12 +157,26 @@ class Method(BaseModel):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
     """Which model of a client is the result: after local training, or after the last download."""
 
-    common: ClassVar[tuple[str, ...]] = ()
-    """Hyper-parameters that other methods take over when they are compared with this one."""
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, values: Any) -> Any:
+        """Of a part that is given in part, the rest is the method's own default."""
+        if not isinstance(values, Mapping):
+            return values
+        found = dict(values)
+        for key, info in cls.model_fields.items():
+            given, default = found.get(key), info.default
+            if isinstance(given, Mapping) and isinstance(default, BaseModel):
+                found[key] = default.model_dump() | dict(given)
+        return found
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Every field that may travel (it takes the place of a pydantic method of old)."""
         return Schema()
+
+    def sends(self, part: Part) -> bool:
+        """Whether a trained part travels: by its role, factor, expert, layer or place."""
+        return False
 
     @property
     def mixes_bases(self) -> bool:
@@ -165,6 +200,12 @@ class Method(BaseModel):
 
     def check(self, setting: Setting) -> None:
         """Raise CoterieError if the method cannot run in this setting."""
+
+    @classmethod
+    def parts(cls) -> dict[str, BaseModel]:
+        """The typed parts of its settings, by name, as they are by default."""
+        fields = cls.model_fields.items()
+        return {name: f.default for name, f in fields if isinstance(f.default, BaseModel)}
 
     def described(self) -> dict[str, Any]:
         """The method as a run file would give it."""

@@ -13,25 +13,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.aggregation import RunningMean
 from coterie.bases.precision import autocast
 from coterie.chance import generator
 from coterie.data import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
-from coterie.methods.adapter import AdapterClient, AdapterServer, copy
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext
-from coterie.methods.fedit import FedIT
+from coterie.methods.fedit import TARGETS
+from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.training.local import LocalTraining
 from coterie.training.loss import language_model_loss
+from coterie.training.schedule import learning_rate
 
 BATCHES = 5
 """Of training text, to score weights on."""
@@ -43,13 +44,16 @@ SPARSITY = 0.05
 """What the mean size of the weights costs, in nats."""
 
 
-class FDLora(FedIT):
+class FDLora(AdapterMethod):
     """A shared adapter, a private one, and their weighted sum."""
 
     name: ClassVar[str] = "fdlora"
     paper: ClassVar[str] = "arXiv 2406.07925"
     summary: ClassVar[str] = "a shared LoRA is averaged, and fused with a private one"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
+    attention: Attention = Attention(targets=TARGETS)
+    lora: Lora = Lora(scale="rank")
     local_steps: int | None = Field(
         default=None, ge=1, description="steps of a client's first stage; none: training.steps"
     )
@@ -61,6 +65,12 @@ class FDLora(FedIT):
     sync_every: int = Field(default=5, ge=1, description="rounds between snapshots")
     outer_learning_rate: float = Field(default=1.0, gt=0, description="of the server's SGD")
     outer_momentum: float = Field(default=0.5, ge=0, lt=1, description="Nesterov's")
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        if self.private == "trained":
+            refuse_unused(self, "private: trained", "sync_every")
+        return self
 
     def client(self, context: ClientContext) -> "FDLoraClient":
         """Two adapters."""
@@ -87,24 +97,23 @@ class FDLoraClient(AdapterClient):
         self.weights = [1.0, 0.0]
         """Of the shared and of the private adapter."""
 
-    def step(self, download: Message) -> Message:
+    def take(self, download: Message) -> None:
+        """Replace the shared adapter by the server's; after the last round, weigh both anew."""
+        _nevergrad()  # before work is done in vain
+        super().take(download)
+        if download.round == self.context.rounds:
+            self._fuse(download.round)
+
+    def train(self, round: int) -> None:
         """The first stage alone, where it is not done; then the shared adapter's local steps."""
-        _nevergrad()  # before the work is done in vain
-        super().finish(download)
         if not self.began:
             self._begin()
-        if download.round == 0:
+        if round == 0:
             copy(self.private.parameters(), self.adapter.parameters())
         else:
-            self.training.round(download.round)
-            self._keep(download.round)
-        self._fuse(download.round)
-        return Message(download.round, {n: p.detach().clone() for n, p in self.shared.items()})
-
-    def finish(self, download: Message) -> None:
-        """Replace the shared adapter by the server's, and weigh both anew."""
-        super().finish(download)
-        self._fuse(download.round)
+            self.training.round(round)
+            self._keep(round)
+        self._fuse(round)
 
     def model(self) -> PreTrainedModel:
         """The base with the weighted sum of both adapters attached."""
@@ -118,24 +127,24 @@ class FDLoraClient(AdapterClient):
 
     def state(self) -> State:
         """The private adapter, its moments and the weights too."""
-        private = {f"private/{name}": p for name, p in self.private.parameters().items()}
-        mine = private | self.private_training.tensors()
-        copied = {name: tensor.detach().clone() for name, tensor in mine.items()}
+        state = super().state()
+        private = State({"adapter": copied(self.private.parameters())})
+        parts = {"private": private, "private-training": self.private_training.state()}
         values = {"fusion": list(self.weights), "began": self.began}
-        return State({**super().state().tensors, **copied}, values)
+        return replace(state, values=values, parts={**state.parts, **parts})
 
     def restore(self, state: State) -> None:
         """Take all of it back."""
         super().restore(state)
-        mine = self.private.parameters()
-        copy({name: state.tensors[f"private/{name}"] for name in mine}, mine)
-        self.private_training.restore(state.tensors)
+        copy(state.parts["private"]["adapter"], self.private.parameters())
+        self.private_training.restore(state.parts["private-training"])
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
     def _training_alone(self, context: ClientContext, name: str) -> LocalTraining:
         """The private adapter's training, on batches of its own."""
-        levels = self.method.levels(context, self.private)
-        return LocalTraining(context, self.private, [replace(lv, name=name) for lv in levels])
+        rate = learning_rate(context.training, context.rounds)
+        levels = [replace(lv, name=name, learning_rate=rate) for lv in self.training.levels]
+        return LocalTraining(context, self.private, levels)
 
     def _begin(self) -> None:
         """Train the private adapter alone, from the shared first values: a round 0 by itself."""
@@ -185,34 +194,30 @@ class FDLoraServer(AdapterServer):
         super().__init__(method, context)
         self.momentum: dict[str, Tensor] = {}
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """Take the outer step: with delta = shared - mean, m <- mu m + delta and
         shared <- shared - lr (delta + mu m)."""
         lr, mu = self.method.outer_learning_rate, self.method.outer_momentum
-        for name, mean in self.mean.result().items():
-            if self.round == 0:
-                self.shared[name] = mean
-                continue
-            delta = self.shared[name] - mean
+        if self.round == 0:
+            super().close(mean)
+            return
+        for name, tensor in mean["adapter"].items():
+            delta = self.shared[name] - tensor
             m = self.momentum[name] = (
                 mu * self.momentum[name] + delta if name in self.momentum else delta
             )
             self.shared[name] = self.shared[name] - lr * (delta + mu * m)
-        self.mean = RunningMean()  # it is taken in
-        super().close()
+        self.round += 1
 
     def state(self) -> State:
         """The momentum too."""
         state = super().state()
-        momentum = {f"momentum/{name}": m for name, m in self.momentum.items()}
-        return State({**state.tensors, **momentum}, state.values)
+        return replace(state, groups={**state.groups, "momentum": self.momentum})
 
     def restore(self, state: State) -> None:
         """Take the momentum back too."""
         super().restore(state)
-        momentum = {n: t for n, t in self.shared.items() if n.startswith("momentum/")}
-        self.shared = {n: t for n, t in self.shared.items() if n not in momentum}
-        self.momentum = {n.removeprefix("momentum/"): t for n, t in momentum.items()}
+        self.momentum = dict(state["momentum"])
 
 
 @contextmanager

@@ -8,26 +8,25 @@ expert choose its k_c clients anew, by the relevance of the clients' tokens (RSE
 programme per layer).
 """
 
-import re
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, AmoleLayout, Role
-from coterie.aggregation import Bounds, RunningMean, assign_all, relevance
+from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
+from coterie.aggregation import Bounds, assign_all, relevance_of_known
 from coterie.bases.sites import chosen_linears
 from coterie.chance import generator
 from coterie.data import Batch
 from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, State, check_shapes
+from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.methods.adapter import copied, copy, shapes_of
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -37,31 +36,18 @@ from coterie.methods.contract import (
     ServerSide,
     Setting,
 )
+from coterie.methods.settings import AmoleRouter, Attention, Embeddings, LoraAlpha, refuse_unused
 from coterie.privacy.mechanisms import noise_for, private_mean
+from coterie.privacy.secrets import Secrets
 from coterie.training.embeddings import embedding_set, mean_embeddings
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
 Held = dict[str, list[int]]
-"""By layer, the domain experts that a client holds there, ascending."""
+"""By the path of an adapted layer, the domain experts that a client holds there, ascending."""
 TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
 """Per layer, that a client believes a server to have."""
-
-
-class Privacy(BaseModel):
-    """Differential privacy of what a client tells of its samples: the means of embeddings.
-
-    It says nothing of the trained adapters, which travel too.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    epsilon: float = Field(gt=0, description="over all rounds, for one sample of the embedding set")
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="the chance that epsilon fails")
-    clip: float = Field(
-        default=1.0, gt=0, description="largest l2 norm of one sample's embeddings, all layers'"
-    )
 
 
 class FedAMoLE(Method):
@@ -70,53 +56,42 @@ class FedAMoLE(Method):
     name: ClassVar[str] = "fedamole"
     paper: ClassVar[str] = "arXiv 2411.19128"
     summary: ClassVar[str] = "a shared expert; domain experts choose their clients every round"
-    common: ClassVar[tuple[str, ...]] = ("rank", "alpha", "targets")
 
+    attention: Attention = Attention(targets="q_proj|v_proj|c_attn")
+    lora: LoraAlpha = LoraAlpha()
+    router: AmoleRouter = AmoleRouter()
     experts: int | None = Field(
-        default=None, ge=1, description="E: domain experts per layer; default: three per client"
+        default=None, ge=1, description="domain experts per layer (E); default: three per client"
     )
-    clients_per_expert: int = Field(default=2, ge=1, description="k_c: clients an expert chooses")
-    least_experts: int = Field(default=2, ge=0, description="k_e: experts that a client has, per")
-    most_experts: int = Field(default=8, ge=1, description="b: layer, at least and at most")
-    top_k: int = Field(default=2, ge=1, description="domain experts that work on a token")
-    rank: int = Field(default=8, ge=1, description="r of every pair and of the router")
-    alpha: float = Field(default=16.0, gt=0, description="LoRA's alpha; the scale is alpha / r")
-    targets: str = Field(
-        default=r"q_proj|v_proj|c_attn",
-        description="which linear layers carry experts: a pattern of their names",
+    clients_per_expert: int = Field(
+        default=2, ge=1, description="clients that each expert chooses (k_c)"
     )
-    load_balance_weight: float = Field(default=1e-3, ge=0, description="beta")
+    min_experts: int = Field(
+        default=2, ge=0, description="fewest experts per client and layer (k_e)"
+    )
+    max_experts: int = Field(default=8, ge=1, description="most experts per client and layer (b)")
     assignment: Literal["rsea", "homogeneous", "random", "random-once"] = Field(
         default="rsea",
         description="experts choose; so, but as many for each client; drawn every round; or once",
     )
     shared_expert: bool = Field(default=True, description="false: domain experts alone")
-    router: Literal["token", "vanilla"] = Field(
-        default="token",
-        description="by the experts' own embeddings; or a gate with a row for each of all experts",
-    )
-    score_scale: Literal["rank", "dim"] = Field(
-        default="rank", description="scores are divided by sqrt(r); in the paper by sqrt(dim)"
-    )
-    renormalise: bool = Field(
-        default=True, description="a token's weights sum to 1; not so in the paper"
-    )
-    embedding_share: float = Field(
-        default=0.05, gt=0, le=1, description="of the training samples, for mean embeddings"
-    )
-    embedding_samples: int = Field(default=200, ge=1, description="of them at most")
-    privacy: Privacy | None = Field(default=None, description="of the mean embeddings")
+    embeddings: Embeddings = Embeddings()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.router == "vanilla" and self.chooses:
+        if self.router.kind == "vanilla" and self.chooses:
             raise ValueError(
                 "a vanilla router gives no embeddings to choose by; set `assignment` to random or "
                 "random-once"
             )
-        if self.experts is not None and self.top_k > self.experts:
+        if not self.chooses:
+            refuse_unused(self, f"assignment: {self.assignment}", "embeddings")
+        if self.assignment == "homogeneous":
+            refuse_unused(self, "assignment: homogeneous", "min_experts", "max_experts")
+        if self.experts is not None and self.router.top_k > self.experts:
             raise ValueError(
-                f"top_k is {self.top_k}, but there are {self.experts} experts; lower top_k"
+                f"router.top_k is {self.router.top_k}, but there are {self.experts} experts; "
+                "lower router.top_k"
             )
         return self
 
@@ -133,44 +108,49 @@ class FedAMoLE(Method):
         """What stands on the layers."""
         return AmoleLayout(
             experts=experts,
-            rank=self.rank,
-            alpha=self.alpha,
-            top_k=self.top_k,
-            targets=self.targets,
+            rank=self.attention.rank,
+            alpha=self.lora.alpha,
+            top_k=self.router.top_k,
+            targets=self.attention.targets,
             shared=self.shared_expert,
-            router=self.router,
-            score_scale=self.score_scale,
-            renormalise=self.renormalise,
+            router=self.router.kind,
+            score_scale=self.router.score_scale,
+            renormalise=self.router.renormalise,
         )
 
     def bounds(self, experts: int, clients: int) -> Bounds:
         """How many clients and experts get each other; where clients are missing, relaxed."""
-        bounds = Bounds(self.clients_per_expert, self.least_experts, self.most_experts)
-        relaxed = bounds.relaxed(experts, clients)
-        if self.assignment == "homogeneous":
-            return relaxed.homogeneous(experts, clients)
-        return relaxed
+        relaxed, even = self._bounds().relaxed(experts, clients), self.assignment == "homogeneous"
+        return relaxed.homogeneous(experts, clients) if even else relaxed
 
     def check(self, setting: Setting) -> None:
         """There is an assignment within the bounds."""
         clients = len(setting.clients)
-        bounds = Bounds(self.clients_per_expert, self.least_experts, self.most_experts)
-        bounds.refuse(self.count(clients), clients)
+        bounds, experts = self._bounds(), self.count(clients)
+        even = self.assignment == "homogeneous"
+        (bounds.homogeneous(experts, clients) if even else bounds).refuse(experts, clients)
+
+    def _bounds(self) -> Bounds:
+        return Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
+
+    def sends(self, part: Part) -> bool:
+        """All that is trained."""
+        return True
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What is trained both ways, means of embeddings up."""
-        pairs = [Travels("domain.*", "low-rank pairs of the domain experts the client holds")]
-        if self.shared_expert:
-            pairs.append(Travels("shared/*", "the low-rank pair of every layer's shared expert"))
-        token = self.router == "token"
-        router = "projection/*" if token else "gate/*"
-        trained = (*pairs, Travels(router, "the routers: token projections, or gates"))
+        shared = "the shared expert's, and " if self.shared_expert else ""
+        what = f"low-rank pairs: {shared}those of the domain experts the client holds; the routers"
+        adapter = Travels("adapter", what, reduce="mean")
         means = (
-            Travels("embedding.*", "of each expert held, its mean embedding of some samples"),
-            Travels("tokens/*", "the mean token embedding of the same samples"),
+            Travels(
+                "experts", "of each expert held, its mean embedding of some samples", reduce="mean"
+            ),
+            Travels("tokens", "the mean token embedding of the same samples"),
         )
-        count = Travels("experts", "how many domain experts there are", "json")
-        return Schema(up=(*trained, *(means if self.chooses else ())), down=(*trained, count))
+        count = Travels("count", "how many domain experts there are", "json")
+        held = Travels("held", "which of them the client holds, by layer", "json")
+        return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> "FedAMoLEClient":
         """Trains what it is handed."""
@@ -186,89 +166,108 @@ class FedAMoLEClient(ClientSide):
 
     def __init__(self, method: FedAMoLE, context: ClientContext) -> None:
         self.method, self.context = method, context
-        self.adapter = self._holding({}, 1)
-        self.secret = secrets.randbits(62)
+        base = context.base.model
+        self.paths = list(chosen_linears(base, method.attention.targets))
+        self.held: Held = {path: [] for path in self.paths}
+        self.adapter = self._holding(self.held, 1)
+        self.secrets = Secrets()
         """What noise is drawn from: the server knows the run's seed, and could take it off."""
+        self.means: dict[str, dict[str, Tensor]] = {}
+        """What the last round's samples say: `experts` and `tokens`, groups of the upload."""
 
     def _holding(self, held: Held, experts: int) -> AmoleAdapter:
-        base, layout = self.context.base.model, self.method.layout(experts)
-        nothing: Held = {path: [] for path in chosen_linears(base, layout.targets)}
-        return AmoleAdapter(base, layout, self.context.seed, nothing | held)
+        layout = self.method.layout(experts)
+        return AmoleAdapter(self.context.base.model, layout, self.context.seed, held)
 
-    def step(self, download: Message) -> Message:
-        """Take experts in, train them, and say how they see some samples."""
-        self.finish(download)
+    def take(self, download: Message) -> None:
+        """Hold the experts that the server hands out."""
+        self.held, count = self._told(download)
+        self.adapter = self._holding(self.held, count)
+        check_shapes(download["adapter"], shapes_of(_values(self.adapter)))
+        copy(download["adapter"], _values(self.adapter))
+        self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
+
+    def _told(self, download: Message) -> tuple[Held, int]:
+        """The experts held, and how many there are, as the server says."""
+        count, held = download.values.get("count"), download.values.get("held")
+        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
+            raise MessageError("The server does not say how many experts there are.")
+        if (
+            not isinstance(held, dict)
+            or held.keys() != set(self.paths)
+            or not all(_are_experts(experts, count) for experts in held.values())
+        ):
+            raise MessageError("The server does not say which experts this client holds.")
+        return held, count
+
+    def train(self, round: int) -> None:
+        """Train the experts, and see some samples with them."""
         context, adapter = self.context, self.adapter
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
-        LocalTraining(context, adapter, [level]).round(download.round)
+        LocalTraining(context, adapter, [level]).round(round)
         for layer, weights in adapter.routing().items():
             context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
-        tensors = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
-        means = self._means(download) if self.method.chooses else {}
-        return Message(download.round, tensors | means)
+        self.means = self._means(round) if self.method.chooses else {}
 
-    def _load_balance(self, start: Mapping[str, Tensor]) -> Tensor:
-        return self.method.load_balance_weight * self.adapter.load_balance()
+    def upload(self, round: int) -> Message:
+        """What was trained, and how it sees some samples."""
+        return Message(round, {"adapter": copied(_values(self.adapter)), **self.means})
 
-    def finish(self, download: Message) -> None:
-        """Hold the experts that the server hands out."""
-        experts = download.values.get("experts")
-        if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
-            raise MessageError("The server does not say how many experts there are.")
-        self.adapter = self._holding(held(download.tensors), experts)
-        shapes = {name: tuple(t.shape) for name, t in self.adapter.tensors().items()}
-        check_shapes(download, shapes)
-        self.adapter.load(download.tensors)
+    def _load_balance(self) -> Tensor:
+        return self.method.router.load_balance_weight * self.adapter.load_balance()
 
-    def _means(self, download: Message) -> dict[str, Tensor]:
-        """`embedding.ID/PATH` and `tokens/PATH`: (r,), the means over the embedding set."""
-        context, privacy = self.context, self.method.privacy
+    def _means(self, round: int) -> dict[str, dict[str, Tensor]]:
+        """Means over the embedding set, each (r,): by layer and expert, and by layer."""
+        context, privacy = self.context, self.method.embeddings.privacy
         private = None
         if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
             # A round may be opened again with other experts: equal noise would cancel out.
-            digest = blake2b(download.encode(), digest_size=16).hexdigest()
-            chance = generator(self.secret, "embedding noise", digest)
+            chance = generator(self.secrets.of(round), "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
-        samples = self.samples()
-        means = mean_embeddings(
-            context.base, self.adapter, samples, context.training.batch, private
-        )
-        found = {f"tokens/{path}": mean[-1].clone() for path, mean in means.items()}
-        for path, experts in held(self.adapter.tensors()).items():
-            rows = zip(experts, means[path][:-1], strict=True)
-            found |= {f"embedding.{j}/{path}": mean.clone() for j, mean in rows}
-        return found
+        batch = context.training.batch
+        means = mean_embeddings(context.base, self.adapter, self.samples(), batch, private)
+        experts = {
+            _expert(path, j): mean.clone()
+            for path, held in self.held.items()
+            for j, mean in zip(held, means[path][:-1], strict=True)
+        }
+        return {"experts": experts, "tokens": {p: mean[-1].clone() for p, mean in means.items()}}
 
     def samples(self) -> Batch:
         """The embedding set: the same training samples in every round."""
-        context, method = self.context, self.method
+        context, embeddings = self.context, self.method.embeddings
         chance = generator(context.seed, "embedding", context.name)
-        share, most = method.embedding_share, method.embedding_samples
+        share, most = embeddings.share, embeddings.samples
         return embedding_set(context.data.train, context.window, share, most, chance)
 
     def model(self) -> PreTrainedModel:
         """The base with the experts that are held."""
         return self.adapter.attach(self.context.base.model)
 
+    def parts(self) -> Mapping[str, Part]:
+        """The adapter's."""
+        return self.adapter.parts()
+
     def state(self) -> State:
-        """The experts held, copied, and the noise's secret."""
-        tensors = {f"adapter/{n}": t.clone() for n, t in self.adapter.tensors().items()}
-        values = {"experts": self.adapter.layout.experts}
-        return State(tensors, values | ({"secret": self.secret} if self.method.privacy else {}))
+        """The experts held, copied, and the noise's secrets."""
+        values: dict[str, Any] = {"count": self.adapter.layout.experts, "held": self.held}
+        if self.method.embeddings.privacy is not None:
+            values["secrets"] = self.secrets.state()
+        return State({"adapter": copied(_values(self.adapter))}, values)
 
     def restore(self, state: State) -> None:
         """Hold the experts of a state."""
-        tensors = {name.removeprefix("adapter/"): t for name, t in state.tensors.items()}
-        self.adapter = self._holding(held(tensors), state.values["experts"])
-        self.adapter.load(tensors)
-        self.secret = state.values.get("secret", self.secret)
+        self.held = state.values["held"]
+        self.adapter = self._holding(self.held, state.values["count"])
+        copy(state["adapter"], _values(self.adapter))
+        self.secrets.restore(state.values.get("secrets", self.secrets.state()))
 
 
 class FedAMoLEServer(ServerSide):
-    """Holds all experts, averages what comes back of them, and lets them choose."""
+    """Holds all experts, takes their means in, and lets them choose."""
 
     def __init__(self, method: FedAMoLE, context: ServerContext) -> None:
         self.method, self.seed, self.log = method, context.seed, context.log
@@ -277,14 +276,17 @@ class FedAMoLEServer(ServerSide):
         self.paths = list(chosen_linears(context.base, layout.targets))
         everything = dict.fromkeys(self.paths, range(self.experts))
         adapter = AmoleAdapter(context.base, layout, context.seed, everything)
-        self.values = adapter.tensors()
-        self.embeddings: dict[str, Tensor] = {}
-        """The last means: `embedding.ID/PATH`, and `tokens/PATH CLIENT`."""
+        self.parts, self.values = adapter.parts(), _values(adapter)
+        self.expert_means: dict[str, Tensor] = {}
+        """The last mean embeddings, by layer and expert."""
+        self.token_means: dict[ClientId, Tensors] = {}
+        """The last mean token embeddings of each client, by layer."""
+        self.coming: dict[ClientId, Tensors] = {}
+        """The same, of the round in progress."""
         self.joined: set[ClientId] = set()
         self.assigned: dict[ClientId, Held] = {}
         self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
         """The round, and who takes part in it."""
-        self.mean = RunningMean()
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Experts can choose it from the next round on."""
@@ -293,7 +295,7 @@ class FedAMoLEServer(ServerSide):
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Assign experts to those who take part."""
         super().open(round, participants)
-        self.mean = RunningMean()
+        self.coming = {}
         if self.assigned_for != (round, participants):  # else they are those of `close`
             self._assign(participants)
         for path in self.paths:
@@ -305,43 +307,40 @@ class FedAMoLEServer(ServerSide):
         if client not in self.assigned:  # it came when all the others had theirs
             late = self._choices(sorted(self.joined))[client]
             self.assigned = self.assigned | {client: late}
-        names = self._names(client)
-        return Message(self.round, {n: self.values[n] for n in names}, {"experts": self.experts})
+        told = {"count": self.experts, "held": self.assigned[client]}
+        return Message(self.round, {"adapter": self._held_by(client)}, told)
+
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        """The client's experts back, and a mean embedding of each."""
+        means = {_expert(p, j): (self.method.attention.rank,) for p, j in self._experts_of(client)}
+        shapes = {"adapter": shapes_of(self._held_by(client))}
+        return {**shapes, "experts": means} if self.method.chooses else shapes
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Count an upload in."""
-        shapes = {name: tuple(self.values[name].shape) for name in self._names(client)}
-        if self.method.chooses:
-            shapes |= dict.fromkeys(self._means(client), (self.method.rank,))
-        check_shapes(upload, shapes)
-        self.mean.add(
-            {
-                f"{name} {client}" if name.startswith("tokens/") else name: tensor
-                for name, tensor in upload.tensors.items()
-            }
-        )
+        """Keep the client's token embeddings until the end of the round."""
+        paths = self.paths if self.method.chooses else ()
+        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.method.attention.rank,)))
+        self.coming[client] = upload["tokens"]
 
-    def close(self) -> None:
-        """Average, and assign for the next round; what nobody sent stays as it was."""
-        for name, tensor in self.mean.result().items():
-            (self.values if name in self.values else self.embeddings)[name] = tensor
-        super().close()
+    def close(self, mean: Message) -> None:
+        """Take the means in, and assign for the next round; what nobody sent stays as it was."""
+        self.values.update(mean["adapter"])
+        self.expert_means.update(mean["experts"])
+        self.token_means.update(self.coming)
+        super().close(mean)
         self._assign(sorted(self.joined))
 
-    def _names(self, client: ClientId) -> list[str]:
-        """Of all tensors, those that a client holds."""
-        mine = {f"domain.{j}/{p}" for p, experts in self.assigned[client].items() for j in experts}
-        return [
-            name
-            for name in self.values
-            if not name.startswith("domain.") or name.rpartition(".")[0] in mine
-        ]
+    def _experts_of(self, client: ClientId) -> set[tuple[str, int]]:
+        return {(path, j) for path, held in self.assigned[client].items() for j in held}
 
-    def _means(self, client: ClientId) -> Iterable[str]:
-        """Names of the mean embeddings that a client sends."""
-        for path, experts in self.assigned[client].items():
-            yield f"tokens/{path}"
-            yield from (f"embedding.{j}/{path}" for j in experts)
+    def _held_by(self, client: ClientId) -> dict[str, Tensor]:
+        """Of all tensors, those that a client holds."""
+        mine, parts = self._experts_of(client), self.parts
+        return {
+            name: tensor
+            for name, tensor in self.values.items()
+            if (j := parts[name].expert) is None or (parts[name].path, j) in mine
+        }
 
     def _assign(self, participants: Sequence[ClientId]) -> None:
         self.assigned_for = self.round, participants
@@ -358,47 +357,43 @@ class FedAMoLEServer(ServerSide):
         }
 
     def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
-        """How much each expert of a layer prefers each client: (experts, clients).
-
-        At random before anything is known; a client of which nothing is known counts as the mean.
-        """
-        tokens = {c: self.embeddings.get(f"tokens/{path} {c}") for c in participants}
-        known = [tensor for tensor in tokens.values() if tensor is not None]
-        if not self.method.chooses or not known:
-            round = 0 if self.method.assignment == "random-once" else self.round
-            draws = [
-                torch.rand(self.experts, generator=generator(self.seed, "assign", round, path, c))
-                for c in participants
-            ]
-            return torch.stack(draws, dim=1).numpy()
-        mean = torch.stack(known).mean(0)
-        nothing = torch.zeros_like(mean)  # relevant for all clients alike
-        experts = [
-            self.embeddings.get(f"embedding.{j}/{path}", nothing) for j in range(self.experts)
-        ]
-        clients = [mean if tensor is None else tensor for tensor in tokens.values()]
-        return relevance(torch.stack(experts).numpy(), torch.stack(clients).numpy())
+        """How much each expert of a layer prefers each client: (experts, clients); at random before
+        anything is known."""
+        tokens = [self.token_means.get(c, {}).get(path) for c in participants]
+        if self.method.chooses and any(mean is not None for mean in tokens):
+            experts = [self.expert_means.get(_expert(path, j)) for j in range(self.experts)]
+            return relevance_of_known(experts, tokens)
+        round = 0 if self.method.assignment == "random-once" else self.round
+        chances = (generator(self.seed, "assign", round, path, c) for c in participants)
+        draws = [torch.rand(self.experts, generator=chance) for chance in chances]
+        return torch.stack(draws, dim=1).numpy()
 
     def state(self) -> State:
         """All experts, and what is known of them and of clients."""
-        return State({**self.values, **self.embeddings}, {"round": self.round})
+        groups = {"adapter": self.values, "experts": self.expert_means}
+        clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
+        return State(groups, {"round": self.round}, clients)
 
     def restore(self, state: State) -> None:
         """Take all back, and assign again for the round to come."""
-        self.values = {name: state.tensors[name] for name in self.values}
-        self.embeddings = {n: t for n, t in state.tensors.items() if n not in self.values}
-        self.round = state.values["round"]
+        super().restore(state)
+        self.values = {name: state["adapter"][name] for name in self.values}
+        self.expert_means = dict(state["experts"])
+        self.token_means = {client: part["tokens"] for client, part in state.parts.items()}
         self._assign(sorted(self.joined))
 
 
-def held(names: Iterable[str]) -> Held:
-    """The domain experts of which there are tensors, by layer: `domain.17/PATH.A` and `.B`."""
-    found = sorted(
-        (match[2], int(match[1]))
-        for name in names
-        if (match := re.fullmatch(r"domain\.(\d{1,5})/(.+)\.A", name))
-    )
-    layers: Held = {}
-    for path, expert in found:
-        layers.setdefault(path, []).append(expert)
-    return layers
+def _values(adapter: AmoleAdapter) -> dict[str, Tensor]:
+    """What travels of an adapter, by name: views of its parameters, not copies."""
+    return {name: part.parameter.detach() for name, part in adapter.parts().items()}
+
+
+def _expert(path: str, number: int) -> str:
+    """The name of a domain expert's mean embedding."""
+    return f"{path}.{number}"
+
+
+def _are_experts(numbers: Any, count: int) -> bool:
+    """Whether a value holds different numbers of experts, ascending."""
+    whole = isinstance(numbers, list) and all(type(n) is int for n in numbers)
+    return whole and numbers == sorted({n for n in numbers if 0 <= n < count})

@@ -1,32 +1,29 @@
 """FedIT (arXiv 2305.05644): federated instruction tuning is the mean of everybody's LoRA.
 
-One low-rank pair stands on each query and value projection; GPT-2 has both in one layer, with the
-keys. The server averages A and B.
+One low-rank pair stands on each query and value projection. The server averages A and B.
 """
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from coterie.adapters import Role
-from coterie.methods.lora import LoraMethod, PerClient
+from coterie.methods.adapter import AdapterMethod
+from coterie.methods.settings import Attention, Lora
+
+TARGETS = "q_proj|v_proj|c_attn"
+"""Queries and values; GPT-2 has both in one layer, with the keys."""
 
 
-class FedIT(LoraMethod):
+class FedIT(AdapterMethod):
     """Federated averaging of attention's pairs; the averaged model is the result."""
 
     name: ClassVar[str] = "fedit"
     paper: ClassVar[str] = "arXiv 2305.05644"
     summary: ClassVar[str] = "one LoRA pair on queries and values, averaged; one model for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shares: ClassVar[tuple[Role, ...]] = ("dense",)
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 
-    generalists: PerClient = Field(default=0, description="experts on MLPs; the paper has none")
-    attention_rank: int = Field(default=8, ge=1, description="r of the pairs")
-    targets: str | None = Field(
-        default="q_proj|v_proj|c_attn", description="which linear layers have a pair"
-    )
-    scale: Literal["sqrt", "rank"] = "rank"
+    attention: Attention = Attention(targets=TARGETS)
+    lora: Lora = Lora(scale="rank")
 
 
 class FedITFT(FedIT):

@@ -35,31 +35,40 @@ from coterie.data import Examples, Split
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Json, Message, MessageError, Schema, State
-from coterie.methods.adapter import AdapterClient, AdapterServer, copy
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import SERVER, ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.lora import LoraMethod, PerClient
-from coterie.methods.teaching import Pupil
+from coterie.methods.distillation import Distiller
+from coterie.methods.settings import Attention, Lora
 
 log = logging.getLogger(__name__)
 MOST_TOKENS, LONGEST_TOKEN = 2**20, 2**10
 """Of a client's vocabulary, and bytes of a token: more than any has, and no strain on a map."""
-KNOWLEDGE = (
-    Travels("knowledge.samples", "hashes of public samples", "int64"),
-    Travels("knowledge.losses", "how badly each was predicted", "float32"),
-    Travels("knowledge.starts", "where each sample's positions begin", "int64"),
-    Travels("knowledge.ends", "characters of the answer before each position", "int32"),
-    Travels("knowledge.tokens", "likeliest tokens at each position", "int32"),
-    Travels("knowledge.logprobs", "their log-probabilities", "float16"),
-    Travels("knowledge.lognorm", "the log of their sum", "float32"),
+KNOWLEDGE = Travels(
+    "knowledge",
+    "predictions of public samples: hashes of them, how badly each was predicted, where its "
+    "positions begin and how much was read at each, the likeliest tokens there, and their "
+    "log-probabilities",
+    {
+        "samples": "int64",
+        "losses": "float32",
+        "starts": "int64",
+        "ends": "int32",
+        "tokens": "int32",
+        "logprobs": "float16",
+        "lognorm": "float32",
+    },
 )
 VOCABULARY = (
-    Travels("vocabulary.spelling", "the bytes of all tokens, one after another", "uint8"),
-    Travels("vocabulary.lengths", "how many bytes each has", "int32"),
+    Travels(
+        "vocabulary",
+        "the bytes of all tokens, one after another, and how many each has",
+        {"spelling": "uint8", "lengths": "int32"},
+    ),
     Travels("roles", "which token begins, ends or pads a text", "json"),
 )
 
 
-class FedMKT(LoraMethod):
+class FedMKT(AdapterMethod):
     """Clients and the server learn from one another's predictions; defaults are the paper's."""
 
     name: ClassVar[str] = "fedmkt"
@@ -68,20 +77,22 @@ class FedMKT(LoraMethod):
         "predictions of public samples travel; models and tokenizers may differ"
     )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shares: ClassVar[tuple[Role, ...]] = ()
+    shared_roles: ClassVar[tuple[Role, ...]] = ()
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""
 
-    generalists: PerClient = Field(default=0, description="experts on MLPs; the paper has none")
-    scale: Literal["sqrt", "rank"] = "rank"
+    attention: Attention = Attention()
+    lora: Lora = Lora(scale="rank")
     task_weight: float = Field(
         default=0.9,
         ge=0,
         le=1,
-        description="lambda: the labels' part; the rest is learnt of others",
+        description="weight of the labels in the loss (lambda); the rest is the teachers'",
     )
-    top: int = Field(default=128, ge=1, description="likeliest tokens that travel, per position")
-    temperature: float = Field(default=1.0, gt=0, description="of what is learnt of others")
+    logits: int = Field(default=128, ge=1, description="most likely tokens sent per position (k)")
+    temperature: float = Field(
+        default=1.0, gt=0, description="temperature of the teachers' distributions"
+    )
     epochs: int = Field(default=1, ge=1, description="passes over the public samples in a round")
     own: Literal["labels", "self", "mean"] = Field(
         default="labels",
@@ -97,13 +108,13 @@ class FedMKT(LoraMethod):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Predictions both ways; the client's vocabulary once."""
         mean = super().schema()
-        up = (*mean.up, *KNOWLEDGE) if self.teaches else mean.up
-        return Schema((*mean.hello, *VOCABULARY), up, (*mean.down, *KNOWLEDGE))
+        up = (*mean.up, KNOWLEDGE) if self.teaches else mean.up
+        return Schema((*mean.hello, *VOCABULARY), up, (*mean.down, KNOWLEDGE))
 
     @property
     def mixes_bases(self) -> bool:
         """Clients may have any base, unless their adapters are averaged, too."""
-        return not self.shares
+        return not self.shared_roles
 
     def check(self, setting: Setting) -> None:
         """There are public samples and a server's model, which has an adapter, too."""
@@ -118,7 +129,7 @@ class FedMKT(LoraMethod):
 
     def counts(self, message: Message) -> dict[str, int]:
         """The public samples that a message tells of."""
-        samples = message.tensors.get("knowledge.samples")
+        samples = message["knowledge"].get("samples")
         return {} if samples is None else {"public sample": len(samples)}
 
     def client(self, context: ClientContext) -> "FedMKTClient":
@@ -135,7 +146,7 @@ class FedMKTFedAvg(FedMKT):
 
     name: ClassVar[str] = "fedmkt-fedavg"
     summary: ClassVar[str] = "as fedmkt, and clients' LoRA pairs are averaged; one base for clients"
-    shares: ClassVar[tuple[Role, ...]] = ("dense",)
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 
 
 class LLM2SLM(FedMKT):
@@ -152,16 +163,16 @@ class FedMKTClient(AdapterClient):
     method: FedMKT
 
     @cached_property
-    def pupil(self) -> Pupil:
+    def distiller(self) -> Distiller:
         """What learns; made when it is first needed: a model that is only loaded has no samples."""
-        return Pupil(self.method, self.context, self.adapter)
+        return Distiller(self.method, self.context, self.adapter)
 
     @cached_property
     def private(self) -> Tensor:
         """Keys of this client's own samples, of which no prediction leaves it: (any,) int64."""
         data = self.context.data
         keys = _keys(data.train, data.validation, data.test)
-        if both := int(torch.isin(self.pupil.positions.samples, keys).sum()):
+        if both := int(torch.isin(self.distiller.positions.samples, keys).sum()):
             log.warning(
                 "%s holds %d of the public samples itself; what it predicts of these stays with "
                 "it, and by that the server can tell which they are",
@@ -171,37 +182,35 @@ class FedMKTClient(AdapterClient):
         return keys
 
     @cached_property
-    def words(self) -> int:
-        """How many tokens this client's vocabulary has."""
-        return len(Vocabulary.of(self.context.base.tokenizer).tokens)
+    def vocabulary(self) -> Vocabulary:
+        """This client's tokens."""
+        return Vocabulary.of(self.context.base.tokenizer)
 
     def hello(self) -> Message:
         """This client's vocabulary."""
-        message = super().hello()
-        vocabulary = Vocabulary.of(self.context.base.tokenizer)
-        return Message(0, _spelt(vocabulary), {**message.values, "roles": dict(vocabulary.roles)})
+        values = {**super().hello().values, "roles": dict(self.vocabulary.roles)}
+        return Message(0, {"vocabulary": _spelt(self.vocabulary)}, values)
 
-    def step(self, download: Message) -> Message:
-        """Learn from the server, train, tell what is known now."""
-        upload, private = super().step(download), self.private
+    def take(self, download: Message) -> None:
+        """Learn from what the server predicts better; before the first round it tells nothing."""
+        super().take(download)
+        if not download["knowledge"]:
+            return
+        size, distiller = len(self.vocabulary.tokens), self.distiller
+        theirs = Knowledge.received(download["knowledge"], size, self.method.logits)
+        distiller.begin(distiller.knowledge())
+        distiller.offer(0, theirs)
+        loss, quality = distiller.distil(download.round), distiller.quality()
+        self.context.log("taught", {"after": download.round, "loss": loss, **quality})
+
+    def upload(self, round: int) -> Message:
+        """What is known now, of samples that are not this client's own."""
+        upload, private = super().upload(round), self.private
         if not self.method.teaches:
             return upload
-        known = self.pupil.knowledge()
+        known = self.distiller.knowledge()
         known = known.only(~torch.isin(known.samples, private))
-        return Message(upload.round, {**upload.tensors, **known.tensors()})
-
-    def finish(self, download: Message) -> None:
-        """Learn from what the server predicts better; before the first round it tells nothing."""
-        theirs, mean = _parted(download)
-        super().finish(mean)
-        if not theirs:
-            return
-        knowledge = Knowledge.received(theirs, self.words, self.method.top)
-        self.pupil.begin(self.pupil.knowledge())
-        self.pupil.offer(0, knowledge)
-        loss = self.pupil.study(download.round)
-        quality = self.pupil.quality()
-        self.context.log("taught", {"after": download.round, "loss": loss, **quality})
+        return replace(upload, groups={**upload.groups, "knowledge": known.tensors()})
 
 
 class FedMKTServer(AdapterServer):
@@ -221,20 +230,18 @@ class FedMKTServer(AdapterServer):
         """How many tokens a client has, the map of them into the server's, and that back."""
 
     @cached_property
-    def pupil(self) -> Pupil:
+    def distiller(self) -> Distiller:
         """What learns; made when it is first needed: a model that is only loaded has no samples."""
-        pupil = Pupil(self.method, self.own, self.adapter)
+        distiller = Distiller(self.method, self.own, self.adapter)
         scored = _keys(self.own.data.validation, self.own.data.test)
-        if both := int(torch.isin(pupil.positions.samples, scored).sum()):
+        if both := int(torch.isin(distiller.positions.samples, scored).sum()):
             log.warning("the server learns %d of the samples that it is scored on", both)
-        return pupil
+        return distiller
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Map the client's vocabulary into the server's, and the other way."""
-        spelt = {name: t for name, t in hello.tensors.items() if name.startswith("vocabulary.")}
-        rest = {name: t for name, t in hello.tensors.items() if name not in spelt}
-        super().join(client, Message(hello.round, rest, hello.values))
-        theirs = _read(spelt, hello.values.get("roles"))
+        super().join(client, hello)
+        theirs = _read(hello["vocabulary"], hello.values.get("roles"))
         there, back = cached_map(theirs, self.vocabulary), cached_map(self.vocabulary, theirs)
         self.clients[client] = len(theirs.tokens), there, back
 
@@ -243,7 +250,7 @@ class FedMKTServer(AdapterServer):
         super().open(round, participants)
         self.names = sorted(participants)
         if self.method.teaches:
-            self.pupil.begin(self.known or self.pupil.knowledge())
+            self.distiller.begin(self.known or self.distiller.knowledge())
 
     def download(self, client: ClientId) -> Message:
         """What the server predicts, in the client's tokens."""
@@ -252,29 +259,26 @@ class FedMKTServer(AdapterServer):
             return mean
         _, _, back = self.clients[client]
         tokens = back.ids[self.known.tokens.long()]
-        told = replace(self.known, tokens=tokens)
-        return Message(mean.round, {**mean.tensors, **told.tensors()})
+        told = replace(self.known, tokens=tokens).tensors()
+        return replace(mean, groups={**mean.groups, "knowledge": told})
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep what this client predicts best so far."""
-        theirs, mean = _parted(upload)
         size, there, _ = self.clients[client]
-        top = self.method.top
-        knowledge = Knowledge.received(theirs, size, top) if self.method.teaches else None
-        super().receive(client, mean)
-        if knowledge is not None:
-            self.pupil.offer(self.names.index(client), knowledge, there.ids)
+        if self.method.teaches:
+            theirs = Knowledge.received(upload["knowledge"], size, self.method.logits)
+            self.distiller.offer(self.names.index(client), theirs, there.ids)
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """Learn, and predict anew."""
         if self.method.teaches:
-            loss, teachers = self.pupil.study(self.round), self.pupil.teachers
+            loss, teachers = self.distiller.distil(self.round), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
-            quality = self.pupil.quality()
+            quality = self.distiller.quality()
             self.log("taught", {"after": self.round, "loss": loss, **quality, "by": counts})
         if self.method.teaches or self.known is None:
-            self.known = self.pupil.knowledge()
-        super().close()
+            self.known = self.distiller.knowledge()
+        super().close(mean)
 
     def model(self) -> PreTrainedModel:
         """The server's own."""
@@ -282,20 +286,16 @@ class FedMKTServer(AdapterServer):
 
     def state(self) -> State:
         """The server's adapter and what it predicts, beside what is averaged."""
-        mean = super().state()
-        tensors = {f"mean/{name}": tensor for name, tensor in mean.tensors.items()}
-        own = {f"own/{n}": p.detach().clone() for n, p in self.adapter.parameters().items()}
-        known = {} if self.known is None else self.known.tensors()
-        return State({**tensors, **own, **known}, mean.values)
+        state, groups = super().state(), {"own": copied(self.adapter.parameters())}
+        if self.known is not None:
+            groups["knowledge"] = self.known.tensors()
+        return replace(state, groups={**state.groups, **groups})
 
     def restore(self, state: State) -> None:
         """Take them back."""
-        known, _ = _parted(Message(0, state.tensors))
-        self.known = Knowledge.of(known) if known else None
-        own = self.adapter.parameters()
-        copy({name: state.tensors[f"own/{name}"] for name in own}, own)
-        mean = {n.removeprefix("mean/"): t for n, t in state.tensors.items() if n[:5] == "mean/"}
-        super().restore(State(mean, state.values))
+        super().restore(state)
+        self.known = Knowledge.of(state["knowledge"]) if state["knowledge"] else None
+        copy(state["own"], self.adapter.parameters())
 
 
 def _keys(*splits: Split) -> Tensor:
@@ -304,32 +304,24 @@ def _keys(*splits: Split) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
 
 
-def _parted(message: Message) -> tuple[dict[str, Tensor], Message]:
-    """The predictions in a message, and the message without them."""
-    known = {n: t for n, t in message.tensors.items() if n.startswith("knowledge.")}
-    rest = {n: t for n, t in message.tensors.items() if n not in known}
-    return known, Message(message.round, rest, message.values)
-
-
 def _spelt(vocabulary: Vocabulary) -> dict[str, Tensor]:
     """A vocabulary for a message; -1 is the length of a token without bytes."""
     spelling = b"".join(token or b"" for token in vocabulary.tokens)
     lengths = [-1 if token is None else len(token) for token in vocabulary.tokens]
     return {
-        "vocabulary.spelling": torch.frombuffer(bytearray(spelling), dtype=torch.uint8),
-        "vocabulary.lengths": torch.tensor(lengths, dtype=torch.int32),
+        "spelling": torch.frombuffer(bytearray(spelling), dtype=torch.uint8),
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
     }
 
 
-def _read(tensors: Mapping[str, Tensor], roles: Json) -> Vocabulary:
+def _read(vocabulary: Mapping[str, Tensor], roles: Json) -> Vocabulary:
     """The vocabulary in a message; raises MessageError if there is none."""
     empty = torch.zeros(0)
-    lengths = tensors.get("vocabulary.lengths", empty)
-    spelling = tensors.get("vocabulary.spelling", empty)
+    lengths, spelling = (vocabulary.get(name, empty) for name in ("lengths", "spelling"))
     sound = lengths.dim() == spelling.dim() == 1 and len(lengths) > 0 and isinstance(roles, dict)
     sound = sound and len(lengths) <= MOST_TOKENS and int(lengths.max()) <= LONGEST_TOKEN
     if not sound or int(lengths.clamp(min=0).long().sum()) != len(spelling):
-        raise MessageError("A client tells no vocabulary.")
+        raise MessageError("The client sent no vocabulary.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):
         raise MessageError("A client's vocabulary has roles for tokens that it does not have.")
     spelt, sizes = spelling.numpy().tobytes(), lengths.tolist()

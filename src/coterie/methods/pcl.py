@@ -12,28 +12,54 @@ than updates, and its scores are others (see each strategy).
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor
 
 from coterie.aggregation.trust import cosine, sparse_distance, trust_row
 from coterie.chance import generator
 from coterie.data import Batch, sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, State, check_shapes
-from coterie.methods.adapter import WHAT, AdapterClient, AdapterServer, copy
+from coterie.exchange import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
+from coterie.methods.adapter import (
+    AdapterClient,
+    AdapterMethod,
+    AdapterServer,
+    copied,
+    copy,
+    shapes_of,
+)
 from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.lora import LoraMethod, PerClient
+from coterie.methods.settings import Attention, Lora, Settings, SharedSets
 from coterie.scoring.evaluation import mean_loss, top_logits
 
-Tensors = Mapping[str, Tensor]
 Row = dict[ClientId, float]
+Uploads = Mapping[ClientId, Message]
 
 
-class PCL(LoraMethod):
+class Trusted(Settings):
+    """Whom a client trusts at all, of those it has scored."""
+
+    top: int | None = Field(default=None, ge=1, description="trust only so many, the best")
+    threshold: float | None = Field(
+        default=None, description="trust only scores above it, and always the best two"
+    )
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "Trusted":
+        if self.top is not None and self.threshold is not None:
+            raise ValueError("`top` and `threshold` exclude each other; give one of them")
+        return self
+
+    def row(self, own: ClientId, scores: Row) -> Row:
+        """The softmax of the scores that are left."""
+        return trust_row(own, scores, self.top, self.threshold)
+
+
+class PCL(AdapterMethod):
     """What the strategies have in common; defaults are those of CoMiGS's baseline."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
@@ -41,23 +67,15 @@ class PCL(LoraMethod):
     evidence: ClassVar[tuple[Travels, ...]] = ()
     """What travels beside the adapters, for the scores."""
 
-    generalists: PerClient = Field(default=2, description="LoRA sets whose outputs are averaged")
+    mlp: SharedSets | None = SharedSets()
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
     warmup: int = Field(default=4, ge=1, description="rounds before the first exchange")
     every: int = Field(default=2, ge=1, description="rounds from one exchange to the next")
     mix: bool = Field(default=True, description="false: measure trust, and change no model")
     form: Literal["paper", "released"] = Field(
         default="paper", description="as in the paper, or as its released code computes"
     )
-    top: int | None = Field(default=None, ge=1, description="trust only so many, the best")
-    threshold: float | None = Field(
-        default=None, description="trust only scores above it, and always the best two"
-    )
-
-    @model_validator(mode="after")
-    def _one_choice(self) -> "PCL":
-        if self.top is not None and self.threshold is not None:
-            raise ValueError("`top` and `threshold` exclude each other; give one of them")
-        return self
 
     def due(self, rounds: int) -> bool:
         """Whether clients exchange their models after so many rounds."""
@@ -65,15 +83,12 @@ class PCL(LoraMethod):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Adapters up; everybody else's down, under their names."""
-        hello = super().schema().hello
-        fields = [Travels(f"{role}*", WHAT[role]) for role in self.shares]
-        if self.form == "paper":
-            fields.append(Travels("update/*", "their change since the last exchange"))
-        up = (*fields, *self.evidence)
-        down = tuple(
-            Travels(f"from/*/{f.pattern}", f"the other clients': {f.what}", f.dtype) for f in up
-        )
-        return Schema(hello, up, down)
+        family = super().schema()
+        adapter = replace(family.up[0], reduce="each")
+        update = Travels("update", "their change since the last exchange")
+        up = (adapter, *((update,) if self.form == "paper" else ()), *self.evidence)
+        theirs = (replace(f, what=f"the other clients': {f.what}", peers=True) for f in up)
+        return Schema(family.hello, up, tuple(theirs))
 
     def client(self, context: ClientContext) -> "PCLClient":
         """Scores and mixes."""
@@ -83,16 +98,11 @@ class PCL(LoraMethod):
         """Passes on."""
         return PCLServer(self, context)
 
-    def row(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
-        """A client's trust in everybody who uploaded, itself included."""
-        scores = self.scores(client, rounds, uploads)
-        return trust_row(client.context.name, scores, self.top, self.threshold)
-
-    def scores(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
-        """How useful each client is, by name; more is better."""
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
+        """A client's trust in everybody who uploaded, itself included: weights that sum to 1."""
         raise NotImplementedError
 
-    def observed(self, context: ClientContext, rounds: int) -> dict[str, Tensor]:
+    def observed(self, context: ClientContext, rounds: int) -> Groups:
         """What a client, whose adapter is attached, sends beside it."""
         return {}
 
@@ -103,10 +113,13 @@ class PCLWeights(PCL):
     name: ClassVar[str] = "pcl-1"
     summary: ClassVar[str] = "adapters go to all clients; trust by similarity of weights"
 
-    def scores(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
+    trusted: Trusted = Trusted()
+
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
         by_rows, mine = self.form == "released", client.shared
-        return {name: cosine(mine, theirs, by_rows) for name, theirs in uploads.items()}
+        alike = {name: cosine(mine, u["adapter"], by_rows) for name, u in uploads.items()}
+        return self.trusted.row(client.context.name, alike)
 
 
 class PCLValidation(PCL):
@@ -118,21 +131,19 @@ class PCLValidation(PCL):
     name: ClassVar[str] = "pcl-2"
     summary: ClassVar[str] = "adapters go to all clients; trust by loss on own validation text"
 
+    trusted: Trusted = Trusted()
     validation_batches: int = Field(default=12, ge=1, description="batches to score a model on")
 
-    def scores(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
         context = client.context
         count = self.validation_batches * context.training.batch
         chance = generator(context.seed, "trust", context.name, rounds)
         batch = sample_batch(context.data.validation, count, context.window, chance)
         losses = client.losses(uploads, batch)
-        if self.form == "released":
-            return {name: -math.exp(min(loss, 700)) for name, loss in losses.items()}
-        return {name: -loss for name, loss in losses.items()}
-
-
-VALUES, PLACES = "logits/values", "logits/places"
+        released = self.form == "released"
+        scores = {n: -math.exp(min(loss, 700)) if released else -loss for n, loss in losses.items()}
+        return self.trusted.row(context.name, scores)
 
 
 class PCLPredictions(PCL):
@@ -145,10 +156,14 @@ class PCLPredictions(PCL):
     name: ClassVar[str] = "pcl-3"
     summary: ClassVar[str] = "adapters and predictions on a public text go to all clients"
     evidence: ClassVar[tuple[Travels, ...]] = (
-        Travels(VALUES, "the largest logits on the public text", "float16"),
-        Travels(PLACES, "their places in the vocabulary", "int32"),
+        Travels(
+            "logits",
+            "the largest logits on the public text, and their places in the vocabulary",
+            {"values": "float16", "places": "int32"},
+        ),
     )
 
+    trusted: Trusted = Trusted()
     public_batches: int = Field(default=4, ge=1, description="batches of the public text")
     logits: int = Field(default=100, ge=1, description="logits sent for each token, the largest")
 
@@ -161,26 +176,27 @@ class PCLPredictions(PCL):
                 "`data: {public: FILE}`."
             )
 
-    def observed(self, context: ClientContext, rounds: int) -> dict[str, Tensor]:
+    def observed(self, context: ClientContext, rounds: int) -> Groups:
         """The client's top logits on this exchange's public windows: (tokens, logits)."""
         assert context.public is not None, "check() made sure of it"
         count = self.public_batches * context.training.batch
         chance = generator(context.seed, "public", rounds)  # the same windows for all clients
         batch = sample_batch(context.public, count, context.window, chance)
         values, places = top_logits(context.base, batch, self.logits)
-        return {VALUES: values.half(), PLACES: places.int()}
+        return {"logits": {"values": values.half(), "places": places.int()}}
 
-    def scores(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
-        mine = uploads[client.context.name]
-        away = {
-            name: sparse_distance((mine[VALUES], mine[PLACES]), (theirs[VALUES], theirs[PLACES]))
-            for name, theirs in uploads.items()
+        logits = {
+            name: (u["logits"]["values"], u["logits"]["places"]) for name, u in uploads.items()
         }
-        total = sum(away.values())
-        if self.form == "released" and total:
-            return {name: -10 * distance / total for name, distance in away.items()}
-        return {name: -distance for name, distance in away.items()}
+        mine = logits[client.context.name]
+        away = {name: sparse_distance(mine, theirs) for name, theirs in logits.items()}
+        total, released = sum(away.values()), self.form == "released"
+        if released and total:
+            away = {name: 10 * distance / total for name, distance in away.items()}
+        scores = {name: -distance for name, distance in away.items()}
+        return self.trusted.row(client.context.name, scores)
 
 
 class PCLUniform(PCL):
@@ -189,7 +205,7 @@ class PCLUniform(PCL):
     name: ClassVar[str] = "pcl-uniform"
     summary: ClassVar[str] = "adapters go to all clients; the same trust in all"
 
-    def row(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """One over the number of clients."""
         return dict.fromkeys(uploads, 1 / len(uploads))
 
@@ -229,7 +245,7 @@ class PCLTheoretical(PCL):
                 f"{', '.join(missing)} to its `mixtures`."
             )
 
-    def row(self, client: "PCLClient", rounds: int, uploads: Mapping[ClientId, Tensors]) -> Row:
+    def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
         mine = self.mixtures[client.context.name]
         alike = {
@@ -246,64 +262,56 @@ class PCLClient(AdapterClient):
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.start = {name: p.detach().clone() for name, p in self.shared.items()}
-        self._row: tuple[tuple[int, list[ClientId]], Row] | None = None
+        self.start = copied(self.shared)
+        """The shared parameters after the last exchange."""
 
-    def step(self, download: Message) -> Message:
-        """Mix, train, and upload if the round ends with an exchange."""
-        super().step(download)
-        rounds = download.round + 1
-        return Message(download.round, self._upload(rounds) if self.method.due(rounds) else {})
-
-    def _upload(self, rounds: int) -> dict[str, Tensor]:
-        """What the others learn of this client after so many rounds."""
-        tensors = {name: p.detach().clone() for name, p in self.shared.items()}
-        if self.method.form == "paper":
-            tensors |= {f"update/{n}": p.detach() - self.start[n] for n, p in self.shared.items()}
-        self.model()
-        return tensors | self.method.observed(self.context, rounds)
-
-    def finish(self, download: Message) -> None:
+    def take(self, download: Message) -> None:
         """Score whoever uploaded, and mix."""
-        if not download.tensors:
+        if not download.peers:
             return
-        uploads: dict[ClientId, dict[str, Tensor]] = {
-            self.context.name: self._upload(download.round)
-        }
-        for name, tensor in download.tensors.items():
-            _, peer, what = name.split("/", 2)
-            uploads.setdefault(peer, {})[what] = tensor
+        me, rounds = self.context.name, download.round
+        uploads = {me: self._exchanged(rounds)}
+        uploads |= {name: download.from_peer(name) for name in download.peers}
         uploads = {name: uploads[name] for name in sorted(uploads)}
-        expected = _shapes(uploads[self.context.name])
-        for tensors in uploads.values():
-            check_shapes(Message(tensors=tensors), expected)
-        # An evaluation takes a download in, and then the round does: it is scored once.
-        exchange = download.round, list(uploads)
-        if self._row is None or self._row[0] != exchange:
-            self._row = exchange, self.method.row(self, download.round, uploads)
-            self.context.log("trust", self._row[1])
+        for upload in uploads.values():
+            for group in {*upload.groups, *uploads[me].groups}:
+                check_shapes(upload[group], shapes_of(uploads[me][group]))
+        row = self.method.row(self, rounds, uploads)
+        self.context.log("trust", row)
         if self.method.mix:
-            self._mix(self._row[1], uploads)
+            self._mix(row, uploads)
+
+    def upload(self, round: int) -> Message:
+        """The adapter, if the round ends with an exchange."""
+        return self._exchanged(round + 1) if self.method.due(round + 1) else Message(round)
+
+    def _exchanged(self, rounds: int) -> Message:
+        """What the others learn of this client after so many rounds."""
+        groups: dict[str, Tensors] = {"adapter": copied(self.shared)}
+        if self.method.form == "paper":
+            start = self.start
+            groups["update"] = {n: p.detach() - start[n] for n, p in self.shared.items()}
+        self.model()
+        return Message(rounds - 1, {**groups, **self.method.observed(self.context, rounds)})
 
     @torch.no_grad()
-    def _mix(self, row: Row, uploads: Mapping[ClientId, Tensors]) -> None:
+    def _mix(self, row: Row, uploads: Uploads) -> None:
         """The mean of all updates (released: of all weights), weighted by trust."""
         paper = self.method.form == "paper"
         for name, parameter in self.shared.items():
             total = self.start[name].clone() if paper else torch.zeros_like(parameter)
             for peer, weight in row.items():
-                theirs = uploads[peer][f"update/{name}" if paper else name]
+                theirs = uploads[peer]["update" if paper else "adapter"][name]
                 total.add_(theirs.to(total.device), alpha=weight)
             parameter.copy_(total)
             self.start[name] = total
 
-    def losses(self, uploads: Mapping[ClientId, Tensors], batch: Batch) -> dict[ClientId, float]:
+    def losses(self, uploads: Uploads, batch: Batch) -> dict[ClientId, float]:
         """Mean loss of everybody's model on samples, in nats per token."""
         self.model()
-        mine = {name: p.detach().clone() for name, p in self.shared.items()}
-        found = {}
-        for peer, tensors in uploads.items():
-            copy(tensors, self.shared)
+        mine, found = copied(self.shared), {}
+        for peer, upload in uploads.items():
+            copy(upload["adapter"], self.shared)
             found[peer] = mean_loss(self.context.base, batch, self.context.training.batch)
         copy(mine, self.shared)
         return found
@@ -311,13 +319,12 @@ class PCLClient(AdapterClient):
     def state(self) -> State:
         """The adapter, its moments, and what it was after the last exchange."""
         state = super().state()
-        start = {f"start/{name}": tensor.clone() for name, tensor in self.start.items()}
-        return State({**state.tensors, **start})
+        return replace(state, groups={**state.groups, "start": copied(self.start)})
 
     def restore(self, state: State) -> None:
         """Take all three back."""
         super().restore(state)
-        self.start = {name: state.tensors[f"start/{name}"].clone() for name in self.start}
+        self.start = copied(state["start"])
 
 
 class PCLServer(AdapterServer):
@@ -327,8 +334,8 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.uploads: dict[ClientId, Tensors] = {}
-        self._coming: dict[ClientId, Tensors] = {}
+        self.uploads: dict[ClientId, Groups] = {}
+        self._coming: dict[ClientId, Groups] = {}
 
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Await uploads."""
@@ -337,48 +344,33 @@ class PCLServer(AdapterServer):
 
     def download(self, client: ClientId) -> Message:
         """What the others uploaded at the end of the round before, if it was an exchange."""
-        tensors = {
-            f"from/{peer}/{name}": tensor
-            for peer, upload in self.uploads.items()
-            if peer != client
-            for name, tensor in upload.items()
-        }
-        return Message(self.round, tensors)
+        others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
+        return Message(self.round, peers=others)
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
-        expected: dict[str, tuple[int, ...]] = {}
-        if self.method.due(self.round + 1):
-            expected = dict(self.held[client])
-            if self.method.form == "paper":
-                expected |= {f"update/{name}": shape for name, shape in expected.items()}
-            for field in self.method.evidence:
-                if field.pattern not in upload.tensors:
-                    raise MessageError(f"The tensor {field.pattern!r} is missing from a message.")
-                expected[field.pattern] = tuple(upload.tensors[field.pattern].shape)
-        check_shapes(upload, expected)
-        self._coming[client] = upload.tensors
+        held = self.held[client] if self.method.due(self.round + 1) else {}
+        check_shapes(upload["adapter"], held)
+        check_shapes(upload["update"], held if self.method.form == "paper" else {})
+        for field in self.method.evidence:
+            names = field.dtype if held else ()
+            if upload[field.name].keys() != set(names):
+                raise MessageError(f"The tensors of {field.name!r} are missing from a message.")
+        self._coming[client] = upload.groups
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """From now on, downloads hold this round's uploads."""
-        self.uploads = {name: self._coming[name] for name in sorted(self._coming)}
-        if not self.method.due(self.round + 1):
-            self.uploads = {}
+        self.uploads = {}
+        if self.method.due(self.round + 1):
+            self.uploads = {name: self._coming[name] for name in sorted(self._coming)}
         self.round += 1
 
     def state(self) -> State:
         """The uploads that are to be passed on."""
-        tensors = {f"{p}/{n}": t for p, upload in self.uploads.items() for n, t in upload.items()}
-        return State(tensors, {"round": self.round})
+        parts = {peer: State(groups) for peer, groups in self.uploads.items()}
+        return State(values={"round": self.round}, parts=parts)
 
     def restore(self, state: State) -> None:
         """Take them back."""
         self.round = state.values["round"]
-        self.uploads = {}
-        for name, tensor in state.tensors.items():
-            peer, _, what = name.partition("/")
-            self.uploads[peer] = {**self.uploads.get(peer, {}), what: tensor}
-
-
-def _shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.uploads = {peer: part.groups for peer, part in state.parts.items()}

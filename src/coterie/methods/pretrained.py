@@ -6,7 +6,6 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import detach
 from coterie.bases import Base
-from coterie.exchange import Message
 from coterie.methods.contract import ClientContext, ClientSide, Method, ServerContext, ServerSide
 
 
@@ -26,14 +25,10 @@ class Pretrained(Method):
 
 
 class PretrainedClient(ClientSide):
-    """Answers every round with an empty message."""
+    """Does nothing in any round."""
 
     def __init__(self, context: ClientContext) -> None:
         self.context = context
-
-    def step(self, download: Message) -> Message:
-        """Nothing to do."""
-        return Message(download.round)
 
     def model(self) -> PreTrainedModel:
         """The base, bare."""

@@ -5,7 +5,7 @@ that makes them; averaging only what it makes, as published comparisons do, woul
 that never meet.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -18,29 +18,24 @@ from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
 """Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""
+TOKENS: Any = Field(default=20, ge=1, description="vectors before the text")
 
 
-class PromptMethod(AdapterMethod):
-    """What stands before the text is trained and averaged."""
+class PromptClient(AdapterClient):
+    """Trains a prompt; raises CoterieError if the base's context has no room for it."""
 
-    shares: ClassVar[tuple[Role, ...]] = ("prompt",)
-    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-
-    virtual_tokens: int = Field(default=20, ge=1, description="vectors before the text")
-
-    def client(self, context: ClientContext) -> AdapterClient:
-        """A prompt and its training; raises CoterieError if the base's context has no room."""
+    def __init__(self, method: "FedPrompt | FedPTuning", context: ClientContext) -> None:
         longest = getattr(context.base.model.config, "max_position_embeddings", None)
-        if longest is not None and context.window + self.virtual_tokens > longest:
+        if longest is not None and context.window + method.virtual_tokens > longest:
             raise CoterieError(
                 f"data.window is {context.window} tokens and the method's virtual_tokens are "
-                f"{self.virtual_tokens} more, but the base reads at most {longest}; lower one of "
-                "them."
+                f"{method.virtual_tokens} more, but the base reads at most {longest}; lower one "
+                "of them."
             )
-        return AdapterClient(self, context)
+        super().__init__(method, context)
 
 
-class FedPrompt(PromptMethod):
+class FedPrompt(AdapterMethod):
     """Prompt tuning; the averaged prompt is the result.
 
     What is trained, sent and averaged is the prompt's distance from the embeddings of `init_text`:
@@ -50,7 +45,10 @@ class FedPrompt(PromptMethod):
     name: ClassVar[str] = "fedprompt"
     paper: ClassVar[str] = "arXiv 2208.12268"
     summary: ClassVar[str] = "a soft prompt is averaged; one model for all"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
+    virtual_tokens: int = TOKENS
     init_text: str | None = Field(
         default="Answer the question.",
         min_length=1,
@@ -63,7 +61,7 @@ class FedPrompt(PromptMethod):
 
     def client(self, context: ClientContext) -> AdapterClient:
         """Gives the prompt its text, which takes a tokenizer and weights."""
-        client = super().client(context)
+        client = PromptClient(self, context)
         if self.init_text is not None:
             assert isinstance(client.adapter, PromptAdapter)
             prompt = client.adapter.encoder
@@ -81,13 +79,16 @@ class FedPromptFT(FedPrompt):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
 
-class FedPTuning(PromptMethod):
+class FedPTuning(AdapterMethod):
     """P-tuning; the averaged encoder's prompt is the result."""
 
     name: ClassVar[str] = "fedptuning"
     paper: ClassVar[str] = "arXiv 2103.10385"
     summary: ClassVar[str] = "the encoder of a soft prompt is averaged; one model for all"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
+    virtual_tokens: int = TOKENS
     encoder_hidden_size: int | None = Field(
         default=None, ge=1, description="width of the prompt's encoder; none: the base's"
     )
@@ -95,6 +96,10 @@ class FedPTuning(PromptMethod):
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
         """A prompt encoder."""
         return prompt_encoder(base, self.virtual_tokens, self.encoder_hidden_size, seed)
+
+    def client(self, context: ClientContext) -> AdapterClient:
+        """An encoder and its training."""
+        return PromptClient(self, context)
 
 
 class FedPTuningFT(FedPTuning):

@@ -1,13 +1,13 @@
 """FlexLoRA and HetLoRA: clients whose low-rank experts have ranks of their own.
 
-Ranks concern the MLPs' experts; attention's pairs have one rank and are averaged uniformly, as in
-CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every pair at the largest rank,
+Ranks concern the MLPs' experts; attention's pairs have one rank and are averaged like any other, as
+in CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every pair at the largest rank,
 in units of the update: `g B` and A, with g the gain (alpha / sqrt(r), or alpha / r) of the client
 that sent it; B is divided by the gain of the client that receives it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -15,81 +15,112 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from coterie.adapters import Adapter
-from coterie.aggregation import LowRankSum, product_norm
+from coterie.adapters import Part, Trainable, pairs_of
+from coterie.aggregation import TOKENS, LowRankSum, PaddedMean, product_norm
 from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, Shapes, State, check_shapes
-from coterie.methods.adapter import AdapterClient, AdapterServer
+from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.lora import LoraMethod, PerClient
+from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
+REPORTS = Literal["trained", "aggregated"]
+Pairs = dict[str, str]
+"""Of the experts' pairs: the name of each A, and that of its B."""
 
-class RankMethod(LoraMethod):
-    """One LoRA set on every MLP, with a rank for each client; everything is trained."""
 
-    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    mixes_ranks: ClassVar[bool] = True
+def ranked(schema: Schema, *hello: Travels) -> Schema:
+    """What travels: experts' pairs apart from the rest, each client's, in a group of their own."""
+    rest = Travels("adapter", WHAT["dense"], reduce="mean")
+    experts = Travels("experts", WHAT["generalist"])
+    return Schema((*schema.hello, *hello), (rest, experts), (rest, experts))
 
-    generalists: PerClient = Field(default=1, description="LoRA sets whose outputs are averaged")
-    rank: PerClient = Field(default=16, description="r of the MLPs' pairs, each client's own")
+
+class RankClient(AdapterClient):
+    """Takes and sends experts' pairs in a group of their own."""
+
+    def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
+        super().__init__(method, context)
+        self.pairs: Pairs = {a.name: b.name for a, b in _expert_pairs(self.adapter)}
+
+    def take(self, download: Message) -> None:
+        """Replace the shared parameters by the server's."""
+        together = {**download["adapter"], **download["experts"]}
+        super().take(Message(download.round, {"adapter": together}))
+
+    def upload(self, round: int) -> Message:
+        """The shared parameters, by group."""
+        whole = super().upload(round)["adapter"]
+        experts = {*self.pairs, *self.pairs.values()}
+        rest = {name: tensor for name, tensor in whole.items() if name not in experts}
+        return Message(round, {"adapter": rest, "experts": {n: whole[n] for n in sorted(experts)}})
 
 
 class RankServer(AdapterServer):
     """Holds pairs at the largest rank; a client gets the first rows and columns of them."""
 
-    method: RankMethod
-
-    def __init__(self, method: RankMethod, context: ServerContext) -> None:
+    def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
         super().__init__(method, context)
+        experts = {name: p for name, p in self.parts.items() if p.role == "generalist"}
+        self.pairs: Pairs = {a.name: b.name for a, b in pairs_of(experts)}
         self.ranks: dict[ClientId, dict[str, int]] = {}
-        """The present rank of each of a client's pairs."""
+        """The present rank of each of a client's pairs, by the name of A."""
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         """The largest shape, with the client's rank for an expert's pair."""
-        largest = super().shape(client, name)
-        if self.roles[name] != "generalist":
+        largest, part = super().shape(client, name), self.parts[name]
+        if part.role != "generalist":
             return largest
         rank = self.method.layout(client).rank
-        return (rank, largest[1]) if name.endswith(".A") else (largest[0], rank)
+        return (rank, largest[1]) if part.factor == "A" else (largest[0], rank)
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note the client's ranks too."""
         super().join(client, hello)
-        self.ranks[client] = self._ranks(self.held[client])
+        held = self.held[client]
+        self.ranks[client] = {a: held[a][0] for a in self.pairs if a in held}
 
     def download(self, client: ClientId) -> Message:
         """Pairs cut to the client's present ranks, in units of its gain."""
-        message = super().download(client)
-        tensors = dict(message.tensors)
-        for pair, rank in self.ranks[client].items():
-            tensors[f"{pair}.A"] = tensors[f"{pair}.A"][:rank]
-            tensors[f"{pair}.B"] = tensors[f"{pair}.B"][:, :rank] / self._gain(client)
-        return Message(message.round, tensors)
+        rest, experts = dict(super().download(client)["adapter"]), {}
+        for a, rank in self.ranks[client].items():
+            b = self.pairs[a]
+            experts[a] = rest.pop(a)[:rank]
+            experts[b] = rest.pop(b)[:, :rank] / self._gain(client)
+        return Message(self.round, {"adapter": rest, "experts": experts})
+
+    def expects(self, client: ClientId) -> dict[str, Shapes]:
+        """All but experts' pairs."""
+        held = self.held[client]
+        rest = {n: shape for n, shape in held.items() if self.parts[n].role != "generalist"}
+        return {"adapter": rest}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Count an upload in: experts' pairs as the method has it, the rest uniformly."""
-        shapes = self.expected(client, upload)
-        check_shapes(upload, shapes)
-        self.ranks[client] = self._ranks(shapes)
-        rest = dict(upload.tensors)
-        for pair in self.ranks[client]:
-            A, B = rest.pop(f"{pair}.A"), rest.pop(f"{pair}.B")
-            self.count(client, pair, self._gain(client) * B.double(), A)
-        self.mean.add(rest)
+        """Count experts' pairs in, as the method has it."""
+        experts = upload["experts"]
+        shapes = self.expected(client, experts)
+        check_shapes(experts, shapes)
+        self.ranks[client] = {a: shapes[a][0] for a in self.ranks[client]}
+        for a in self.ranks[client]:
+            B = self._gain(client) * experts[self.pairs[a]].double()
+            self.count(client, a, B, experts[a])
 
-    def expected(self, client: ClientId, upload: Message) -> Shapes:
-        """The shapes that an upload must have."""
-        return self.held[client]
+    def expected(self, client: ClientId, experts: Tensors) -> Shapes:
+        """The shapes that a client's pairs must have."""
+        held = self.held[client]
+        return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
 
-    def count(self, client: ClientId, pair: str, B: Tensor, A: Tensor) -> None:
-        """Count one client's pair in; B: (out, r) has the client's gain in it, A: (r, in)."""
+    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
+        """Count one client's pair in, that of the A of this name.
+
+        B: (out, r) has the client's gain in it, A: (r, in).
+        """
         raise NotImplementedError
 
     def state(self) -> State:
         """The shared parameters and the clients' ranks."""
         state = super().state()
-        return State(state.tensors, {**state.values, "ranks": self.ranks})
+        return replace(state, values={**state.values, "ranks": self.ranks})
 
     def restore(self, state: State) -> None:
         """Take both back."""
@@ -100,15 +131,8 @@ class RankServer(AdapterServer):
         layout = self.method.layout(client)
         return layout.gain(layout.rank)
 
-    def _ranks(self, shapes: Shapes) -> dict[str, int]:
-        return {
-            name.removesuffix(".A"): shape[0]
-            for name, shape in shapes.items()
-            if self.roles[name] == "generalist" and name.endswith(".A")
-        }
 
-
-class FlexLora(RankMethod):
+class FlexLora(AdapterMethod):
     """The mean of the clients' full updates, cut to each client's rank by its SVD.
 
     With n_k training tokens and gain g_k of client k, the update is
@@ -119,12 +143,16 @@ class FlexLora(RankMethod):
     name: ClassVar[str] = "flexlora"
     paper: ClassVar[str] = "arXiv 2402.11505"
     summary: ClassVar[str] = "a rank per client; full updates are averaged and cut to it by SVD"
+    reports: ClassVar[REPORTS] = "aggregated"
+    mixes_ranks: ClassVar[bool] = True
+
+    mlp: SharedSets = SharedSets(sets=1, rank=16)
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As the family's, and the number of training tokens."""
-        schema = super().schema()
-        tokens = Travels("tokens", "how many training tokens the client has: its weight", "json")
-        return Schema(hello=(*schema.hello, tokens), up=schema.up, down=schema.down)
+        """Pairs of each, and the number of training tokens."""
+        return ranked(super().schema(), TOKENS)
 
     def client(self, context: ClientContext) -> "FlexLoraClient":
         """Trains like any other; says how much text it has."""
@@ -135,13 +163,13 @@ class FlexLora(RankMethod):
         return FlexLoraServer(self, context)
 
 
-class FlexLoraClient(AdapterClient):
+class FlexLoraClient(RankClient):
     """Its weight is its number of training tokens."""
 
     def hello(self) -> Message:
         """Shapes and weight."""
         tokens = len(self.context.data.train.ids)
-        return Message(values={**super().hello().values, "tokens": tokens})
+        return Message(values={**super().hello().values, TOKENS.name: tokens})
 
 
 class FlexLoraServer(RankServer):
@@ -155,7 +183,7 @@ class FlexLoraServer(RankServer):
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note the client's weight."""
-        tokens = hello.values.get("tokens")
+        tokens = hello.values.get(TOKENS.name)
         if type(tokens) is not int or tokens < 1:
             raise MessageError(f"The client {client!r} gives no number of training tokens.")
         super().join(client, hello)
@@ -166,28 +194,27 @@ class FlexLoraServer(RankServer):
         super().open(round, participants)
         self.sums, self.weights = {}, {}
 
-    def count(self, client: ClientId, pair: str, B: Tensor, A: Tensor) -> None:
+    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         """Add a weighted update."""
-        if pair not in self.sums:
-            self.sums[pair] = LowRankSum()
+        if a not in self.sums:
+            self.sums[a] = LowRankSum()
             # If the round's updates have fewer directions than a client has ranks, A is filled up
             # with directions that are not zero, or they could never be learnt.
-            first = self.shared[f"{pair}.A"], self.shared[f"{pair}.B"]
-            self.sums[pair].add(0 * first[1], first[0])
+            self.sums[a].add(0 * self.shared[self.pairs[a]], self.shared[a])
         weight = self.tokens[client]
-        self.sums[pair].add(weight * B, A)
-        self.weights[pair] = self.weights.get(pair, 0) + weight
+        self.sums[a].add(weight * B, A)
+        self.weights[a] = self.weights.get(a, 0) + weight
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """Replace what was uploaded by its mean."""
-        super().close()
-        for pair in list(self.sums):
-            B, A = self.sums.pop(pair).factors(len(self.shared[f"{pair}.A"]))
-            self.shared[f"{pair}.A"] = A.float().contiguous()
-            self.shared[f"{pair}.B"] = (B / self.weights[pair]).float()
+        super().close(mean)
+        for a in list(self.sums):
+            B, A = self.sums.pop(a).factors(len(self.shared[a]))
+            self.shared[a] = A.float().contiguous()
+            self.shared[self.pairs[a]] = (B / self.weights[a]).float()
 
 
-class HetLora(RankMethod):
+class HetLora(AdapterMethod):
     """Zero-padded pairs, averaged by the size of the clients' updates; ranks shrink by themselves.
 
     The server pads A_k and g_k B_k with zeros to the largest rank and weighs them, for every linear
@@ -200,11 +227,20 @@ class HetLora(RankMethod):
     name: ClassVar[str] = "hetlora"
     paper: ClassVar[str] = "arXiv 2401.06432"
     summary: ClassVar[str] = "a rank per client that can shrink; zero-padded pairs are averaged"
+    reports: ClassVar[REPORTS] = "aggregated"
+    mixes_ranks: ClassVar[bool] = True
 
+    mlp: SharedSets = SharedSets(sets=1, rank=16)
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
     gamma: float = Field(default=0.99, gt=0, le=1, description="share of the rank that is kept")
     penalty_weight: float = Field(
         default=5e-4, ge=0, description="weight of the tails' norms in the loss"
     )
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pairs of each."""
+        return ranked(super().schema())
 
     def kept(self, rank: int) -> int:
         """The rank that is left when the tail is pruned."""
@@ -215,11 +251,12 @@ class HetLora(RankMethod):
         kept = self.kept(present_rank(A))
         return torch.linalg.norm(B[:, kept:]) * torch.linalg.norm(A[kept:])
 
-    def penalty(self, adapter: Adapter) -> Penalty:
+    def penalty(self, client: AdapterClient) -> Penalty:
         """The weighted sum of the tails."""
+        pairs = [(a.parameter, b.parameter) for a, b in _expert_pairs(client.adapter)]
 
-        def tails(start: Mapping[str, Tensor]) -> Tensor:
-            products = [self.tail(A, B) for A, B in _pairs(adapter).values()]
+        def tails() -> Tensor:
+            products = [self.tail(A, B) for A, B in pairs]
             return self.penalty_weight * torch.stack(products).sum()
 
         return tails
@@ -233,55 +270,55 @@ class HetLora(RankMethod):
         return HetLoraServer(self, context)
 
 
-class HetLoraClient(AdapterClient):
+class HetLoraClient(RankClient):
     """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
     gradient, so they stay zero, and the present rank can be read off A."""
 
     method: HetLora
-    adapter: Adapter
 
-    def __init__(self, method: HetLora, context: ClientContext) -> None:
-        super().__init__(method, context)
-        self.pairs = _pairs(self.adapter)
-        self.tails: dict[str, float] = {}
-        """Of every pair, at the start of the round."""
-
-    def step(self, download: Message) -> Message:
-        """As any client, then prune; what was pruned is not uploaded."""
-        tensors, ranks = dict(super().step(download).tensors), {}
-        for pair, (A, B) in self.pairs.items():
-            rank = present_rank(A)
-            if self.method.tail(A, B).item() < self.tails[pair]:
-                rank = self.method.kept(rank)
-                self._zero_from(rank, pair)
-            tensors[f"{pair}.A"] = A.detach()[:rank].clone()
-            tensors[f"{pair}.B"] = B.detach()[:, :rank].clone()
-            ranks[pair] = rank
-        self.context.log("rank", ranks)
-        return Message(download.round, tensors)
-
-    def finish(self, download: Message) -> None:
+    def take(self, download: Message) -> None:
         """Take pairs of the present rank in; a larger one, after a lost upload, is cut."""
-        whole = {name: tuple(p.shape) for name, p in self.shared.items()}
-        check_shapes(download, _shrunk(download, whole, list(self.pairs)))
-        tensors = dict(download.tensors)
-        for pair, (mine, _) in self.pairs.items():
+        experts = dict(download["experts"])
+        check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
+        for a, b in self.pairs.items():
+            mine = self.shared[a]
             present = present_rank(mine)
-            A, B = tensors[f"{pair}.A"][:present], tensors[f"{pair}.B"][:, :present]
+            A, B = experts[a][:present], experts[b][:, :present]
             missing = len(mine) - len(A)
-            tensors[f"{pair}.A"] = F.pad(A, (0, 0, 0, missing))
-            tensors[f"{pair}.B"] = F.pad(B, (0, missing))
-        super().finish(Message(download.round, tensors))
-        self.tails = {pair: self.method.tail(A, B).item() for pair, (A, B) in self.pairs.items()}
+            experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
+        super().take(replace(download, groups={**download.groups, "experts": experts}))
+
+    def train(self, round: int) -> None:
+        """As any client, then prune."""
+        before = {a: self._tail(a) for a in self.pairs}
+        super().train(round)
+        for a in self.pairs:
+            if self._tail(a) < before[a]:
+                self._zero_from(self.method.kept(present_rank(self.shared[a])), a)
+        parts = [self.parts()[a] for a in self.pairs]
+        ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.parameter) for p in parts}
+        self.context.log("rank", ranks)
+
+    def upload(self, round: int) -> Message:
+        """What was pruned is not uploaded."""
+        whole = super().upload(round)
+        experts = dict(whole["experts"])
+        for a, b in self.pairs.items():
+            rank = present_rank(self.shared[a])
+            experts[a], experts[b] = experts[a][:rank].clone(), experts[b][:, :rank].clone()
+        return replace(whole, groups={**whole.groups, "experts": experts})
+
+    def _tail(self, a: str) -> float:
+        return self.method.tail(self.shared[a], self.shared[self.pairs[a]]).item()
 
     @torch.no_grad()
-    def _zero_from(self, rank: int, pair: str) -> None:
+    def _zero_from(self, rank: int, a: str) -> None:
         """Values and moments."""
-        for name, tensor in (self.shared | self.training.tensors()).items():
-            if name.endswith(f"{pair}.A") and tensor.dim():
-                tensor[rank:] = 0
-            elif name.endswith(f"{pair}.B") and tensor.dim():
-                tensor[:, rank:] = 0
+        A, B = self.shared[a], self.shared[self.pairs[a]]
+        for tensor in (A, *self.training.moments(A)):
+            tensor[rank:] = 0
+        for tensor in (B, *self.training.moments(B)):
+            tensor[:, rank:] = 0
 
 
 class HetLoraServer(RankServer):
@@ -290,28 +327,25 @@ class HetLoraServer(RankServer):
     def open(self, round: int, participants: list[ClientId]) -> None:
         """No pair has come in yet."""
         super().open(round, participants)
-        self.largest: dict[str, int] = {}
+        self.means: dict[str, PaddedMean] = {}
 
-    def expected(self, client: ClientId, upload: Message) -> Shapes:
+    def expected(self, client: ClientId, experts: Tensors) -> Shapes:
         """The first shapes, or lower ranks."""
-        held = self.held[client]
-        return _shrunk(upload, held, list(self._ranks(held)))
+        held = [a for a in self.pairs if a in self.held[client]]
+        return _shrunk(experts, self.held[client], {a: self.pairs[a] for a in held})
 
-    def count(self, client: ClientId, pair: str, B: Tensor, A: Tensor) -> None:
+    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         """Add a padded and weighted pair; if all updates of a pair are zero they weigh the same."""
-        missing = len(self.shared[f"{pair}.A"]) - len(A)
-        padded = {f"{pair}.A": F.pad(A, (0, 0, 0, missing)), f"{pair}.B": F.pad(B, (0, missing))}
-        self.mean.add(padded, max(product_norm(B, A), 1e-100))
-        self.largest[pair] = max(len(A), self.largest.get(pair, 0))
+        mean = self.means.setdefault(a, PaddedMean(len(self.shared[a])))
+        mean.add(B, A, max(product_norm(B, A), 1e-100))
 
-    def close(self) -> None:
+    def close(self, mean: Message) -> None:
         """Replace what was uploaded; rows and columns that nobody sent stay."""
-        before = dict(self.shared)
-        super().close()
-        for pair, rank in self.largest.items():
-            a, b = f"{pair}.A", f"{pair}.B"
-            self.shared[a] = torch.cat([self.shared[a][:rank], before[a][rank:]])
-            self.shared[b] = torch.cat([self.shared[b][:, :rank], before[b][:, rank:]], dim=1)
+        super().close(mean)
+        for a, padded in self.means.items():
+            b, rank, (B, A) = self.pairs[a], padded.largest, padded.result()
+            self.shared[a] = torch.cat([A[:rank], self.shared[a][rank:]])
+            self.shared[b] = torch.cat([B[:, :rank], self.shared[b][:, rank:]], dim=1)
 
 
 def present_rank(A: Tensor) -> int:
@@ -320,20 +354,18 @@ def present_rank(A: Tensor) -> int:
     return int(rows[-1]) + 1 if len(rows) else 1
 
 
-def _pairs(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
+def _expert_pairs(adapter: Trainable) -> list[tuple[Part, Part]]:
     """A and B of every shared expert's linear layers."""
-    found = adapter.parameters("generalist")
-    pairs = [name.removesuffix(".A") for name in found if name.endswith(".A")]
-    return {pair: (found[f"{pair}.A"], found[f"{pair}.B"]) for pair in pairs}
+    return pairs_of({n: p for n, p in adapter.parts().items() if p.role == "generalist"})
 
 
-def _shrunk(message: Message, whole: Shapes, pairs: Sequence[str]) -> Shapes:
-    """The shapes to expect of a message whose pairs may have lower ranks, but not rank zero."""
-    shapes = dict(whole)
-    for pair in pairs:
-        (rank, columns), (rows, _) = whole[f"{pair}.A"], whole[f"{pair}.B"]
-        A = message.tensors.get(f"{pair}.A")
+def _shrunk(experts: Tensors, whole: Shapes, pairs: Pairs) -> Shapes:
+    """The shapes to expect of pairs that may have lower ranks, but not rank zero."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for a, b in pairs.items():
+        (rank, columns), (rows, _) = whole[a], whole[b]
+        A = experts.get(a)
         if A is not None and A.dim() == 2 and 1 <= len(A) <= rank:
             rank = len(A)
-        shapes[f"{pair}.A"], shapes[f"{pair}.B"] = (rank, columns), (rows, rank)
+        shapes[a], shapes[b] = (rank, columns), (rows, rank)
     return shapes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -15,11 +16,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
-from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.routing import ASSIGNED
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
 from coterie.report.trust import annotate
-from coterie.results.tables import Table
+from coterie.results.experiments import Experiment, ReportedRun
+from coterie.results.tables import Table, table_rows
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,6 @@ def _in_common(label: str, one: Holdings) -> Picture:
         figure.colorbar(image, ax=axis, label="share of experts in common")
         return figure
 
-    rows = [
-        [client, *("" if np.isnan(share) else f"{share:.3f}" for share in row)]
-        for client, row in zip(one.clients, shares, strict=True)
-    ]
     return Picture(
         f"experts-shared-{path_part(label)}",
         f"Experts that two clients share, {label}",
@@ -223,6 +220,8 @@ def _in_common(label: str, one: Holdings) -> Picture:
         "has every cell.",
         draw,
         Table(
-            f"Share of experts in common in round {one.rounds[-1]}", ["client", *one.clients], rows
+            f"Share of experts in common in round {one.rounds[-1]}",
+            ["client", *one.clients],
+            table_rows(pd.DataFrame(shares, list(one.clients)), ".3f"),
         ),
     )

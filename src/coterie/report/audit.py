@@ -1,12 +1,14 @@
 """What leaves a client, and what never does: declared by the method, measured on real messages."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from torch import Tensor
+
+from coterie.adapters import Part
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Message, State
+from coterie.exchange import Field, Message, Schema, State
 from coterie.exchange.schema import Way
 from coterie.methods import ClientId
 from coterie.results.messages import WHOLE, first_exchange, size, start
@@ -17,9 +19,15 @@ WAYS: dict[Way, str] = {
     "up": "from the client to the server, every round",
     "down": "from the server to the client, every round",
 }
-FIELDS = ("field", "shape", "dtype", "bytes")
+CONTENTS = ("group or value", "what", "tensors", "dtype", "bytes")
 STAYS = "never leaves"
-Rows = tuple[tuple[str, ...], ...]
+NEVER = "Neither do texts and tokens, losses and scores on them, or anything else that is logged."
+SHARED = "Neither do texts and tokens; losses and scores do, as deployment.share_metrics says."
+SAME = "the same per"
+Row = tuple[str, ...]
+Rows = tuple[Row, ...]
+Account = tuple[tuple[str, Rows], ...]
+Parts = Mapping[str, Part]
 
 
 def audit_run(config: RunConfig) -> Iterator[Table]:
@@ -30,61 +38,124 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     """
     run = start(Session(config), config)
     yield _declared(run)
-    alike: dict[tuple[tuple[str, Rows], ...], list[ClientId]] = {}
+    never = SHARED if config.deployment.share_metrics else NEVER
+    alike: dict[Account, list[tuple[ClientId, Account]]] = {}
     for name, messages in first_exchange(run).items():
-        alike.setdefault(tuple(_account(run, name, messages)), []).append(name)
-    for account, names in alike.items():
-        for title, rows in account:
-            columns = ["field", "tensors", "bytes"] if title == STAYS else FIELDS
-            yield Table(f"{', '.join(names)}: {title}", columns, rows)
+        account = tuple(_account(run, name, messages))
+        key = tuple((title, tuple(map(_without_weight, rows))) for title, rows in account)
+        alike.setdefault(key, []).append((name, account))
+    for found in alike.values():
+        names = ", ".join(name for name, _ in found)
+        for same in zip(*(account for _, account in found), strict=True):
+            title = same[0][0]
+            rows = [_together(lines) for lines in zip(*(rows for _, rows in same), strict=True)]
+            yield Table(f"{names}: {title}", CONTENTS, rows, never if title == STAYS else "")
+
+
+def _without_weight(row: Row) -> Row:
+    """A row without what a whole message weighs, which differs a little by the names in it."""
+    return row[:-1] if row[0].startswith((WHOLE, SAME)) else row
+
+
+def _together(rows: Sequence[Row]) -> Row:
+    """Rows that differ in their last figure at most, as one."""
+    figures = sorted({row[-1] for row in rows}, key=lambda figure: (len(figure), figure))
+    return (*rows[0][:-1], f"≤{figures[-1]}" if len(figures) > 1 else figures[-1])
 
 
 def _declared(run: LocalRun) -> Table:
     rows = [
-        (field.pattern, field.dtype, where, field.what)
+        (field.name, _dtypes(field), where, field.what)
         for way, where in WAYS.items()
-        for field in getattr(run.schema, way)
+        for field in {f.name: f for f in getattr(run.schema, way)}.values()
     ]
     title = f"{run.config.label} declares that nothing but this may travel"
-    columns = ("field", "dtype", "way", "what")
-    note = "Every message also says which round it belongs to."
+    columns = ("group or value", "dtype", "way", "what")
+    note = "Every message also says which round it belongs to, and which format it has."
     return Table(title, columns, rows or [("nothing", "", "", "")], note)
+
+
+def _dtypes(field: Field) -> str:
+    if isinstance(field.dtype, str):
+        return field.dtype
+    return ", ".join(f"{name}: {dtype}" for name, dtype in field.dtype.items())
 
 
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message]
 ) -> Iterator[tuple[str, Rows]]:
+    side = run.clients[name]
+    # A download may hand out what the client does not hold yet, and others do.
+    parts = {n: part for other in run.clients.values() for n, part in other.parts().items()}
     for way, where in WAYS.items():
         weight = len(run.schema.send(way, messages[way]))
-        whole = (WHOLE, "", "", f"{weight:,}")
-        yield where, (*_fields(messages[way]), whole, *_shares(run, messages[way], weight))
-    yield STAYS, tuple(_stays(run.clients[name].state(), messages["up"]))
+        whole = (WHOLE, "", "", "", f"{weight:,}")
+        contents = _contents(run.schema, way, messages[way], parts)
+        yield where, (*contents, whole, *_per_item(run, messages[way], weight))
+    yield STAYS, tuple(_stays(side.state(), messages["up"], side.parts()))
 
 
-def _shares(run: LocalRun, message: Message, weight: int) -> Iterator[tuple[str, ...]]:
+def _per_item(run: LocalRun, message: Message, weight: int) -> Iterator[Row]:
     """What a whole message weighs for each of the things that it tells of."""
     for what, count in run.config.method.counts(message).items():
         if count:
-            yield f"the same per {what} (of {count:,})", "", "", f"{weight / count:,.0f}"
+            yield f"{SAME} {what} (of {count:,})", "", "", "", f"{weight / count:,.0f}"
 
 
-def _fields(message: Message) -> Iterator[tuple[str, ...]]:
-    for name, tensor in sorted(message.tensors.items()):
-        shape = " x ".join(map(str, tensor.shape))
-        yield name, shape, str(tensor.dtype).removeprefix("torch."), f"{size(tensor):,}"
+def _contents(schema: Schema, way: Way, message: Message, parts: Parts) -> Iterator[Row]:
+    """A line for each kind of tensor, the other clients' together, and for each value."""
+    found: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
+    for peer, group, name, tensor in message.tensors():
+        found.setdefault((peer is not None, group), []).append((name, tensor))
+    names = {f.name: f.dtype for f in getattr(schema, way) if not isinstance(f.dtype, str)}
+    for (others, group), tensors in sorted(found.items()):
+        where = f"others' {group}" if others else group
+        yield from _kinds(where, tensors, parts, names.get(group, {}))
     for name, value in sorted(message.values.items()):
-        yield name, "", "json", f"{size(value):,}"
+        yield name, "", "", "json", f"{size(value):,}"
 
 
-def _stays(state: State, upload: Message) -> Iterator[tuple[str, ...]]:
-    """The client's state, less what it uploaded, summed up by the first two parts of the names."""
-    counts, sizes = Counter[str](), Counter[str]()
-    for name, tensor in state.tensors.items():
-        if name.partition("/")[2] not in upload.tensors:
-            group = "/".join(name.split("/")[:2])
-            counts[group] += 1
-            sizes[group] += tensor.nbytes
-    for group in sorted(counts):
-        yield f"{group}/*", f"{counts[group]}", f"{sizes[group]:,}"
-    yield "all text and tokens: training, validation and test", "", ""
-    yield "all losses and scores on these, and whatever else is logged", "", ""
+def _kinds(
+    where: str, tensors: Iterable[tuple[str, Tensor]], parts: Parts, named: Iterable[str] = ()
+) -> Iterator[Row]:
+    """Tensors by what they are: by role, expert and place, or by a name that has a meaning."""
+    kinds: dict[tuple[str, str], list[Tensor]] = {}
+    for name, tensor in tensors:
+        what = _what(parts[name]) if name in parts else name if name in named else ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kinds.setdefault((what, dtype), []).append(tensor)
+    for (what, dtype), alike in sorted(kinds.items()):
+        shapes = sorted({"x".join(map(str, tensor.shape)) for tensor in alike})
+        shown = ", ".join([*shapes[:2], *(["..."] if len(shapes) > 2 else [])])
+        yield where, what, f"{len(alike)} ({shown})", dtype, f"{sum(map(size, alike)):,}"
+
+
+def _what(part: Part) -> str:
+    """`generalist 0, mlp.up`. Domain experts stand together: they are others on every layer."""
+    numbered = part.expert is not None and part.role != "domain"
+    role = f"{part.role} {part.expert}" if numbered else part.role
+    return ", ".join(filter(None, (role, part.place)))
+
+
+def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
+    """The client's state, less the trained tensors that it uploaded, and its values.
+
+    What it uploads is in the group `adapter` of its own state, in whatever group it travels. A
+    group or a part of another name is something else, even if its tensors have the same names.
+    """
+    sent = {name for _, _, name, _ in upload.tensors()}
+    for path, part in state.walk():
+        for group, tensors in part.groups.items():
+            trained = not path and group == "adapter"
+            kept = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
+            where = ", ".join(path) or group
+            if path and "training" in path[0]:
+                yield where, f"optimiser's {group}", f"{len(kept)}", "", _bytes(kept)
+            else:
+                yield from _kinds(where, kept, parts)
+        for name, value in part.values.items():
+            yield ", ".join((*path, name)), "", "", "json", f"{size(value):,}"
+
+
+def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    return f"{sum(size(tensor) for _, tensor in tensors):,}"

@@ -9,9 +9,9 @@ from coterie.bases import Base
 from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
-from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.flops import Cost, counting_base, round_cost
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks
+from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.tables import Table
 
 WAYS = {"bytes/up": "upload", "bytes/down": "download"}
@@ -33,13 +33,8 @@ def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 def _bytes(run: ReportedRun, way: str) -> np.ndarray:
     """Bytes of every client and round: the first message of a round, as others serve evaluation."""
-    found: list[int] = []
-    for messages in run.by_client(way).values():
-        first: dict[int, int] = {}
-        for round, size in messages:
-            first.setdefault(round, size)
-        found += first.values()
-    return np.array(found or [0])
+    first = run.by_client(way).groupby(["client", "round"]).first()
+    return first.to_numpy() if len(first) else np.zeros(1)
 
 
 def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) -> Picture:

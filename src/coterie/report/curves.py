@@ -3,20 +3,16 @@
 from collections.abc import Iterator
 
 import numpy as np
+import pandas as pd
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from coterie.methods.contract import SERVER
-from coterie.report.experiments import (
-    Experiment,
-    ReportedRun,
-    Series,
-    mean_series,
-    over_seeds,
-)
 from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
-from coterie.results.tables import Table
+from coterie.results.experiments import MEAN, Experiment, ReportedRun
+from coterie.results.frame import Column, Frame
+from coterie.results.tables import Table, table_rows
 from coterie.scoring.metrics import Metric
 
 MOST = 12
@@ -29,7 +25,7 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     best = _best(experiment)
     if not best:
         yield LeftOut(_title(experiment), "no run has been evaluated yet")
-    elif any(len(_mean(run, experiment.metric)) > 1 for run in experiment.all):
+    elif experiment.series[MEAN].groupby(["label", "run"]).count().max() > 1:
         yield _over_rounds(experiment, best)
     else:
         yield _final(experiment, best)
@@ -44,23 +40,16 @@ def _title(experiment: Experiment) -> str:
     return f"{experiment.split.capitalize()} {experiment.metric.label}"
 
 
-def _mean(run: ReportedRun, metric: Metric) -> Series:
-    return mean_series(run.series(metric).values())
+def _last(experiment: Experiment) -> Frame:
+    """The last figures of every run: a row per label and run, columns as of the series."""
+    return experiment.series.groupby(["label", "run"], sort=False).last()
 
 
 def _best(experiment: Experiment) -> list[str]:
     """Labels that have scores, at most MOST: those with the best last mean; in table order."""
-    means = {
-        label: [mean for run in runs if (mean := _mean(run, experiment.metric))]
-        for label, runs in experiment.drawn.items()
-    }
-    last = {
-        label: experiment.metric.order(float(np.mean([mean[max(mean)] for mean in found])))
-        for label, found in means.items()
-        if found
-    }
-    kept = sorted(last, key=lambda label: last[label])[:MOST]
-    return [label for label in last if label in kept]
+    means = _last(experiment)[MEAN].groupby("label", sort=False).mean().dropna()
+    kept = means.map(experiment.metric.order).nsmallest(MOST).index
+    return [label for label in means.index if label in kept]
 
 
 def _some(experiment: Experiment, best: list[str]) -> str:
@@ -68,38 +57,32 @@ def _some(experiment: Experiment, best: list[str]) -> str:
     return f" The {len(best)} best of {len(experiment.runs)} are drawn." if left > 0 else ""
 
 
-def _series(run: ReportedRun, client: str, metric: Metric) -> Series:
-    """Of a panel: the mean over clients, one of them, or the server."""
-    if client == "mean":
-        return _mean(run, metric)
-    return {SERVER: run.server_series(metric), **run.series(metric)}.get(client, {})
-
-
 def _panels(experiment: Experiment, best: list[str]) -> list[str]:
     """The mean, every client, and the server if it has a model of its own that was scored."""
-    runs = (run for label in best for run in experiment.drawn[label])
-    served = any(run.server_series(experiment.metric) for run in runs)
-    return ["mean", *experiment.clients, *([SERVER] if served else [])]
+    found = experiment.series.loc[best].dropna(axis=1, how="all").columns
+    return [MEAN, *dict.fromkeys([*experiment.clients, *found.intersection([SERVER])])]
 
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
     look, what = looks(list(experiment.runs)), metric.label
+    figures = experiment.series.groupby(["label", "round"]).agg(["mean", "std"])
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
             len(panels), 2.1, 2 if canvas.narrow else 3, "round", f"{experiment.split} {what}"
         )
-        for axis, client in zip(axes, panels, strict=True):
+        for axis, panel in zip(axes, panels, strict=True):
             for label in best:
-                runs = experiment.drawn[label]
-                x, mean, spread = over_seeds(_series(run, client, metric) for run in runs)
+                # Of one seed there is no deviation.
+                found = figures[panel].loc[label].dropna(subset=["mean"]).fillna(0.0)
+                x, mean, spread = found.index, found["mean"], found["std"]
                 style, colour = look[label], canvas.colour(look[label])
                 axis.plot(
                     x, mean, color=colour, marker=style.marker, linestyle=style.dash, label=label
                 )
                 axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
-            axis.set_title("mean over clients" if client == "mean" else client)
+            axis.set_title(panel)
             if not metric.share:
                 axis.set_yscale("log")
                 _plain_log(axis.yaxis, 4)
@@ -136,44 +119,35 @@ def _plain_log(axis: Axis, count: int) -> None:
 
 
 def _rounds_table(experiment: Experiment) -> Table:
-    means = {
-        label: [mean for run in runs if (mean := _mean(run, experiment.metric))]
-        for label, runs in experiment.drawn.items()
-    }
-    found = {label: over_seeds(one) for label, one in means.items() if one}
-    every = sorted({x for at, _, _ in found.values() for x in at})
-    rounds = (
-        every if len(every) <= 10 else [every[round(n)] for n in np.linspace(0, len(every) - 1, 10)]
-    )
-    rows = []
-    for label, (at, means, _) in found.items():
-        values = dict(zip(at, means, strict=True))
-        rows.append([label, *(f"{values[r]:.2f}" if r in values else "" for r in rounds)])
+    found = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
+    means = found.loc[[label for label in experiment.runs if label in found.index]]
+    means = means.iloc[:, sorted({round(n) for n in np.linspace(0, len(means.columns) - 1, 10)})]
     unit = " (%)" if experiment.metric.share else ""
-    return Table(f"Mean over clients by round{unit}", ["method", *map(str, rounds)], rows)
+    return Table(
+        f"Mean over clients by round{unit}", ["method", *map(str, means)], table_rows(means, ".2f")
+    )
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
     look, what = looks(list(experiment.runs)), metric.label
+    figures = _last(experiment).groupby("label").agg(["mean", "std"])
 
     def draw(canvas: Canvas) -> Figure:
         across = 2 if canvas.narrow else min(len(panels), 5)
         height = 0.25 * len(best) + 0.55
         figure, axes = canvas.panels(len(panels), height, across, what, sharey=True)
-        for axis, client in zip(axes, panels, strict=True):
+        for axis, panel in zip(axes, panels, strict=True):
             for place, label in enumerate(best):
-                runs = experiment.drawn[label]
-                last = [s[max(s)] for run in runs if (s := _series(run, client, metric))]
-                if not last:
+                mean, spread = figures[panel].loc[label]
+                if np.isnan(mean):
                     continue  # a method without a server's model beside one with it
-                _, mean, spread = over_seeds({1: value} for value in last)
                 colour = canvas.colour(look[label])
                 axis.errorbar(
-                    mean, [place], xerr=spread, color=colour, fmt=look[label].marker,
+                    mean, place, xerr=np.nan_to_num(spread), color=colour, fmt=look[label].marker,
                     markersize=7, elinewidth=1.6, capsize=2.5,
                 )  # fmt: skip
-            axis.set_title("mean over clients" if client == "mean" else client)
+            axis.set_title(panel)
             axis.set_yticks(range(len(best)), best)
             axis.margins(x=0.12, y=0.12)
             if not metric.share:
@@ -193,16 +167,18 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
     )
 
 
-def _steps(run: ReportedRun, level: str) -> Series:
-    """Mean loss over clients by the number of the update."""
-    clients = run.by_client(level).values()
-    return mean_series({n: loss for n, (_, loss) in enumerate(one, 1)} for one in clients)
+def _steps(run: ReportedRun, level: str) -> Column:
+    """Mean loss over clients by the number of the update (1 is the first)."""
+    found = run.by_client(level).reindex(columns=[0])
+    found["update"] = found.groupby("client").cumcount() + 1
+    losses = found.reset_index().pivot(index="update", columns="client", values=0)
+    return losses.mean(axis=1, skipna=False).dropna()
 
 
-def smooth(values: np.ndarray, width: int) -> np.ndarray:
+def smooth(values: Column, width: int) -> Column:
     """A running mean of `width` values, of fewer at the ends."""
-    ones = np.ones(min(width, len(values)))
-    return np.convolve(values, ones, "same") / np.convolve(np.ones_like(values), ones, "same")
+    width = max(1, min(width, len(values)))
+    return values.rolling(width, center=True, min_periods=1).mean()
 
 
 def _losses(experiment: Experiment, levels: list[str]) -> Picture:
@@ -211,8 +187,8 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         label for label, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)
     ]
     shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
-    found = {
-        (label, level): over_seeds(s for run in runs if (s := _steps(run, level)))
+    steps = {
+        (label, level): pd.concat([_steps(run, level) for run in runs], axis=1).mean(axis=1)
         for label, runs in experiment.drawn.items()
         for level in levels
     }
@@ -228,22 +204,27 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         )
         for axis, level in zip(axes, levels, strict=True):
             for label in shown:
-                x, mean, _ = found[label, level]
+                mean = steps[label, level]
                 width = experiment.drawn[label][0].config["training"]["steps"]
-                thin = max(1, len(x) // 300)
-                colour = canvas.colour(look[label])
-                axis.plot(x[::thin], mean[::thin], color=colour, alpha=0.25, linewidth=0.7)
-                line = smooth(mean, width)[::thin] if len(x) else mean
-                axis.plot(x[::thin], line, color=colour, linestyle=look[label].dash, label=label)
+                thin = slice(None, None, max(1, len(mean) // 300))
+                x, colour = mean.index[thin], canvas.colour(look[label])
+                axis.plot(x, mean.iloc[thin], color=colour, alpha=0.25, linewidth=0.7)
+                line = smooth(mean, width).iloc[thin]
+                axis.plot(x, line, color=colour, linestyle=look[label].dash, label=label)
             axis.set_title(level.removeprefix("loss/"))
         canvas.legend(figure, axes[0], max(map(len, shown)))
         return figure
 
     names = [level.removeprefix("loss/") for level in levels]
     rows = [
-        [label, level.removeprefix("loss/"), number(len(x)), f"{mean[0]:.3f}", f"{mean[-1]:.3f}"]
-        for (label, level), (x, mean, _) in found.items()
-        if x
+        [
+            label,
+            level.removeprefix("loss/"),
+            number(len(mean)),
+            *(f"{mean.iloc[n]:.3f}" for n in (0, -1)),
+        ]
+        for (label, level), mean in steps.items()
+        if len(mean)
     ]
     return Picture(
         "loss",

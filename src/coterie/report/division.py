@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie.report.experiments import Experiment
 from coterie.report.style import Canvas, LeftOut, Picture, listed, number
-from coterie.results.tables import Table
+from coterie.results.experiments import Experiment
+from coterie.results.tables import Table, table_rows
 
 HEIGHT = 0.42
 """Inches of a client's row; the largest bubble nearly fills it."""
@@ -25,21 +25,18 @@ def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Picture:
-    clients = list(counts)
-    columns = list(dict.fromkeys(column for row in counts.values() for column in row))
+    found = pd.DataFrame.from_dict(dict(counts), orient="index").fillna(0).astype(int)
     if key == "labels":
-        columns.sort()
-    largest = max(n for row in counts.values() for n in row.values())
+        found = found.sort_index(axis=1)
+    clients, columns, held = list(found.index), list(found), found.to_numpy()
 
     def draw(canvas: Canvas) -> Figure:
         figure = canvas.figure(HEIGHT * len(clients) + 1.2)
         axis = figure.subplots()
-        cells = [(x, y) for y in range(len(clients)) for x in range(len(columns))]
         widest = min(HEIGHT, 0.8 * canvas.width / len(columns)) * 72 * 0.9  # points
-        held = np.array([counts[clients[y]].get(columns[x], 0) for x, y in cells])
-        places = np.array(cells)[held > 0].T
-        areas = widest**2 * held[held > 0] / largest
-        axis.scatter(*places, s=areas, color=canvas.theme.colours[2], alpha=0.8, linewidths=0)
+        y, x = held.nonzero()
+        areas = widest**2 * held[y, x] / held.max()
+        axis.scatter(x, y, s=areas, color=canvas.theme.colours[2], alpha=0.8, linewidths=0)
         axis.set_xlim(-0.5, len(columns) - 0.5)
         axis.set_ylim(len(clients) - 0.5, -0.5)
         steep = len(columns) * max(map(len, columns)) > canvas.width * 9
@@ -50,10 +47,9 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Pi
             ha="right" if steep else "center",
         )
         axis.set_yticks(range(len(clients)), clients)
-        axis.set_xlabel(f"area: {what}; the largest is {number(largest)}")
+        axis.set_xlabel(f"area: {what}; the largest is {number(held.max())}")
         return figure
 
-    rows = [[client, *(f"{counts[client].get(c, 0):,}" for c in columns)] for client in clients]
     singular = "label" if key == "labels" else "split"
     return Picture(
         "division",
@@ -62,5 +58,5 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Pi
         + (" As it was in the run with the smallest seed." if key == "labels" else ""),
         f"Bubbles of {what} for {listed(clients)} by {singular}; the table has the numbers.",
         draw,
-        Table(f"{what.capitalize()} by {singular}", ["client", *columns], rows),
+        Table(f"{what.capitalize()} by {singular}", ["client", *columns], table_rows(found, ",")),
     )

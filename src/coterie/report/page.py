@@ -13,7 +13,6 @@ from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
 from coterie.report.division import division
-from coterie.report.experiments import Experiment, experiments
 from coterie.report.routing import routing
 from coterie.report.style import (
     DARK,
@@ -29,6 +28,7 @@ from coterie.report.sweep import sweep
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
+from coterie.results.experiments import Experiment, experiments
 from coterie.results.tables import Comparison, Table
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (

@@ -4,15 +4,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods import method_from
-from coterie.methods.lora import LoraMethod
-from coterie.report.experiments import Experiment, ReportedRun, over_seeds
+from coterie.methods.adapter import AdapterMethod
 from coterie.report.style import Canvas, LeftOut, Picture, listed
+from coterie.results.experiments import Experiment, ReportedRun
+from coterie.results.frame import Column, Frame
 from coterie.results.tables import Table
 
 PREFIX = "routing/"
@@ -37,7 +39,7 @@ def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:
     """What to call a client's experts: by their role, numbered where there are several."""
     try:
         method = method_from(dict(run.config["method"]))
-        roles = method.layout(client).roles if isinstance(method, LoraMethod) else ()
+        roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
     except CoterieError:  # a method that is not installed here
         roles = ()
     if len(roles) != count:
@@ -51,18 +53,16 @@ def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:
 
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     layers = runs[0].names(PREFIX)
-    clients = sorted(runs[0].by_client(layers[0]))
-    values = [{layer: run.by_client(layer) for layer in layers} for run in runs]
-    experts = {
-        client: expert_names(runs[0], client, len(values[0][layers[0]][client][0][1]))
-        for client in clients
-    }
+    seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
+    # By layer, client and round; a column per expert, of which clients may have fewer than others.
+    means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()
+    counts = means.loc[layers[0]].groupby("client").first().count(axis=1)
+    experts = {client: expert_names(runs[0], client, count) for client, count in counts.items()}
+    clients = list(experts)
     panels = [(client, n) for client in clients for n in range(len(experts[client]))]
 
-    def weights(client: str, expert: int, layer: str) -> tuple[list[int], np.ndarray]:
-        found = [{r: w[expert] for r, w in one[layer].get(client, [])} for one in values]
-        at, mean, _ = over_seeds(found)
-        return at, mean
+    def weights(client: str, expert: int, layer: str) -> Column:
+        return means.loc[(layer, client), expert]
 
     def draw(canvas: Canvas) -> Figure:
         most = max(map(len, experts.values()))
@@ -72,9 +72,9 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         )
         for axis, (client, expert) in zip(axes, panels, strict=True):
             for depth, layer in enumerate(layers):
-                x, mean = weights(client, expert, layer)
+                mean = weights(client, expert, layer)
                 colour = canvas.depth(depth, len(layers))
-                axis.plot(x, mean, color=colour, marker="o", markersize=3, label=f"{depth + 1}")
+                axis.plot(mean, color=colour, marker="o", markersize=3, label=f"{depth + 1}")
             axis.set_title(f"{client}\n{experts[client][expert]}", fontsize=9)
             axis.set_ylim(-0.03, 1.03)
             axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -85,7 +85,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         [
             client,
             experts[client][n],
-            *(f"{weights(client, n, layer)[1][-1]:.3f}" for layer in layers),
+            *(f"{weights(client, n, layer).iloc[-1]:.3f}" for layer in layers),
         ]
         for client, n in panels
     ]

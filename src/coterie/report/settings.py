@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available, method_from
+from coterie.methods.settings import PerClient, Settings
 from coterie.results.tables import Table
 from coterie.training.optimiser import OptimiserSpec
 
@@ -32,18 +33,37 @@ def method_table(name: str) -> Table:
     kind = type(method_from(name))
     papers = f" ({kind.paper})" if kind.paper else ""
     rows = list(keys(kind)) or [("none", "", "this method has no settings")]
+    rows.sort(key=lambda row: row[0].split(".")[0] != "mlp")  # what is attached comes first
     return Table(f"{name}{papers}: {kind.summary}", COLUMNS, rows)
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Key, default and meaning of every field, those of inner models by their path."""
+def keys(
+    model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
+) -> Iterator[tuple[str, str, str]]:
+    """Key, default and meaning of every field, those of inner models by their path.
+
+    defaults: what stands for the fields' own defaults, where it is part of a larger model.
+    """
     for name, field in model.model_fields.items():
-        inner = _inner(field.annotation)
+        inner, path = _inner(field.annotation), f"{prefix}{name}"
         if inner is None:
-            yield f"{prefix}{name}", _default(field), _meaning(model, name, field)
+            yield path, _default(field, name, defaults), _meaning(model, name, field)
             continue
-        path = f"{prefix}{name}[]" if get_origin(field.annotation) is tuple else f"{prefix}{name}"
-        yield from keys(inner, f"{path}.")
+        given = field.default if defaults is None else getattr(defaults, name)
+        if text := _section(inner, field):
+            yield path, "", text
+        entry = "[]" if get_origin(field.annotation) is tuple else ""
+        yield from keys(inner, f"{path}{entry}.", given if isinstance(given, BaseModel) else None)
+
+
+def _section(inner: type[BaseModel], field: FieldInfo) -> str:
+    """What a section is for, if it says so; every part of a method's settings does."""
+    text = field.description or ""
+    if not issubclass(inner, Settings):
+        return text.rstrip(".")
+    documented = (inner.__doc__ or "").split("\n\n")[0].strip()
+    text = (text or documented[:1].lower() + documented[1:]).rstrip(".")
+    return f"{text}; null: none" if type(None) in get_args(field.annotation) else text
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
@@ -54,11 +74,12 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
     """As a run file would give it; empty where there is none."""
-    if field.is_required():
+    if defaults is None and field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
+    own = field.get_default(call_default_factory=True)
+    value = own if defaults is None else getattr(defaults, name)
     if value in (None, ""):
         return ""
     if isinstance(value, Method):
@@ -74,6 +95,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     ancestors = [k.model_fields for k in model.__mro__ if issubclass(k, BaseModel)]
     described = (f[name].description for f in ancestors if name in f)
     text = (next(filter(None, described), "")).rstrip(".")
+    text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
     kinds = (field.annotation, *get_args(field.annotation))  # itself, or each of a union
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return f"{text} ({', '.join(map(str, choices))})" if choices else text

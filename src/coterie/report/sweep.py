@@ -3,41 +3,42 @@
 from collections.abc import Iterator
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.files import path_part
-from coterie.report.experiments import Experiment
 from coterie.report.style import Canvas, LeftOut, Picture, number
 from coterie.report.trust import annotate
-from coterie.results.tables import Table, mean
-
-Cell = tuple[int, int]
+from coterie.results.experiments import Experiment
+from coterie.results.frame import Frame
+from coterie.results.tables import Table, mean, table_rows
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """A heat map per method whose finished runs differ in `router_every` or `router_steps`."""
-    cells: dict[str, dict[Cell, list[float]]] = {}
-    metric = experiment.metric
+    """A heat map per method whose finished runs differ in `router.every` or `router.steps`."""
+    found, metric = [], experiment.metric
     for run in experiment.all:
-        settings = run.config["method"]
-        if run.result is not None and {"router_every", "router_steps"} <= settings.keys():
-            cell = settings["router_every"], settings["router_steps"]
-            found = cells.setdefault(run.method, {}).setdefault(cell, [])
-            found.append(metric.shown(mean(run.result, metric.key)))
-    swept = {method: found for method, found in cells.items() if len(found) > 1}
+        router = run.config["method"].get("router") or {}
+        if run.result is not None and {"every", "steps"} <= router.keys():
+            score = metric.shown(mean(run.result, metric.key))
+            found.append((run.method, router["every"], router["steps"], score))
+    runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
+    means = {
+        method: rows.pivot_table("score", "steps", "every")
+        for method, rows in runs.groupby("method", sort=False)
+    }
+    swept = {method: cells for method, cells in means.items() if cells.size > 1}
     if not swept:
-        why = "no finished runs of one method differ in router_every or router_steps"
+        why = "no finished runs of one method differ in router.every or router.steps"
         yield LeftOut("Router schedule", why)
-    for method, found in swept.items():
-        yield _heat_map(experiment, method, found)
+    for method, cells in swept.items():
+        yield _heat_map(experiment, str(method), cells)
 
 
-def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]]) -> Picture:
-    every, steps = (sorted({cell[n] for cell in found}) for n in (0, 1))
-    values = np.full((len(steps), len(every)), np.nan)
-    for (tau, s), scores in found.items():
-        values[steps.index(s), every.index(tau)] = np.mean(scores)
-    metric = experiment.metric
+def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
+    """cells: mean scores, a row per `router.steps`, a column per `router.every`."""
+    values, metric = cells.to_numpy(), experiment.metric
+    steps, every = cells.index, cells.columns
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
 
     def draw(canvas: Canvas) -> Figure:
@@ -47,18 +48,15 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
         image = axis.imshow(values, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
         axis.set_xticks(range(len(every)), map(str, every))
         axis.set_yticks(range(len(steps)), map(str, steps))
-        axis.set_xlabel("router_every: steps between two router phases")
-        axis.set_ylabel("router_steps")
+        axis.set_xlabel("router.every: steps between two router phases")
+        axis.set_ylabel("router.steps: updates in one")
         axis.grid(False)
         axis.spines[:].set_visible(False)
         annotate(axis, scaled, canvas, np.vectorize("{:.2f}".format)(values))
         figure.colorbar(image, ax=axis, label=f"mean {metric.label}")
         return figure
 
-    rows = [
-        [str(s), *("" if np.isnan(v) else f"{v:.2f}" for v in values[n])]
-        for n, s in enumerate(steps)
-    ]
+    heads = ["router.steps \\ router.every", *map(str, every)]
     return Picture(
         f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
@@ -67,5 +65,5 @@ def _heat_map(experiment: Experiment, method: str, found: dict[Cell, list[float]
         f"A heat map of {len(steps)} by {len(every)} router schedules; {metric.label} goes from "
         f"{number(low)} to {number(high)}. The table has every cell.",
         draw,
-        Table(f"Mean {metric.label}", ["router_steps \\ router_every", *map(str, every)], rows),
+        Table(f"Mean {metric.label}", heads, table_rows(cells, ".2f")),
     )

@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
 from coterie.methods.contract import SERVER
-from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
+from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.tables import Table
 
 TAUGHT = "taught"
@@ -50,8 +50,8 @@ def lessons(run: ReportedRun) -> Lessons:
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
-        client: {lesson["after"]: lesson for _, lesson in found}
-        for client, found in run.by_client(TAUGHT).items()
+        str(client): {lesson["after"]: lesson for lesson in found.to_dict("records")}
+        for client, found in run.by_client(TAUGHT).groupby("client")
     }
     taught_by = {client for lesson in server.values() for client in lesson["by"]}
     public = run.server.get("samples", {}).get("train")  # a server trains on the public samples

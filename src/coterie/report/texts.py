@@ -20,11 +20,11 @@ from coterie.config import parse
 from coterie.data import Examples, Tokens
 from coterie.engines.finished import load, tokenizer
 from coterie.errors import CoterieError
-from coterie.federation import federation
+from coterie.federation import participants_of
 from coterie.files import path_part
-from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.routing import PREFIX, expert_names, has_routers
 from coterie.report.style import Canvas, LeftOut, Picture
+from coterie.results.experiments import Experiment, ReportedRun
 
 LENGTH = 120
 """Tokens of each text, at most."""
@@ -105,23 +105,23 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config = parse(run.config)
-    participants = federation(config, tokenizer(run.path))
+    participants = participants_of(config, tokenizer(run.path))
     tests = {one.name: one.data.test for one in participants}
     for client in tests:
-        model, words = load(run.path, client), tokenizer(run.path, client)
+        model, encoder = load(run.path, client), tokenizer(run.path, client)
         # Another's text is in this model's tokens only if it was made with the same base.
         alike = [name for name in tests if config.base_of(name) == config.base_of(client)]
         for text_of in dict.fromkeys((client, alike[(alike.index(client) + 1) % len(alike)])):
-            ids, chosen = _read(model, _beginning(tests[text_of], context_token(words)))
+            ids, chosen = _read(model, _beginning(tests[text_of], context_token(encoder)))
             for number in _layers(layer, len(chosen)):
                 path = list(chosen)[number]
-                count = len(run.by_client(PREFIX + path)[client][-1][1])
+                count = run.by_client(PREFIX + path).loc[client].iloc[-1].count()
                 yield Coloured(
                     client,
                     text_of,
                     f"layer {number + 1} of {len(chosen)}",
                     expert_names(run, client, count),
-                    list(_pieces(words, ids.tolist(), chosen[path].tolist())),
+                    list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
                 )
 
 
@@ -166,11 +166,11 @@ def _layers(layer: str | None, count: int) -> list[int]:
     return [int(layer) - 1]
 
 
-def _pieces(words: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
+def _pieces(encoder: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
     """Each token's text and expert; tokens that only together are a character are one piece."""
     shown = 0
     for end, expert in enumerate(experts, 1):
-        text = str(words.decode(ids[:end], clean_up_tokenization_spaces=False))
+        text = str(encoder.decode(ids[:end], clean_up_tokenization_spaces=False))
         if not text.endswith("\ufffd") or end == len(experts):
             yield text[shown:], expert
             shown = len(text)

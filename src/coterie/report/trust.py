@@ -3,25 +3,27 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
-from coterie.report.experiments import Experiment, ReportedRun
 from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed
-from coterie.results.tables import Table
+from coterie.results.experiments import Experiment, ReportedRun
+from coterie.results.frame import Frame
+from coterie.results.tables import Table, table_rows
 
 METRIC = "trust"
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Heat maps and lines for each label whose runs have trust weights."""
-    found = [label for label, run in experiment.first if run.by_client(METRIC)]
+    found = [label for label, run in experiment.first if run.names(METRIC)]
     if not found:
         yield LeftOut("Trust weights", "no run has a method with trust weights")
     for label in found:
-        matrices = trust_matrices([run for run in experiment.drawn[label] if run.by_client(METRIC)])
+        matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
         yield _heat_maps(label, *matrices)
         if len(matrices[1]) > 1:
             yield _evolution(label, *matrices)
@@ -32,25 +34,12 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
 
     A weight is NaN where a client set none in that round.
     """
-    rows = [
-        (round, client, row)
-        for run in runs
-        for client, found in run.by_client(METRIC).items()
-        for round, row in found
-    ]
-    clients = sorted({c for _, client, row in rows for c in (client, *row)})
-    rounds = sorted({round for round, _, _ in rows})
-    total = np.zeros((len(rounds), len(clients), len(clients)))
-    count = np.zeros((len(rounds), len(clients), 1))
-    for round, client, row in rows:
-        place = rounds.index(round), clients.index(client)
-        total[place] += [row.get(peer, 0.0) for peer in clients]
-        count[place] += 1
-    return (
-        clients,
-        rounds,
-        np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0),
-    )
+    found: Frame = pd.concat([run.by_client(METRIC) for run in runs]).fillna(0.0)
+    clients = sorted({*found.columns, *found.index.unique("client")})
+    rounds = sorted(found.index.unique("round"))
+    means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
+    weights = means.reindex(pd.MultiIndex.from_product([rounds, clients])).to_numpy()
+    return clients, rounds, weights.reshape(len(rounds), len(clients), len(clients))
 
 
 def annotate(axis: Axes, shades: np.ndarray, canvas: Canvas, words: np.ndarray) -> None:
@@ -89,10 +78,7 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
         figure.colorbar(axes[0].images[0], ax=axes, label="trust weight", shrink=0.8, aspect=30)
         return figure
 
-    rows = [
-        [client, *("" if np.isnan(w) else f"{w:.3f}" for w in weights[-1, place])]
-        for place, client in enumerate(clients)
-    ]
+    last = table_rows(pd.DataFrame(weights[-1], clients), ".3f")
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
@@ -101,7 +87,7 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
         f"Heat maps of trust weights between {listed(clients)} at several rounds; the table has "
         "the last.",
         draw,
-        Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], rows),
+        Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], last),
     )
 
 

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pandas as pd
 from torch import Tensor
 
 from coterie.config import RunConfig
@@ -15,6 +16,7 @@ from coterie.engines.session import Session
 from coterie.exchange import Json, Message
 from coterie.exchange.schema import Field, Schema, Way
 from coterie.methods import ClientId
+from coterie.results.frame import Frame
 from coterie.results.tables import Table
 from coterie.runs import RunFolder, Watch
 
@@ -53,21 +55,19 @@ def first_exchange(run: LocalRun) -> Messages:
     Rounds are real ones, whose messages are encoded and checked as always but go nowhere. Methods
     that begin with rounds alone are waited for; if nothing may travel, one round is enough.
     """
-    schema, server, names = run.schema, run.server, sorted(run.clients)
-    messages: Messages = {name: {"hello": run.clients[name].hello()} for name in names}
-    for round in range(run.config.rounds if schema.up else 1):
-        server.open(round, names)
-        for name in names:
-            down = schema.receive("down", schema.send("down", server.download(name)))
-            upload = schema.send("up", run.clients[name].step(down))
-            messages[name]["up"] = schema.receive("up", upload)
-        for name in names:
-            server.receive(name, messages[name]["up"])
-        server.close()
-        if any(m["up"].tensors or m["up"].values for m in messages.values()):
-            break
+    schema, names = run.schema, sorted(run.parts)
+    messages: Messages = {
+        name: {"hello": schema.receive("hello", part.hello())} for name, part in run.parts.items()
+    }
+    with TemporaryDirectory() as spool:
+        for round in range(run.config.rounds if schema.up else 1):
+            run.exchange(round, Path(spool))
+            for name in names:
+                messages[name]["up"] = schema.receive("up", (Path(spool) / name).read_bytes())
+            if any(m["up"].groups or m["up"].values for m in messages.values()):
+                break
     for name in names:
-        messages[name]["down"] = server.download(name)
+        messages[name]["down"] = run.server.download(name)
     return messages
 
 
@@ -89,20 +89,12 @@ def size(part: Tensor | Json) -> int:
 
 def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iterable[Weight]:
     declared: tuple[Field, ...] = getattr(schema, way)
-    sizes = dict.fromkeys(declared, 0)
-    for part, value in (*message.tensors.items(), *message.values.items()):
-        matching = [field for field in declared if fnmatchcase(part, field.pattern)]
-        sizes[max(matching, key=lambda field: _part_by_part(part, field.pattern))] += size(value)
-    for field, weight in sizes.items():
-        yield Weight(name, way, field.pattern, field.what, weight)
+    sizes = {name: size(value) for name, value in message.values.items()}
+    for _, group, _, tensor in message.tensors():
+        sizes[group] = sizes.get(group, 0) + size(tensor)
+    for field in {field.name: field for field in declared}.values():
+        yield Weight(name, way, field.name, field.what, sizes.get(field.name, 0))
     yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
-
-
-def _part_by_part(name: str, pattern: str) -> bool:
-    """Whether a name matches a pattern of which only the last star stands for a slash too."""
-    patterns = pattern.split("/")
-    names = name.split("/", len(patterns) - 1)
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
 @dataclass(frozen=True)
@@ -134,10 +126,8 @@ class MessagesTable:
 
 
 def _lines(row: str, weights: Iterable[Weight]) -> Iterable[tuple[str, ...]]:
-    fields: dict[tuple[Way, str, str], list[int]] = {}
-    for weight in weights:
-        fields.setdefault((weight.way, weight.field, weight.what), []).append(weight.bytes)
-    for (way, field, what), sizes in fields.items():
-        least, most = min(sizes), max(sizes)
+    found = pd.DataFrame(map(vars, weights)).groupby(["way", "field", "what"], sort=False)["bytes"]
+    ends: Frame = found.agg(["min", "max"])
+    for (way, field, what), least, most in ends.itertuples(name=None):
         shown = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         yield row, way, field, what, shown

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from math import isnan
+from typing import Any
 
-from scipy.stats import spearmanr
+import pandas as pd
 
-from coterie.results.tables import Comparison, Result, Table, with_spread
+from coterie.results.frame import Frame, Result
+from coterie.results.tables import ALIKE, Comparison, Table, with_spread
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]
@@ -108,21 +110,22 @@ class PaperTable:
         """The rows that have results, with ranks among those that can be compared."""
         comparison = self._comparison(column)
         rows, metric = comparison.summary(), comparison.metric
-        figures = self.figures[column]
-        common = [row["method"] for row in rows if figures.get(row["method"]) is not None]
-        common = common or [row["method"] for row in rows]
-        ours = {row["method"]: row[metric.key] for row in rows if row["method"] in common}
-        theirs = {name: f for name in common if (f := figures.get(name)) is not None}
+        names, paper = [row.pop("method") for row in rows], self.figures[column]
+        ours = {name: row[metric.key] for name, row in zip(names, rows, strict=True)}
+        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, names, dtype=float)
+        both = found.dropna() if found["paper"].notna().any() else found
+        order = both.map(metric.order).round(ALIKE)
+        # 0 stands for none.
+        ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
         return [
             {
-                "row": row.pop("method"),
+                "row": name,
                 **row,
-                "rank": _rank(name, ours, metric),
-                "paper": figures.get(name),
-                "paper_rank": _rank(name, theirs, metric),
+                "rank": int(ranks["ours"][name]) or None,
+                "paper": paper.get(name),
+                "paper_rank": int(ranks["paper"][name]) or None,
             }
-            for row in rows
-            for name in [row["method"]]
+            for name, row in zip(names, rows, strict=True)
         ]
 
 
@@ -131,19 +134,9 @@ def correlation(rows: Sequence[Mapping[str, Any]], metric: Metric = PERPLEXITY) 
 
     None if it is not defined: fewer than two such rows, or all alike on one side.
     """
-    common = [row for row in rows if row["paper"] is not None]
-    ours, theirs = ([row[key] for row in common] for key in (metric.key, "paper"))
-    if min(len(set(ours)), len(set(theirs))) < 2:
-        return None
-    return float(cast(Any, spearmanr(ours, theirs)).statistic)
-
-
-def _rank(name: str, figures: Mapping[str, float], metric: Metric) -> int | None:
-    """1 for the best; equal figures share the better rank."""
-    if name not in figures:
-        return None
-    mine = metric.order(figures[name])
-    return 1 + sum(metric.order(figure) < mine for figure in figures.values())
+    found: Frame = pd.DataFrame(rows, columns=[metric.key, "paper"], dtype=float).dropna()
+    agreement = float(found.round(ALIKE).corr(method="spearman").iloc[0, 1])
+    return None if isnan(agreement) else agreement
 
 
 def _cells(

@@ -3,18 +3,19 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Any
 
+import pandas as pd
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from coterie.results.frame import Column, Frame, Result, over_runs, scores, std
 from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
-Result = Mapping[str, Any]
-"""What a run's result.json holds."""
+ALIKE = 12
+"""Decimals to which figures must be the same to rank the same: what follows is rounding."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,15 @@ class Table:
         return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
 
 
-def scores(result: Result) -> dict[str, dict[str, float]]:
-    """The scores that a method reports, by client."""
-    return result[result["reports"]]
+def table_rows(figures: Frame, form: str) -> list[list[str]]:
+    """Of a frame: the name of each row, then its figures in a form such as ".2f"; none is empty."""
+    cells = figures.map(lambda figure: format(figure, form), na_action="ignore").fillna("")
+    return [list(map(str, row)) for row in cells.itertuples(name=None)]
 
 
 def mean(result: Result, key: str) -> float:
     """A metric's mean over clients."""
-    return fmean(score[key] for score in scores(result).values())
+    return float(scores(result)[key].mean())
 
 
 def server_score(result: Result) -> Mapping[str, float] | None:
@@ -97,7 +99,7 @@ def server_score(result: Result) -> Mapping[str, float] | None:
 
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
     """What to show of results, of which the server's scores are a part; see `metric_of`."""
-    found = [(scores(result).values(), server_score(result)) for result in results]
+    found = [(result[result["reports"]].values(), server_score(result)) for result in results]
     return metric_of((s for clients, server in found for s in (*clients, server) if s), asked)
 
 
@@ -109,18 +111,15 @@ def run_table(
     Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
     for (see `metric_of`); of a share, its standard deviation over clients follows the mean.
     """
-    clients = sorted({client for result in results.values() for client in scores(result)})
-    found = results.values()
-    metric = shown_of(found, asked)
+    metric = shown_of(results.values(), asked)
     pair = metric is PERPLEXITY
-    keys = ("perplexity", "bits_per_byte") if pair else (metric.key,)
-    rows = [[client, *(_cell(scores(r)[client], metric) for r in found)] for client in clients]
-    means = [{key: mean(r, key) for key in keys} for r in found]
-    rows.append(["mean", *(_cell(score, metric) for score in means)])
+    found = [scores(result) for result in results.values()]
+    clients = sorted({client for one in found for client in one.index})
+    rows = [[client, *(_cell(one.loc[client], metric) for one in found)] for client in clients]
+    rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
     if metric.share and len(clients) > 1:
-        values = [[score[metric.key] for score in scores(r).values()] for r in found]
-        rows.append(["std over clients", *(metric.cell(stdev(v)) for v in values)])
-    note, served = metric.better, [server_score(r) for r in found]
+        rows.append(["std over clients", *(metric.cell(std(one[metric.key])) for one in found)])
+    note, served = metric.better, [server_score(result) for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean is without the server."
@@ -129,7 +128,7 @@ def run_table(
     return Table(title, ["client", *results], rows, note)
 
 
-def _cell(score: Mapping[str, float], metric: Metric) -> str:
+def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
     cell = metric.cell(score[metric.key])
     return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
 
@@ -159,7 +158,7 @@ class Comparison:
         """
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
-        best_first = sorted(rows, key=lambda row: metric.order(row[metric.key]))
+        best_first = sorted(rows, key=lambda row: round(metric.order(row[metric.key]), ALIKE))
         for row in rows:
             row["rank"] = 1 + best_first.index(row)
         return rows
@@ -202,32 +201,30 @@ class Comparison:
         )
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-        values = {
-            client: [scores(result)[client][key] for result in results]
-            for client in scores(results[0])
-        }
-        clients = {client: fmean(found) for client, found in values.items()}
-        served = [score[key] for score in map(server_score, results) if score]
+        own = over_runs(results)
+        clients = own.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
+        means = own.groupby("run").mean()
+        served = pd.Series([score[key] for score in map(server_score, results) if score])
         return {
             "method": method,
-            "clients": clients,
-            "clients_std": {client: _std(found) for client, found in values.items()},
-            "spread": _std(list(clients.values())),
-            **_over_seeds([mean(result, key) for result in results], key),
-            "server": _over_seeds(served, key) if served else None,
-            "bits_per_byte": fmean(mean(result, "bits_per_byte") for result in results),
-            "trained": fmean(_mean_at(result, "trained", key) for result in results),
-            "aggregated": fmean(_mean_at(result, "aggregated", key) for result in results),
+            "clients": clients["mean"].to_dict(),
+            "clients_std": clients["std"].to_dict(),
+            "spread": std(clients["mean"]),
+            **_over_seeds(means[key], key),
+            "server": _over_seeds(served, key) if len(served) else None,
+            "bits_per_byte": float(means["bits_per_byte"].mean()),
+            "trained": _mean_at("trained", results, key),
+            "aggregated": _mean_at("aggregated", results, key),
         }
 
 
-def _std(values: Sequence[float]) -> float:
-    return stdev(values) if len(values) > 1 else 0.0
-
-
-def _over_seeds(values: Sequence[float], key: str) -> dict[str, float]:
+def _over_seeds(values: Column, key: str) -> dict[str, float]:
     """A metric of one model, or a mean over models, per seed: its mean and standard deviation."""
-    return {key: fmean(values), "std": _std(values), "seeds": len(values)}
+    return {key: float(values.mean()), "std": std(values), "seeds": len(values)}
+
+
+def _mean_at(point: str, results: Sequence[Result], key: str) -> float:
+    return float(over_runs(results, point)[key].groupby("run").mean().mean())
 
 
 def _of_client(row: Mapping[str, Any], client: str, metric: Metric, spread: bool) -> str:
@@ -246,7 +243,3 @@ def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
     """A metric's mean and, of several seeds, its standard deviation."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.key]) + spread
-
-
-def _mean_at(result: Result, point: str, key: str) -> float:
-    return fmean(score[key] for score in result[point].values())

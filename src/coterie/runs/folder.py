@@ -1,7 +1,8 @@
 """The run folder: what a run was, what it measured, and where it can go on.
 
 run.json             the run's description, the threads and versions it ran with, its data's hashes
-metrics.jsonl        a line per figure: round, client, name, value
+metrics.jsonl        a line per figure: round, client, name, value; and `during`, the round in
+                     which it came up, where that is a later one
 checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
 result.json          the scores, once the run is finished
 baselines/NAME/      the run folder of a baseline
@@ -14,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
+from coterie.exchange.formats import FormatError, check_stamp, stamp
 from coterie.files import write_bytes, write_folder, write_json, write_text, writing
 
 LEFT = (".lock", ".run.json.*tmp")
@@ -33,7 +34,6 @@ def describe(
 ) -> dict[str, Json]:
     """What a run folder must say so that the run can be repeated: with what it ran, and what."""
     return {
-        "coterie": version("coterie"),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         **more,
@@ -60,7 +60,7 @@ class RunFolder:
         with folder.lock():
             folder.refuse(force)  # another process may have begun meanwhile
             folder._clear()
-            write_json(path / "run.json", description)
+            write_json(path / "run.json", {**stamp(), **description})
         return folder
 
     def refuse(self, force: bool) -> None:
@@ -81,6 +81,8 @@ class RunFolder:
         """Whether a run began here."""
         try:
             return bool(self.description)
+        except FormatError:
+            return True  # of another version
         except CoterieError:
             return False
 
@@ -99,8 +101,11 @@ class RunFolder:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What `create` was given; raises CoterieError if the folder holds no run."""
+        """What `create` was given; raises CoterieError if there is no run of this format."""
         description = self._read("run.json")
+        if "config" in description:  # else it is no run's at all
+            remedy = "Go on with the version that wrote it, or start a new run in another folder."
+            check_stamp(f"The run in {self.path}", description, remedy)
         if not {"clients", "config", "threads"} <= description.keys():
             raise CoterieError(f"{self.path} is not the folder of a run (run.json).")
         return description
@@ -195,8 +200,8 @@ class RunFolder:
                 return
 
     def forget_from(self, round: int) -> None:
-        """Drop figures of rounds that will be run again."""
-        self.rewrite(line for line in self.metrics() if line["round"] < round)
+        """Drop figures that came up in rounds that will be run again."""
+        self.rewrite(m for m in self.metrics() if m.get("during", m["round"]) < round)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
         """Replace all figures."""
@@ -221,9 +226,11 @@ class Recorder:
         self._lines: list[dict[str, Json]] = []
         self.round = 0
 
-    def log(self, client: str | None, name: str, value: Json) -> None:
-        """Note a figure of a client, or of the run (None)."""
-        self._lines.append({"round": self.round, "client": client, "name": name, "value": value})
+    def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
+        """Note a figure of a client, or of the run (None); of the round in progress, or `round`."""
+        of = self.round if round is None else round
+        line = {"round": of, "client": client, "name": name, "value": value}
+        self._lines.append(line if of == self.round else {**line, "during": self.round})
         self._seen(client, name, value)
 
     def flush(self) -> None:

@@ -88,8 +88,8 @@ def _together(
     """The texts after some prompts, which are padded at their beginnings."""
     if limit < 1:
         return [""] * len(prompts)
-    words = base.tokenizer
-    end = words.eos_token_id
+    tokenizer = base.tokenizer
+    end = tokenizer.eos_token_id
     assert isinstance(end, int), "the data room made sure of it"
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), end)
@@ -104,4 +104,4 @@ def _together(
     )  # fmt: skip
     found = generated(model, ids.to(base.device), mask.to(base.device), generation_config=greedy)
     new = [row[: row.index(end)] if end in row else row for row in found[:, longest:].tolist()]
-    return [str(words.decode(row, skip_special_tokens=True)) for row in new]
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]

@@ -1,10 +1,10 @@
 """The language-model loss, without ever holding all logits.
 
 With a frozen output head the gradient at the hidden states is known as soon as a token's logits
-are: (softmax - one-hot) times the head's weight; or, where the target is not one token but shares
-of several, (softmax - shares). So logits are made, used for loss and gradient, and dropped, a few
-tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabulary would otherwise need 200 MB for
-each copy of the float32 logits.
+are: (softmax - one-hot) times the head's weight; or, where the target is soft, probabilities of
+several tokens, (softmax - probabilities). So logits are made, used for loss and gradient, and
+dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabulary would otherwise
+need 200 MB for each copy of the float32 logits.
 """
 
 from collections.abc import Iterator
@@ -38,26 +38,26 @@ def language_model_loss(
     masks as in `Batch`; only counted tokens go through the output head.
     """
     targets = _counted(ids[:, 1:].flatten(), counted)[:, None]
-    return shared_loss(model, Batch(ids, counted, real), targets, targets.new_ones(()).float())
+    return soft_target_loss(model, Batch(ids, counted, real), targets, targets.new_ones(()).float())
 
 
-def shared_loss(
-    model: PreTrainedModel, batch: Batch, targets: Tensor, shares: Tensor, temperature: float = 1.0
+def soft_target_loss(
+    model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Mean cross-entropy to shares of several tokens, in nats per token: a scalar with a gradient.
+    """Mean cross-entropy to soft targets, in nats per token: a scalar with a gradient.
 
-    For n counted tokens, targets: (n, k) int64; shares: (n, k) float32, which sum to one in each
+    For n counted tokens, targets: (n, k) int64; probs: (n, k) float32, which sum to one in each
     row, or a scalar. -sum_j share_j log softmax(logits / temperature)_j takes k logits and their
     log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens.
     """
-    shares = shares.expand(targets.shape)
+    probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
         logits = _counted(_logits(model, batch.ids, batch.real), batch.counted) / temperature
         logprobs = F.log_softmax(_at_least_float(logits), -1)
-        return -(logprobs.gather(1, targets) * shares).sum(1).mean()
+        return -(logprobs.gather(1, targets) * probs).sum(1).mean()
     hidden = _counted(hidden_states(model, batch.ids, batch.real), batch.counted) / temperature
-    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets, shares)
+    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets, probs)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -103,13 +103,11 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
 
 class _HeadLoss(torch.autograd.Function):
     """Mean cross-entropy of (tokens, dim) hidden states through a frozen (vocabulary, dim) head to
-    shares (tokens, k) of the targets (tokens, k)."""
+    probs (tokens, k) of the targets (tokens, k)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor
-    ) -> Tensor:
-        losses, grad = _losses(hidden, weight, targets, shares, ctx.needs_input_grad[0])
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor) -> Tensor:
+        losses, grad = _losses(hidden, weight, targets, probs, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad)
         return losses.mean()
 
@@ -123,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shares: Tensor, with_grad: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Each token's loss and, if wanted, its gradient at that token's hidden state."""
     losses, grads = [], []
@@ -132,9 +130,9 @@ def _losses(
     product = hidden.new_empty(ceil(len(hidden) / pieces), len(weight))
     logits = _at_least_float(product)
     p = torch.empty_like(logits)
-    shares = shares.to(p.dtype)
-    split = zip(*(t.tensor_split(pieces) for t in (hidden, targets, shares)), strict=True)
-    for h, target, share in split:
+    probs = probs.to(p.dtype)
+    split = zip(*(t.tensor_split(pieces) for t in (hidden, targets, probs)), strict=True)
+    for h, target, prob in split:
         n = len(h)
         torch.mm(h, weight.t(), out=product[:n])
         if logits is not product:
@@ -142,9 +140,9 @@ def _losses(
         torch.softmax(logits[:n], -1, out=p[:n])
         # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
         lse = logits[:n].amax(-1) - p[:n].amax(-1).log()
-        losses.append(lse - (logits[:n].gather(1, target) * share).sum(1))
+        losses.append(lse - (logits[:n].gather(1, target) * prob).sum(1))
         if with_grad:
-            p[:n].scatter_add_(1, target, -share)
+            p[:n].scatter_add_(1, target, -prob)
             rounded = p[:n] if logits is product else product[:n].copy_(p[:n])
             grads.append(rounded @ weight)
     return torch.cat(losses), torch.cat(grads) if with_grad else None

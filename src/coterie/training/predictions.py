@@ -58,11 +58,11 @@ def _spans(firsts: Tensor, lengths: Tensor) -> list[tuple[int, int]]:
 
 
 def _likeliest(
-    logits: Tensor, targets: Tensor, k: int, words: int
+    logits: Tensor, targets: Tensor, k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As in `Predictions`, of (n, vocabulary) logits and (n,) targets."""
     norm = logits.logsumexp(-1)
-    values, tokens = logits[:, :words].topk(min(k, words, logits.shape[-1]))
+    values, tokens = logits[:, :vocabulary].topk(min(k, vocabulary, logits.shape[-1]))
     logprobs = values - norm[:, None]
     nats = norm - logits.gather(1, targets[:, None])[:, 0]
     return tokens, logprobs, logprobs.logsumexp(-1).clamp(max=0), nats

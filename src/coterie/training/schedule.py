@@ -5,7 +5,7 @@ A schedule is a list of levels. Joint training is one level; CoMiGS's bi-level p
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from coterie.adapters import Role
 from coterie.training.spec import TrainingSpec
 
-Penalty = Callable[[Mapping[str, Tensor]], Tensor]
-"""Added to the loss, after the adapter's forward pass: from the values of its parameters at the
-start of the round, by name."""
+Penalty = Callable[[], Tensor]
+"""A scalar that is added to the loss, computed after the adapter's forward pass."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ checkpoints/00005/   the state after the next step, its upload, and about.json: 
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,11 +22,12 @@ import torch
 
 from coterie.bases import Base, load_base
 from coterie.config import RunConfig, parse
-from coterie.engines.part import ClientPart, due, result
+from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
-from coterie.exchange.envelope import VERSION, Fault, Figure, Order, Reply, seal, unseal
-from coterie.federation import Participant, federation
+from coterie.exchange.envelope import Fault, Figure, Order, Reply, seal, unseal
+from coterie.exchange.formats import PROTOCOL
+from coterie.federation import Participant, participants_of
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ Figures = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Own:
+class Site:
     """What a client brings to any run: where its text, its base and its folders are."""
 
     name: str
@@ -70,10 +71,10 @@ class Own:
 class Worker:
     """Answers orders. The base is loaded once, whatever the number of rounds and runs."""
 
-    def __init__(self, own: Own, seen: Seen = lambda *_: None) -> None:
-        self.own, self.seen = own, seen
+    def __init__(self, site: Site, seen: Seen = lambda *_: None) -> None:
+        self.site, self.seen = site, seen
         self.bases: dict[tuple[object, ...], Base] = {}
-        self.run: OwnRun | None = None
+        self.run: SiteRun | None = None
         self.finished = False
 
     def answer(self, data: bytes) -> bytes:
@@ -96,7 +97,7 @@ class Worker:
             self.run.close()
 
     def _obey(self, order: Order, body: bytes) -> bytes:
-        if order.client != self.own.name:
+        if order.client != self.site.name:
             raise MessageError(f"The server takes this client for {order.client!r}.")
         if order.kind == "join":
             return self._join(order)
@@ -110,16 +111,16 @@ class Worker:
         return self._reply(order, figures=figures)
 
     def _join(self, order: Order) -> bytes:
-        if order.version != VERSION:
-            return self._unlike(order, "version", "another Coterie", VERSION)
-        config = self.own.config(order.config or {})
+        if order.protocol != PROTOCOL:
+            return self._unlike(order, "protocol", "another protocol", f"{PROTOCOL}")
+        config = self.site.config(order.config or {})
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
             return self._unlike(order, "base", "another base", config.base)
         if self.run is None or self.run.id != order.run:
             self.close()
-            self.run = OwnRun(order.run, config, base, self.own, self.seen)
+            self.run = SiteRun(order.run, config, base, self.site, self.seen)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
@@ -147,10 +148,11 @@ class Worker:
         base: str = "",
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
-        shared = [Figure(**figure) for figure in figures or []] if shares else None
+        told = [{k: v for k, v in f.items() if k != "during"} for f in figures or []]
+        shared = [Figure(**figure) for figure in told] if shares else None
         reply = Reply(
             run=order.run,
-            client=self.own.name,
+            client=self.site.name,
             kind=order.kind,
             round=order.round,
             fault=fault,
@@ -160,13 +162,13 @@ class Worker:
         return seal(reply, body)
 
 
-class OwnRun:
+class SiteRun:
     """One client's part of one deployed run, in a folder of its own."""
 
-    def __init__(self, id: str, config: RunConfig, base: Base, own: Own, seen: Seen) -> None:
+    def __init__(self, id: str, config: RunConfig, base: Base, site: Site, seen: Seen) -> None:
         self.id, self.config, self.seen = id, config, seen
-        [participant] = federation(config, base.tokenizer)  # of this client alone
-        self.folder = self._folder(own, participant)
+        [participant] = participants_of(config, base.tokenizer)  # of this client alone
+        self.folder = self._folder(site, participant)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
@@ -184,13 +186,13 @@ class OwnRun:
     def _state(self) -> str:
         return f"client-{self.part.name}"
 
-    def _folder(self, own: Own, participant: Participant) -> RunFolder:
-        folder = RunFolder(own.out / f"{self.config.name}-{own.name}-{self.id[:8]}")
-        clients = {own.name: participant.described()}
+    def _folder(self, site: Site, participant: Participant) -> RunFolder:
+        folder = RunFolder(site.out / f"{self.config.name}-{site.name}-{self.id[:8]}")
+        clients = {site.name: participant.described()}
         if not folder.is_run:
             description = describe(self.config.as_dict(), clients, run=self.id)
             return RunFolder.create(folder.path, description)
-        if folder.description["clients"][own.name]["data"] != participant.digest():
+        if folder.description["clients"][site.name]["data"] != participant.digest():
             raise CoterieError(f"The text is not what it was when the run in {folder.path} began.")
         return folder
 
@@ -203,18 +205,12 @@ class OwnRun:
             path = self.folder.checkpoint(order.round + 1)
             return (path / "upload").read_bytes(), newest.figures
         began = time.monotonic()
-        try:
-            if order.counted == order.round - 1 and due(self.config, order.round - 1):
-                self.recorder.round = order.round - 1
-                self.part.close(order.round - 1, download)
+        with self._whole():
             self.recorder.round = order.round
-            upload = self.part.step(order.round, download)
+            counted = order.counted == order.round - 1
+            upload = self.part.step(order.round, download, counted=counted)
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
-        except BaseException:  # as if it had not begun: this round may come again
-            self.recorder.take()
-            self.part.side.restore(self.folder.load(self._state))
-            raise
         self.seen("step", order.round)
         return upload, about.figures
 
@@ -223,15 +219,27 @@ class OwnRun:
         last, began = self.config.rounds - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")
-            self.recorder.round = last
-            if order.counted != last:  # its last step was not of the last round
-                self.part.score("trained")
-            self.part.close(last, download)
-            self._save(last + 2, self._about_now(last + 1, "", began))
+            with self._whole():
+                self.recorder.round = last
+                if order.counted != last:  # its last step was not of the last round
+                    self.part.score_trained(last)
+                self.part.finish(download)
+                self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
         return self._about().figures
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within the block, all or nothing: what fails is as if it had not begun, and may come
+        again."""
+        try:
+            yield
+        except BaseException:
+            self.recorder.take()
+            self.part.side.restore(self.folder.load(self._state))
+            raise
 
     def _about_now(self, round: int, digest: str, began: float) -> "About":
         self.recorder.log(None, "seconds", time.monotonic() - began)

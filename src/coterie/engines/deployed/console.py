@@ -14,7 +14,7 @@ from rich.table import Table
 from coterie.engines.deployed.server import Seat, ServerWatch
 
 
-class Living:
+class LiveDisplay:
     """What lives on a terminal within its block; elsewhere there are lines alone."""
 
     def __init__(self, console: Console, live: Live | Status) -> None:
@@ -39,7 +39,7 @@ class Living:
         self._live.stop()
 
 
-class Board(Living, ServerWatch):
+class Board(LiveDisplay, ServerWatch):
     """A table that lives on a terminal: the round, who is in, what each is doing, and its bytes.
 
     Elsewhere (a file, a pipe, a service's log) a line for every event and round.
@@ -108,7 +108,7 @@ class Board(Living, ServerWatch):
         return table
 
 
-class ClientBoard(Living):
+class ClientBoard(LiveDisplay):
     """A line for every event of a client's part, and on a terminal one that lives."""
 
     def __init__(self, console: Console) -> None:
@@ -119,7 +119,7 @@ class ClientBoard(Living):
         self.bytes = {"bytes/up": 0, "bytes/down": 0}
 
     def __call__(self, what: str, value: Any) -> None:
-        """See `engines.worker.Seen`."""
+        """See `engines.deployed.client.Seen`."""
         match what:
             case "connected":
                 self._say(f"connected to {value}")

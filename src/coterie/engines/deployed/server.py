@@ -4,10 +4,9 @@ It knows clients by their names. How bytes reach them is a `Link`'s affair; see 
 """
 
 import logging
-import secrets
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from coterie.aggregation import Aggregation, Contribution
 from coterie.config import RunConfig
-from coterie.engines.part import result, score_server
+from coterie.engines.part import contribution, result, score_server
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import VERSION, Figure, Kind, Order, Reply, seal, unseal
+from coterie.exchange.envelope import Figure, Kind, Order, Reply, seal, unseal
+from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
 from coterie.files import write_bytes
 from coterie.runs import Recorder, RunFolder
@@ -30,7 +31,8 @@ RETRY = 20.0
 """Seconds until a client that could not do its work is asked again."""
 GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
-
+COUNTED_HERE = ("bytes/", "seconds", "server/")
+"""How names of figures begin that are the server's to record."""
 LONGEST_LINE = 300
 """Characters of a line that tells what happened."""
 
@@ -70,6 +72,8 @@ class Seat:
     """Whether it could not do what it was asked the last time."""
     counted: int | None = None
     """The last round in which its upload counted."""
+    figures: list[Figure] = field(default_factory=list)
+    """What it told of its last step; recorded if that counts."""
 
 
 class ServerWatch:
@@ -111,7 +115,8 @@ class ServerRun:
         self.own = own
         self.run = folder.description["run"]
         self.recorder = Recorder(folder, lambda *_: None)
-        self.schema = config.method.schema()
+        self.aggregation = Aggregation(config.aggregation, config.method.schema())
+        self.schema = self.aggregation.schema
         names = tuple(sorted(client.name for client in config.clients))
         log_own = partial(self.recorder.log, None)
         self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
@@ -159,7 +164,8 @@ class ServerRun:
             while not self._complete(members, end):
                 self._turn(spool)
             done = sorted(set(members) - self.waiting)
-            refused = [n for n in done if not self._count(n, (spool / n).read_bytes())]
+            refused: set[str] = set()
+            mean = self.aggregation.mean(self.round, self._contributions(done, spool, refused))
             counted = len(done) - len(refused)
             if counted >= self.quorum:
                 break
@@ -172,7 +178,8 @@ class ServerRun:
             self._note(f"round {self.round + 1}: {name} was left out")
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
-        self.server.close()
+        self._record_figures(set(done) - refused)
+        self.server.close(mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return counted
 
@@ -185,19 +192,24 @@ class ServerRun:
         enough = len(members) - len(self.waiting) >= self.quorum
         return enough and (gone or time.monotonic() > end)
 
-    def _count(self, name: str, data: bytes) -> bool:
-        """Count an upload in, unless the method refuses it."""
-        try:
-            self.server.receive(name, self.schema.receive("up", data))
-        except Exception as error:  # whatever it is, one client cannot stop a run
-            self._refuse(f"round {self.round + 1}: refused the upload of {name}", error)
-            return False
-        self.seats[name].counted = self.round
-        return True
+    def _contributions(
+        self, names: list[str], spool: Path, refused: set[str]
+    ) -> Iterator[Contribution]:
+        """What the uploads that wait on disk add to the mean; names of those refused are added."""
+        for name in names:
+            try:
+                upload = self.schema.receive("up", (spool / name).read_bytes())
+                found = contribution(self.server, self.aggregation, name, upload)
+            except Exception as error:  # whatever it is, one client cannot stop a run
+                self._refuse(f"round {self.round + 1}: refused the upload of {name}", error)
+                refused.add(name)
+                continue
+            self.seats[name].counted = self.round
+            yield found
 
     def _finish(self, spool: Path) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
-        self.round = self.config.rounds
+        self.round = self.recorder.round = self.config.rounds
         self._ask("finish", self.hellos)
         began = time.monotonic()
         longest = max(GRACE, self.config.deployment.deadline)
@@ -208,13 +220,16 @@ class ServerRun:
             self._turn(spool)
         for name in sorted(self.waiting):
             self._note(f"{name} did not take in the end; continue with --resume when it is back")
-        self.recorder.flush()
+        self._record_figures(self.hellos.keys() - self.waiting)
+        told = list(self.folder.metrics())  # some already, if a kill came before the result
+        self.folder.append([line for line in self.recorder.take() if line not in told])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
         """From now on, clients of these names are to do something."""
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
-            self.seats[name].again, self.seats[name].failed = 0.0, False
+            seat = self.seats[name]
+            seat.again, seat.failed, seat.figures = 0.0, False, []
 
     def _failed(self, seat: Seat) -> None:
         """Ask a client again later; a round that has enough others does not wait for it."""
@@ -265,7 +280,7 @@ class ServerRun:
             kind=kind,
             round=self.round,
             counted=seat.counted,
-            version=VERSION,
+            protocol=PROTOCOL,
             base=self.base,
             config=self._described(name) if kind == "join" else None,
         )
@@ -273,7 +288,8 @@ class ServerRun:
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if kind != "join":
-            self.recorder.log(name, "bytes/down", len(body))
+            of = min(self.round, self.config.rounds - 1)
+            self.recorder.log(name, "bytes/down", len(body), of)
         self.watch.moved(name, 0, len(data))
 
     def _described(self, name: str) -> dict[str, Any]:
@@ -313,28 +329,37 @@ class ServerRun:
             if reply.base != self.base:
                 raise MessageError("Its base has other weights than that of the others.")
         if self.hellos.get(name) != hello:
-            self.server.join(name, self.schema.receive("hello", hello))
+            self._take_hello(name, hello)
             self.hellos[name] = hello
         seat = self.seats[name]
         seat.joined, seat.again, seat.failed = True, 0.0, False
         self._note(f"{name} has joined")
+
+    def _take_hello(self, name: str, data: bytes) -> None:
+        hello = self.schema.receive("hello", data)
+        self.aggregation.join(name, hello)
+        self.server.join(name, hello)
 
     def _done(self, name: str, reply: Reply, body: bytes, spool: Path) -> None:
         if self.kind == "step":
             self.schema.receive("up", body)  # refused now, it can come again
             write_bytes(spool / name, body)
             self.recorder.log(name, "bytes/up", len(body))
-        for figure in reply.figures or []:
-            self._take_figure(name, figure)
-        self.seats[name].again, self.seats[name].failed = 0.0, False
+        seat = self.seats[name]
+        seat.again, seat.failed = 0.0, False
+        if self.config.deployment.share_metrics:
+            seat.figures = reply.figures or []
         self.waiting.discard(name)
 
-    def _take_figure(self, name: str, figure: Figure) -> None:
-        """Record what a client logged, under its own name."""
-        if self.config.deployment.share_metrics and not figure.name.startswith("bytes/"):
-            client = None if figure.client is None else name
-            if client is not None or figure.name != "seconds":
-                self.recorder.log(client, figure.name, figure.value)
+    def _record_figures(self, names: Iterable[str]) -> None:
+        """Record what clients told of their last steps, each under its own name."""
+        last = min(self.round, self.config.rounds - 1)
+        for name in sorted(names):
+            for figure in self.seats[name].figures:
+                if figure.client is not None and not figure.name.startswith(COUNTED_HERE):
+                    # A score of the round before comes up in this one.
+                    round = max(self.round - 1, min(figure.round, last))
+                    self.recorder.log(name, figure.name, figure.value, round)
 
     def _refuse(self, what: str, error: Exception) -> None:
         """Note what was wrong; what a method did not foresee is kept for its author."""
@@ -354,23 +379,19 @@ class ServerRun:
         hellos = {
             n: torch.frombuffer(bytearray(h), dtype=torch.uint8) for n, h in self.hellos.items()
         }
-        yield "engine", State(hellos, {"counted": counted, "base": self.base})
+        yield "engine", State({"hellos": hellos}, {"counted": counted, "base": self.base})
 
     def _restore(self) -> int:
         done = self.folder.rounds()
-        self.folder.forget_from(done)
+        # What was told at the end stays: who told it may have left.
+        self.folder.forget_from(done if done < self.config.rounds else done + 1)
         if done:
             engine = self.folder.load("engine")
             self.base = engine.values["base"]
             for name, counted in engine.values["counted"].items():
                 self.seats.setdefault(name, Seat()).counted = counted
-            for name, hello in sorted(engine.tensors.items()):
+            for name, hello in sorted(engine["hellos"].items()):
                 self.hellos[name] = hello.numpy().tobytes()
-                self.server.join(name, self.schema.receive("hello", self.hellos[name]))
+                self._take_hello(name, self.hellos[name])
             self.server.restore(self.folder.load("server"))
         return done
-
-
-def new_run() -> str:
-    """An id by which clients know a run, whatever becomes of the server's process."""
-    return secrets.token_hex(8)

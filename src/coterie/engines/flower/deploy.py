@@ -1,6 +1,7 @@
 """A server and a client of a real deployment, each from its start to the run's end."""
 
 import logging
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ import torch
 
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Own, Seen, Worker
-from coterie.engines.deployed.server import ServerRun, ServerWatch, new_run
+from coterie.engines.deployed.client import Seen, Site, Worker
+from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
@@ -41,7 +42,8 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
     own = served(config)
     described = {} if own is None else {SERVER: own.described()}
     clients = {name: {} for name in names}
-    description = describe(config.as_dict(), clients, run=new_run(), **described)
+    id = secrets.token_hex(8)  # by which clients know it, whatever becomes of this process
+    description = describe(config.as_dict(), clients, run=id, **described)
     # A start that came to nothing has left a run without a round; it is begun anew.
     folder = RunFolder.create(out, description, force=earlier.is_run)
     return _bring_to_its_end(folder, config, own, keys, address, watch)
@@ -90,11 +92,11 @@ def _bring_to_its_end(
     return folder
 
 
-def take_part(server: str, kit: Kit, own: Own, seen: Seen, stop: threading.Event) -> Worker:
+def take_part(server: str, kit: Kit, site: Site, seen: Seen, stop: threading.Event) -> Worker:
     """Be a client of a server until the run ends, or until `stop`."""
-    own.out.mkdir(parents=True, exist_ok=True)
-    with logged(own.out / f"client-{own.name}.log"):
-        worker = Worker(own, seen)
+    site.out.mkdir(parents=True, exist_ok=True)
+    with logged(site.out / f"client-{site.name}.log"):
+        worker = Worker(site, seen)
         try:
             keep_serving(server, kit, worker, stop, seen)
         finally:

@@ -197,7 +197,7 @@ def at_once(pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
 
 
 class FlowerLink:
-    """Clients by the names of their keys, over a run on a SuperLink; see `engines.server.Link`."""
+    """Clients by the names of their keys, over a run on a SuperLink: a `deployed.server.Link`."""
 
     def __init__(self, superlink: SuperLink, largest: int) -> None:
         self.superlink, self.largest = superlink, largest

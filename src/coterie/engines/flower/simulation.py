@@ -48,7 +48,7 @@ from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
-from coterie.federation import federation
+from coterie.federation import participants_of
 from coterie.files import write_bytes, writing
 from coterie.methods import ClientId
 from coterie.runs import RunFolder
@@ -64,11 +64,11 @@ PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
 """For Ray's sockets, whose paths may not be long, and its own logs."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""The run's folder, the client, what to do (hello, step or close), the round, and a download."""
+"""The run's folder, the client, what to do (hello, step or finish), the round, and a download."""
 Answer = dict[str, Any]
 """The upload or hello, and figures in JSON; or a complaint."""
-Figures = list[tuple[str | None, str, Json]]
-"""What `log` was given: the client, the name, the value."""
+Figures = list[tuple[str | None, str, Json, int | None]]
+"""What `log` was given: the client, the name, the value, and the round where it is another."""
 
 
 class SimulatedRun(Rounds):
@@ -92,8 +92,8 @@ class SimulatedRun(Rounds):
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
         return self._all("step", round, self._download)
 
-    def _close(self, round: int) -> None:
-        deque(self._all("close", round, self._download), maxlen=0)
+    def _finish(self) -> None:
+        deque(self._all("finish", self.config.rounds, self._download), maxlen=0)
 
     def _client_states(self) -> Iterator[tuple[ClientId, State]]:
         for name in self.names:
@@ -192,7 +192,7 @@ def obey(message: Message, context: Context) -> Message:
     order: Order = dict(message.content.config_records[RECORD])
     answer: Answer = {"body": b"", "figures": "[]", "complaint": ""}
     try:
-        body, figures = _office(order["run"]).work(**order)
+        body, figures = _actor(order["run"]).work(**order)
         answer |= {"body": body, "figures": json.dumps(figures)}
     except CoterieError as error:
         answer["complaint"] = str(error)
@@ -200,11 +200,11 @@ def obey(message: Message, context: Context) -> Message:
 
 
 @cache
-def _office(run: str) -> "Office":
-    return Office(RunFolder(Path(run)))
+def _actor(run: str) -> "Actor":
+    return Actor(RunFolder(Path(run)))
 
 
-class Office:
+class Actor:
     """What an actor's process keeps between orders: the run, bases and who takes part."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -213,7 +213,7 @@ class Office:
         self.config = config = parse(described["config"])
         self.bases = Bases(config.training.precision, config.data.window, config.root)
         words = load_tokenizer(config.base, config.root)
-        self.participants = {p.name: p for p in federation(config, words)}
+        self.participants = {p.name: p for p in participants_of(config, words)}
 
     def work(
         self, *, do: str, client: ClientId, round: int, body: bytes, run: str
@@ -221,7 +221,11 @@ class Office:
         """One order's answer and the figures that were logged meanwhile."""
         figures: Figures = []
         participant, base = self.participants[client], self.bases[self.config.base_of(client)]
-        part = ClientPart(self.config, base, participant, lambda *f: figures.append(f))
+
+        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
+            figures.append((client, name, value, round))
+
+        part = ClientPart(self.config, base, participant, log)
         upload = part.hello()
         if do == "hello":
             return upload, figures
@@ -231,7 +235,7 @@ class Office:
             upload = part.step(round, body)
         else:
             part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
-            part.close(round, body)
+            part.finish(body)
         write_bytes(_state(self.folder, client), part.side.state().encode())
         return upload, figures
 

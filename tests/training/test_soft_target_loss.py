@@ -16,7 +16,7 @@ from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import autocast
 from coterie.data import Batch
 from coterie.training import loss as loss_module
-from coterie.training.loss import language_model_loss, logits_in_pieces, shared_loss
+from coterie.training.loss import language_model_loss, logits_in_pieces, soft_target_loss
 
 VOCABULARY = 61
 
@@ -41,7 +41,7 @@ def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pre
 
 @pytest.fixture
 def adapter(base: PreTrainedModel) -> Adapter:
-    found = Adapter(base, Layout(), seed=0, client="ada", shared=())
+    found = Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False)
     chance = torch.Generator().manual_seed(5)
     for parameter in found.parameters().values():
         parameter.data.normal_(std=0.3, generator=chance)
@@ -119,7 +119,7 @@ def test_loss_and_gradients_equal_the_dense_ones(
         monkeypatch.setattr(base.config, "logit_scale", 0.5, raising=False)
     logits = dense(base, BATCHES[batch])
     targets, shares = some(len(logits), 4)
-    got = shared_loss(base, BATCHES[batch], targets, shares, temperature)
+    got = soft_target_loss(base, BATCHES[batch], targets, shares, temperature)
     assert got.dtype == torch.float64
     compare(got, expected(logits, targets, shares, temperature), adapter)
 
@@ -128,7 +128,7 @@ def test_loss_and_gradients_equal_the_dense_ones(
 def test_a_scalar_is_everybodys_share(base, adapter, batch) -> None:
     logits = dense(base, BATCHES[batch])
     targets, _ = some(len(logits), 4)
-    got = shared_loss(base, BATCHES[batch], targets, torch.tensor(0.25))
+    got = soft_target_loss(base, BATCHES[batch], targets, torch.tensor(0.25))
     compare(got, expected(logits, targets, torch.full(targets.shape, 0.25), 1.0), adapter)
 
 
@@ -137,7 +137,7 @@ def test_with_labels_alone_it_is_the_language_model_loss(base, adapter, batch) -
     chosen = BATCHES[batch]
     labels = chosen.ids[:, 1:].flatten()
     labels = labels if chosen.counted is None else labels[chosen.counted.flatten()]
-    shared = shared_loss(base, chosen, labels[:, None], torch.ones(len(labels), 1))
+    shared = soft_target_loss(base, chosen, labels[:, None], torch.ones(len(labels), 1))
     for got in (language_model_loss(base, *chosen), shared):
         compare(got, F.cross_entropy(dense(base, chosen), labels), adapter)
 
@@ -146,7 +146,7 @@ def test_a_trained_head_gets_its_gradient(base, adapter) -> None:
     head = base.get_output_embeddings().weight.requires_grad_()
     logits = dense(base, BATCHES["masked"])
     targets, shares = some(len(logits), 4)
-    got = shared_loss(base, BATCHES["masked"], targets, shares, 2.0)
+    got = soft_target_loss(base, BATCHES["masked"], targets, shares, 2.0)
     want = expected(logits, targets, shares, 2.0)
     torch.testing.assert_close(
         torch.autograd.grad(got, head)[0], torch.autograd.grad(want, head)[0], rtol=0, atol=1e-6
@@ -157,7 +157,7 @@ def test_without_gradient(base, adapter) -> None:
     logits = dense(base, BATCHES["all"])
     targets, shares = some(len(logits), 4)
     with torch.no_grad():
-        got = shared_loss(base, BATCHES["all"], targets, shares)
+        got = soft_target_loss(base, BATCHES["all"], targets, shares)
     assert not got.requires_grad
     torch.testing.assert_close(got, expected(logits, targets, shares, 1.0), rtol=0, atol=1e-7)
 
@@ -168,7 +168,7 @@ def test_under_autocast_near_the_dense_loss(base, adapter) -> None:
         logits = dense(base, BATCHES["masked"]).float()
         targets, shares = some(len(logits), 4)
         want = expected(logits, targets, shares, 2.0)
-        got = shared_loss(base, BATCHES["masked"], targets, shares, 2.0)
+        got = soft_target_loss(base, BATCHES["masked"], targets, shares, 2.0)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
     parameters = list(adapter.parameters().values())

@@ -1,32 +1,43 @@
 """Runs are found wherever they lie and put together as their settings say."""
 
 import json
-from statistics import fmean, stdev
+from statistics import stdev
 
 import pytest
 
 from coterie import CoterieError
-from coterie.report.experiments import experiments, mean_series, over_seeds
 from coterie.report.page import _about
 from coterie.results import Comparison
+from coterie.results.experiments import MEAN, experiments
 from coterie.scoring.metrics import PERPLEXITY
 
-LOCAL = {"name": "local", "rank": 8}
+LOCAL = {"name": "local", "mlp": {"rank": 8}}
 
 
 def test_seeds_are_together_and_settings_that_differ_are_in_the_label(written, tmp_path) -> None:
     for seed in (1, 0):
         written(f"cmp/local-{seed}", LOCAL, seed)
-    written("cmp/comigs-a", {"name": "comigs-1g1s", "rank": 8, "router_every": 5})
-    written("cmp/comigs-b", {"name": "comigs-1g1s", "rank": 8, "router_every": 9})
+    written("cmp/comigs-a", {"name": "comigs-1g1s", "mlp": {"rank": 8}, "router": {"every": 5}})
+    written("cmp/comigs-b", {"name": "comigs-1g1s", "mlp": {"rank": 8}, "router": {"every": 9}})
     (experiment,) = experiments([tmp_path / "cmp"])
     assert experiment.name == "cmp"
     assert {label: [r.config["seed"] for r in runs] for label, runs in experiment.runs.items()} == {
         "local": [0, 1],
-        "comigs-1g1s router_every=5": [0],
-        "comigs-1g1s router_every=9": [0],
+        "comigs-1g1s router.every=5": [0],
+        "comigs-1g1s router.every=9": [0],
     }
     assert experiment.clients == ["anna", "ben"]
+
+
+def test_a_label_names_the_settings_that_a_run_has(written, tmp_path) -> None:
+    without = {"name": "local", "mlp": None, "attention": {"rank": 8}}
+    for number, method in enumerate((LOCAL | {"attention": {"rank": 4}}, without)):
+        written(f"cmp/{number}", method, training={"steps": 2, "batch": 2 + number})
+    (experiment,) = experiments([tmp_path / "cmp"])
+    assert list(experiment.runs) == [
+        "local mlp.rank=8 attention.rank=4 batch=2",
+        "local attention.rank=8 batch=3 mlp=None",
+    ]
 
 
 def test_folders_of_folders_and_baselines_are_searched(written, tmp_path) -> None:
@@ -74,20 +85,26 @@ def test_a_run_in_progress_counts_only_while_none_is_finished(written, tmp_path)
     (experiment,) = experiments([tmp_path / "cmp"])
     (run,) = experiment.drawn["local"]
     assert run.progress == "seed 0: 1 of 4 rounds"
-    assert run.series(PERPLEXITY) == {"anna": {1: 99.0}}
+    assert run.series(PERPLEXITY).to_dict() == {"anna": {1: 99.0}, MEAN: {1: 99.0}}
     written("cmp/b", LOCAL, 1)
     (experiment,) = experiments([tmp_path / "cmp"])
     assert [run.config["seed"] for run in experiment.drawn["local"]] == [1]
     assert len(experiment.runs["local"]) == 2
 
 
-def test_means_over_seeds_and_clients() -> None:
-    at, mean, spread = over_seeds([{1: 3.0, 2: 5.0}, {1: 6.0}, {1: 12.0}])
-    assert at == [1, 2]
-    assert mean.tolist() == [fmean([3, 6, 12]), 5]
-    assert spread.tolist() == [pytest.approx(stdev([3, 6, 12])), 0]
-    assert mean_series([{1: 3.0, 2: 5.0}, {2: 7.0, 3: 1.0}]) == {2: 6.0}
-    assert mean_series([]) == {}
+def test_series_have_a_mean_where_all_clients_of_a_run_have_a_figure(written, tmp_path) -> None:
+    found = [(0, "anna", 3.0), (1, "anna", 5.0), (1, "ben", 7.0), (2, "ben", 1.0)]
+    figures = [(round, c, "test/trained", {"perplexity": p}) for round, c, p in found]
+    figures += [(1, None, "server/aggregated", {"perplexity": 4.0})]
+    for seed in (0, 1):
+        written(f"cmp/{seed}", LOCAL, seed, figures)
+    (experiment,) = experiments([tmp_path / "cmp"])
+    series = experiment.series.loc["local"]
+    assert series[MEAN].dropna().to_dict() == {
+        (n, r): m for n in (0, 1) for r, m in ((2, 6), (4, 15))
+    }
+    assert series["server"].dropna().to_dict() == {(0, 2): 4, (1, 2): 4}
+    assert experiment.clients == ["anna", "ben"]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path) -> None:

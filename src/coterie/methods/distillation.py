@@ -5,6 +5,7 @@ those who do better than they do themselves.
 """
 
 import logging
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -13,30 +14,32 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters import Trainable
+from coterie.adapters import Role, Trainable
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
-from coterie.alignment.transfer import Shares, mixed, translated
-from coterie.bases.precision import autocast
+from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.chance import generator
-from coterie.data import Batch, Examples
+from coterie.data import Examples
 from coterie.errors import CoterieError
-from coterie.methods.contract import ClientContext
-from coterie.training.loss import shared_loss
+from coterie.training.context import ClientContext
+from coterie.training.loss import soft_target_loss
 from coterie.training.predictions import predictions
 from coterie.training.schedule import learning_rate
+from coterie.training.update import Updater
 
 if TYPE_CHECKING:
     from coterie.methods.fedmkt import FedMKT
 
 log = logging.getLogger(__name__)
 NOBODY = -1
+ROLES: tuple[Role, ...] = ("dense",)
+"""What is trained of both sides' adapters."""
 LEAST = -60_000.0
 """The smallest log-probability that travels, in half precision."""
 MOST_NAMED = 20
 """Samples that a warning names."""
 
 
-class Pupil:
+class Distiller:
     """A model with an adapter, the public samples, and what it is about to learn of them."""
 
     def __init__(self, method: "FedMKT", context: ClientContext, adapter: Trainable) -> None:
@@ -49,7 +52,7 @@ class Pupil:
         self.targets = self.samples.ids[inside >= self.samples.answers[owner]].long()
         """(p,) the next token at each position."""
         head: Any = context.base.model.get_output_embeddings()
-        self.words: int = head.weight.shape[0]
+        self.vocabulary_size: int = head.weight.shape[0]
         """Tokens that the model can predict; its tokenizer may have more, or fewer."""
 
     def model(self) -> PreTrainedModel:
@@ -62,7 +65,7 @@ class Pupil:
         Samples whose predictions are not finite are left out, and named in the log.
         """
         base, batch = self.context.base, self.context.training.batch
-        found = predictions(base, self.model(), self.samples, self.method.top, batch)
+        found = predictions(base, self.model(), self.samples, self.method.logits, batch)
         nats = self._per_sample(found.nats)
         sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
         finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
@@ -100,7 +103,7 @@ class Pupil:
         """(n,) this side's losses, in nats per byte."""
         self.best, self.teachers = self.own.clone(), torch.full_like(known, NOBODY)
         """(n,) the lowest loss so far, and the number of the teacher whose it is, or NOBODY."""
-        self.learns = Shares.of(self.targets, self.method.top)
+        self.learns = SoftTargets.of(self.targets, self.method.logits)
         if self.method.own != "labels":
             self.learns = self._taken(own, torch.arange(len(self.targets)))
         if self.method.own == "mean":
@@ -126,70 +129,57 @@ class Pupil:
         self.learns[rows] = self._taken(theirs, rows, ids)
         self.best[better], self.teachers[better] = losses[better], teacher
 
-    def _taken(self, theirs: Knowledge, rows: Tensor, ids: Tensor | None = None) -> Shares:
+    def _taken(self, theirs: Knowledge, rows: Tensor, ids: Tensor | None = None) -> SoftTargets:
         """What to learn at some positions from somebody's predictions; labels where they say
         nothing: where no position of theirs has read the same."""
         offsets = self.method.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
         places = align(theirs)[rows]
-        at, room = places.clamp(min=0), self.method.top - theirs.tokens.shape[1]
+        at, room = places.clamp(min=0), self.method.logits - theirs.tokens.shape[1]
         tokens = F.pad(theirs.tokens[at], (0, room), value=-1)  # cut, if they are more than asked
         logprobs = F.pad(theirs.logprobs[at].float(), (0, room), value=-torch.inf)
         moved = translated(
-            tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature, self.words
+            tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature, self.vocabulary_size
         )
-        moved.shares[places < 0] = 0
-        return moved.or_else(Shares.of(self.targets[rows], self.method.top))
+        moved.probs[places < 0] = 0
+        return moved.or_else(SoftTargets.of(self.targets[rows], self.method.logits))
 
-    def study(self, round: int) -> float:
+    def distil(self, round: int) -> float:
         """Pass over the public samples, with a fresh optimiser; the mean loss, in nats per token.
 
         lambda * cross-entropy to the labels + (1 - lambda) * that to what was taken over. Samples
         of which this side predicts nothing finite are left out.
         """
-        context, method = self.context, self.method
+        context, training = self.context, self.context.training
         model = self.model()
-        parameters = list(self.adapter.parameters().values())
-        self.adapter.require_grad(*set(self.adapter.roles.values()))
-        training = context.training
         rate = learning_rate(training, context.rounds)(round * training.steps)
-        optimiser = training.optimiser.build(parameters, rate)
+        updater = Updater(context, self.adapter, ROLES)
         learns = self._with_own()
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
-        for turn in range(method.epochs):
+        for turn in range(self.method.epochs):
             chance = generator(context.seed, "public", context.name, round, turn)
             order = torch.randperm(len(samples), generator=chance)
             for chosen in samples[order].split(training.batch):
-                rows = self.positions.of_samples(chosen)
-                with autocast(context.base.precision, context.base.device.type):
-                    batch = self.samples.batch(chosen)
-                    loss = self._loss(model, batch, self.targets[rows], learns[rows])
-                if not loss.isfinite():
-                    raise CoterieError(
-                        f"The loss of {context.name!r} on the public samples is not finite; a "
-                        "lower training.learning_rate may help."
-                    )
-                loss.backward()
-                if training.max_grad_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
-                optimiser.step()
-                optimiser.zero_grad()
-                losses.append(loss.item())
+                loss = partial(self._loss, model, chosen, learns)
+                losses.append(updater.update(loss, rate, where="on the public samples"))
         return fmean(losses)
 
-    def _loss(self, model: PreTrainedModel, batch: Batch, labels: Tensor, learns: Shares) -> Tensor:
+    def _loss(self, model: PreTrainedModel, chosen: Tensor, learns: SoftTargets) -> Tensor:
+        """Of some samples, by their numbers."""
         method, device = self.method, self.context.base.device
-        batch, labels, task = batch.to(device), labels[:, None].to(device), method.task_weight
+        rows = self.positions.of_samples(chosen)
+        batch, learns = self.samples.batch(chosen).to(device), learns[rows]
+        labels, task = self.targets[rows][:, None].to(device), method.task_weight
         one = torch.ones(labels.shape, device=device)
-        tokens, shares = learns.tokens.to(device), learns.shares.to(device)
+        tokens, probs = learns.tokens.to(device), learns.probs.to(device)
         if method.temperature == 1:  # then both are one cross-entropy
             tokens = torch.cat([labels, tokens], 1)
-            shares = torch.cat([task * one, (1 - task) * shares], 1)
-            return shared_loss(model, batch, tokens, shares)
-        distilled = shared_loss(model, batch, tokens, shares, method.temperature)
-        return task * shared_loss(model, batch, labels, one) + (1 - task) * distilled
+            probs = torch.cat([task * one, (1 - task) * probs], 1)
+            return soft_target_loss(model, batch, tokens, probs)
+        distilled = soft_target_loss(model, batch, tokens, probs, method.temperature)
+        return task * soft_target_loss(model, batch, labels, one) + (1 - task) * distilled
 
-    def _with_own(self) -> Shares:
+    def _with_own(self) -> SoftTargets:
         """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""
         if self.method.own != "mean":
             return self.learns

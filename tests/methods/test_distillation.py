@@ -1,4 +1,4 @@
-"""A pupil's choice among made-up teachers, and what it then learns, position by position."""
+"""A side's choice among made-up teachers, and what it then learns, position by position."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
-from coterie.alignment.transfer import Shares
+from coterie.alignment.transfer import SoftTargets
 from coterie.bases import Base, load_base
 from coterie.chance import generator
 from coterie.data import ClientData, Examples, Instruction
@@ -19,9 +19,9 @@ from coterie.data.examples import examples
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.methods.contract import ClientContext
+from coterie.methods.distillation import NOBODY, Distiller
 from coterie.methods.fedmkt import FedMKT
-from coterie.methods.teaching import NOBODY, Pupil
-from coterie.training.loss import language_model_loss, shared_loss
+from coterie.training.loss import language_model_loss, soft_target_loss
 from coterie.training.schedule import learning_rate
 from coterie.training.spec import TrainingSpec
 
@@ -35,7 +35,7 @@ ITEMS = [
 ]
 ELSE = Instruction("Who else?", "a bird")
 TRAINING = TrainingSpec(steps=3, batch=2, learning_rate=1e-2, precision="fp32")
-Make = Callable[..., Pupil]
+Make = Callable[..., Distiller]
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +48,28 @@ def encoded(base: Base, items: list[Instruction]) -> Examples:
     return examples(items, encoder, base.context_token, end, 60, None, "The public text")
 
 
-def pupil_of(
+def distiller_of(
     base: Base, items: list[Instruction], training: TrainingSpec = TRAINING, **method: Any
-) -> Pupil:
+) -> Distiller:
     """One whose adapter is not zero any more."""
     samples = encoded(base, items)
     data = ClientData(samples, samples, samples)
     context = ClientContext(
         "ada", 3, base, data, 60, training, 2, lambda name, value: None, samples
     )
-    values: dict[str, Any] = {"rank": 4, "attention_rank": 4, "top": TOP}
-    chosen = FedMKT(**values | method)
+    values: dict[str, Any] = {"attention": {"rank": 4}, "logits": TOP}
+    chosen = FedMKT.model_validate(values | method)
     adapter = chosen.adapter(base.model, 0, "ada")
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.1, generator=chance)
-    return Pupil(chosen, context, adapter)
+    return Distiller(chosen, context, adapter)
 
 
 @pytest.fixture
 def make(base: Base) -> Make:
-    def one(items: list[Instruction] = ITEMS, **changes: Any) -> Pupil:
-        return pupil_of(base, items, **changes)
+    def one(items: list[Instruction] = ITEMS, **changes: Any) -> Distiller:
+        return distiller_of(base, items, **changes)
 
     return one
 
@@ -77,7 +77,7 @@ def make(base: Base) -> Make:
 def made_up(
     base: Base, seed: int, losses: list[float], items: list[Instruction] = ITEMS, k: int = TOP
 ) -> Knowledge:
-    """Random predictions by somebody with the pupil's tokenizer, some of them within characters."""
+    """Random predictions by somebody with the same tokenizer, some of them within characters."""
     of = Positions.of(encoded(base, items), base.tokenizer)
     chance = torch.Generator().manual_seed(seed)
     p, size = len(of.ends), len(base.tokenizer)
@@ -94,7 +94,7 @@ def made_up(
 
 def test_of_each_sample_the_best_teaches_if_it_is_better(base, make) -> None:
     """Whatever the order of offers; an equal loss is not better."""
-    pupil = make()
+    distiller = make()
     own = made_up(base, 0, [2.0, 2.0, 2.0, 2.0, 2.0])
     offers = {
         0: made_up(base, 1, [1.0, 3.0, 1.5, 2.0, 2.5]),
@@ -102,53 +102,53 @@ def test_of_each_sample_the_best_teaches_if_it_is_better(base, make) -> None:
         2: made_up(base, 3, [0.9, 2.2, 1.6, 3.0, 0.4]),
     }
     for order in permutations(offers):
-        pupil.begin(own)
+        distiller.begin(own)
         for number in order:
-            pupil.offer(number, offers[number])
-        assert pupil.teachers.tolist() == [2, NOBODY, 1, NOBODY, 2]
-        assert pupil.best.tolist() == pytest.approx([0.9, 2.0, 1.4, 2.0, 0.4])
-        assert pupil.own.tolist() == [2.0] * 5
-        expected = naive(pupil, [2, NOBODY, 1, NOBODY, 2], offers, own)
-        torch.testing.assert_close(dense(pupil.learns, base), expected)
+            distiller.offer(number, offers[number])
+        assert distiller.teachers.tolist() == [2, NOBODY, 1, NOBODY, 2]
+        assert distiller.best.tolist() == pytest.approx([0.9, 2.0, 1.4, 2.0, 0.4])
+        assert distiller.own.tolist() == [2.0] * 5
+        expected = naive(distiller, [2, NOBODY, 1, NOBODY, 2], offers, own)
+        torch.testing.assert_close(dense(distiller.learns, base), expected)
 
 
 def test_of_equals_the_first_teaches(base, make) -> None:
-    pupil = make()
+    distiller = make()
     offers = [made_up(base, seed, [1.0] * 5) for seed in (1, 2)]
     for order in ((0, 1), (1, 0)):
-        pupil.begin(made_up(base, 0, [2.0] * 5))
+        distiller.begin(made_up(base, 0, [2.0] * 5))
         for number in order:
-            pupil.offer(number, offers[number])
-        assert pupil.teachers.tolist() == [order[0]] * 5
+            distiller.offer(number, offers[number])
+        assert distiller.teachers.tolist() == [order[0]] * 5
 
 
 def test_teachers_may_know_other_samples_in_another_order(base, make) -> None:
-    """What the pupil cannot predict, anybody predicts better; what it does not have is no use."""
-    pupil = make()
+    """What one cannot predict, anybody predicts better; what one does not have is no use."""
+    distiller = make()
     own = made_up(base, 0, [2.0, 2.0, 2.0], [ITEMS[4], ITEMS[0], ITEMS[3]])
     other = made_up(base, 1, [1.0, 9.0, 1.5, 3.0], [ELSE, ITEMS[2], ITEMS[0], ITEMS[4]])
-    pupil.begin(own)
-    assert pupil.own.tolist() == [2, math.inf, math.inf, 2, 2]
-    pupil.offer(0, other)
-    assert pupil.teachers.tolist() == [0, NOBODY, 0, NOBODY, NOBODY]
-    expected = naive(pupil, pupil.teachers.tolist(), {0: other}, own)
-    torch.testing.assert_close(dense(pupil.learns, base), expected)
+    distiller.begin(own)
+    assert distiller.own.tolist() == [2, math.inf, math.inf, 2, 2]
+    distiller.offer(0, other)
+    assert distiller.teachers.tolist() == [0, NOBODY, 0, NOBODY, NOBODY]
+    expected = naive(distiller, distiller.teachers.tolist(), {0: other}, own)
+    torch.testing.assert_close(dense(distiller.learns, base), expected)
 
 
 def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
     items = [ITEMS[1], ITEMS[0], ITEMS[1]]
-    pupil = make(items)
-    pupil.begin(made_up(base, 0, [2.0, 2.0], items[:2]))
-    pupil.offer(0, made_up(base, 1, [1.0, 3.0], items[:2]))
-    assert pupil.teachers.tolist() == [0, NOBODY, 0]
-    learns, starts = dense(pupil.learns, base), pupil.positions.starts
+    distiller = make(items)
+    distiller.begin(made_up(base, 0, [2.0, 2.0], items[:2]))
+    distiller.offer(0, made_up(base, 1, [1.0, 3.0], items[:2]))
+    assert distiller.teachers.tolist() == [0, NOBODY, 0]
+    learns, starts = dense(distiller.learns, base), distiller.positions.starts
     assert torch.equal(learns[: starts[1]], learns[starts[2] :])
 
 
 def as_dict(
     theirs: Knowledge, place: int, ids: Tensor | None, temperature: float
 ) -> dict[int, float]:
-    """A prediction in the pupil's tokens: the first of equal ones is kept."""
+    """A prediction in the distiller's tokens: the first of equal ones is kept."""
     kept: dict[int, float] = {}
     for token, logprob in zip(
         theirs.tokens[place, :TOP].tolist(), theirs.logprobs[place, :TOP].tolist(), strict=True
@@ -160,10 +160,10 @@ def as_dict(
     return {token: math.exp(value / temperature) / total for token, value in kept.items()}
 
 
-def counterpart(pupil: Pupil, sample: int, end: int, theirs: Knowledge) -> int | None:
+def counterpart(distiller: Distiller, sample: int, end: int, theirs: Knowledge) -> int | None:
     """The teacher's position in this sample at which so many characters have been read."""
     keys = theirs.samples.tolist()
-    key = int(pupil.positions.samples[sample])
+    key = int(distiller.positions.samples[sample])
     if key not in keys or end < 0:
         return None
     span = range(*theirs.starts[keys.index(key) : keys.index(key) + 2].tolist())
@@ -171,7 +171,7 @@ def counterpart(pupil: Pupil, sample: int, end: int, theirs: Knowledge) -> int |
 
 
 def naive(
-    pupil: Pupil,
+    distiller: Distiller,
     teachers: list[int],
     offers: dict[int, Knowledge],
     own: Knowledge,
@@ -179,27 +179,27 @@ def naive(
 ) -> Tensor:
     """What is to be learnt at each position, (p, vocabulary)."""
     rows = []
-    method, size = pupil.method, len(pupil.context.base.tokenizer)
+    method, size = distiller.method, len(distiller.context.base.tokenizer)
 
     def said(by: Knowledge, sample: int, place: int, ids: Tensor | None) -> Tensor:
-        there = counterpart(pupil, sample, int(pupil.positions.ends[place]), by)
+        there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
         found = {} if there is None else as_dict(by, there, ids, method.temperature)
-        found = found or {int(pupil.targets[place]): 1.0}
+        found = found or {int(distiller.targets[place]): 1.0}
         return spread(found, size)
 
     keys = own.samples.tolist()
     for sample, teacher in enumerate(teachers):
-        key = int(pupil.positions.samples[sample])
+        key = int(distiller.positions.samples[sample])
         loss = own.losses[keys.index(key)].item() if key in keys else math.inf
-        for place in range(*pupil.positions.starts[sample : sample + 2].tolist()):
-            label = spread({int(pupil.targets[place]): 1.0}, size)
+        for place in range(*distiller.positions.starts[sample : sample + 2].tolist()):
+            label = spread({int(distiller.targets[place]): 1.0}, size)
             mine = label if method.own == "labels" else said(own, sample, place, None)
             if teacher == NOBODY:
                 rows.append(mine)
                 continue
             theirs = said(offers[teacher], sample, place, ids)
             if method.own == "mean":
-                a, b = math.exp(-loss), math.exp(-pupil.best[sample].item())
+                a, b = math.exp(-loss), math.exp(-distiller.best[sample].item())
                 theirs = (a * mine + b * theirs) / (a + b)
             rows.append(theirs)
     return torch.stack(rows)
@@ -212,16 +212,16 @@ def spread(found: dict[int, float], size: int) -> Tensor:
     return row
 
 
-def dense(shares: Shares, base: Base) -> Tensor:
+def dense(shares: SoftTargets, base: Base) -> Tensor:
     size = len(base.tokenizer)
-    return torch.zeros(len(shares.mass), size).scatter_add_(1, shares.tokens, shares.shares)
+    return torch.zeros(len(shares.mass), size).scatter_add_(1, shares.tokens, shares.probs)
 
 
 @pytest.mark.parametrize("own", ["labels", "self", "mean"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_targets_are_those_of_each_position_alone(base, make, own, temperature, mapped) -> None:
-    pupil = make(own=own, temperature=temperature)
+    distiller = make(own=own, temperature=temperature)
     chance = torch.Generator().manual_seed(9)
     size = len(base.tokenizer)
     ids = torch.randint(-size // 2, size, (size,), generator=chance).clamp(min=-1).int()
@@ -230,54 +230,56 @@ def test_targets_are_those_of_each_position_alone(base, make, own, temperature, 
         0: made_up(base, 1, [1.0, 3.0, 1.9, 1.0, 1.5], k=TOP + 2),  # more than asked: cut
         1: made_up(base, 2, [1.2, 0.2, 1.5, 1.0, 1.1], k=2),
     }
-    pupil.begin(mine)
+    distiller.begin(mine)
     for number, theirs in offers.items():
-        pupil.offer(number, theirs, ids if mapped else None)
+        distiller.offer(number, theirs, ids if mapped else None)
     teachers = [0, 1, 1, NOBODY, 1]
-    assert pupil.teachers.tolist() == teachers
-    expected = naive(pupil, teachers, offers, mine, ids if mapped else None)
-    torch.testing.assert_close(dense(pupil._with_own(), base), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(pupil._with_own().shares.sum(-1), torch.ones(len(expected)))
+    assert distiller.teachers.tolist() == teachers
+    expected = naive(distiller, teachers, offers, mine, ids if mapped else None)
+    torch.testing.assert_close(dense(distiller._with_own(), base), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(distiller._with_own().probs.sum(-1), torch.ones(len(expected)))
 
 
 def test_quality_counts_what_was_taken_over(base, make) -> None:
-    pupil = make()
+    distiller = make()
     own = made_up(base, 0, [2.0] * 5)
-    pupil.begin(own)
-    assert pupil.quality() == {"samples": 0, "positions": 0, "mass": 0}
+    distiller.begin(own)
+    assert distiller.quality() == {"samples": 0, "positions": 0, "mass": 0}
     theirs = made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0])
     size = len(base.tokenizer)
     ids = torch.where(torch.arange(size) % 3 == 0, -1, torch.arange(size)).int()
-    pupil.offer(0, theirs, ids)
+    distiller.offer(0, theirs, ids)
     mass = []
     for sample in (0, 2, 4):
-        for place in range(*pupil.positions.starts[sample:][:2]):
-            there = counterpart(pupil, sample, int(pupil.positions.ends[place]), theirs)
+        for place in range(*distiller.positions.starts[sample:][:2]):
+            there = counterpart(distiller, sample, int(distiller.positions.ends[place]), theirs)
             kept = ids[theirs.tokens[there or 0].long()] >= 0
             probability = theirs.logprobs[there or 0].float().exp()[kept].sum().item()
             mass.append(0.0 if there is None else probability)
     found = [value for value in mass if value]
     assert 0 < len(found) < len(mass)
-    told = pupil.quality()
+    told = distiller.quality()
     assert told["samples"] == 3
     assert told["positions"] == pytest.approx(len(found) / len(mass))
     assert told["mass"] == pytest.approx(sum(found) / len(found), rel=1e-4)
 
 
-def test_what_a_pupil_knows_is_what_its_model_predicts(make) -> None:
+def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
     """Losses per byte of the answer; of a sample that stands twice, once."""
     items = [ITEMS[0], ITEMS[3], ITEMS[0], ITEMS[1]]
-    pupil = make(items)
-    known = pupil.knowledge()
-    assert torch.equal(known.samples, pupil.positions.samples[[0, 1, 3]])
-    Knowledge.received(known.tensors(), len(pupil.context.base.tokenizer), pupil.method.top)
-    model = pupil.model()
+    distiller = make(items)
+    known = distiller.knowledge()
+    assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3]])
+    Knowledge.received(
+        known.tensors(), len(distiller.context.base.tokenizer), distiller.method.logits
+    )
+    model = distiller.model()
     for n, number in enumerate((0, 1, 3)):
         start, answer, end = (int(t[m]) for t, m in (
-            (pupil.samples.starts, number), (pupil.samples.answers, number),
-            (pupil.samples.starts, number + 1),
+            (distiller.samples.starts, number), (distiller.samples.answers, number),
+            (distiller.samples.starts, number + 1),
         ))  # fmt: skip
-        ids = pupil.samples.ids[start:end].long()
+        ids = distiller.samples.ids[start:end].long()
         with torch.no_grad():
             logprobs = model(ids[None, :-1]).logits[0, answer - start - 1 :].log_softmax(-1)
         nats = -logprobs.gather(1, ids[answer - start :, None]).sum().item()
@@ -291,10 +293,10 @@ def test_what_a_pupil_knows_is_what_its_model_predicts(make) -> None:
 
 
 def test_targets_are_the_answers_tokens(make) -> None:
-    pupil = make()
-    batch = pupil.samples.batch(range(len(ITEMS)))
+    distiller = make()
+    batch = distiller.samples.batch(range(len(ITEMS)))
     assert batch.counted is not None
-    assert torch.equal(pupil.targets, batch.ids[:, 1:][batch.counted])
+    assert torch.equal(distiller.targets, batch.ids[:, 1:][batch.counted])
 
 
 @pytest.fixture
@@ -311,46 +313,46 @@ def poisoned(bases) -> Base:
 
 
 def test_what_is_not_finite_is_left_out_and_named(poisoned, caplog) -> None:
-    pupil = pupil_of(poisoned, ITEMS)
-    known = pupil.knowledge()
-    assert torch.equal(known.samples, pupil.positions.samples[[0, 1, 3, 4]])
+    distiller = distiller_of(poisoned, ITEMS)
+    known = distiller.knowledge()
+    assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3, 4]])
     assert all(tensor.isfinite().all() for tensor in known.tensors().values())
     assert "ada predicts nothing finite of 1 public samples" in caplog.text
     assert caplog.text.rstrip().endswith("numbers 3")
-    pupil.begin(known)
-    assert pupil.own.isinf().tolist() == [False, False, True, False, False]
+    distiller.begin(known)
+    assert distiller.own.isinf().tolist() == [False, False, True, False, False]
 
 
-def test_a_pupil_that_knows_nothing_is_told_what_may_help(make) -> None:
-    pupil = make()
-    for parameter in pupil.adapter.parameters().values():
+def test_a_side_that_knows_nothing_is_told_what_may_help(make) -> None:
+    distiller = make()
+    for parameter in distiller.adapter.parameters().values():
         parameter.data.fill_(torch.nan)
     with pytest.raises(CoterieError, match="learning_rate"):
-        pupil.begin(pupil.knowledge())
+        distiller.begin(distiller.knowledge())
 
 
-def test_a_loss_that_is_not_finite_stops_the_study(poisoned) -> None:
+def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
     """Before it is in the adapter."""
-    pupil = pupil_of(poisoned, ITEMS[2:3])
-    pupil.begin(made_up(poisoned, 0, [2.0], ITEMS[2:3]))
+    distiller = distiller_of(poisoned, ITEMS[2:3])
+    distiller.begin(made_up(poisoned, 0, [2.0], ITEMS[2:3]))
     with pytest.raises(CoterieError, match=r"'ada'.*learning_rate"):
-        pupil.study(0)
-    assert all(p.isfinite().all() for p in pupil.adapter.parameters().values())
+        distiller.distil(0)
+    assert all(p.isfinite().all() for p in distiller.adapter.parameters().values())
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(("task", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.3, 2.0)])
-def test_study_is_plain_training_on_both_losses(base, make, task, temperature, clip) -> None:
+def test_distillation_is_plain_training_on_both_losses(base, make, task, temperature, clip) -> None:
     """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual."""
     training = TRAINING.model_copy(update={"max_grad_norm": clip})
-    pupil = make(training=training, task_weight=task, epochs=2, temperature=temperature)
-    pupil.begin(made_up(base, 0, [2.0] * 5))
-    pupil.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
-    loss = pupil.study(1)
+    distiller = make(training=training, task_weight=task, epochs=2, temperature=temperature)
+    distiller.begin(made_up(base, 0, [2.0] * 5))
+    distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
+    loss = distiller.distil(1)
     other = make(training=training)
-    model, wanted = other.model(), dense(pupil.learns, base)
+    model, wanted = other.model(), dense(distiller.learns, base)
     parameters = list(other.adapter.parameters().values())
-    other.adapter.require_grad(*set(other.adapter.roles.values()))
+    other.adapter.require_grad(*{part.role for part in other.adapter.parts().values()})
     optimiser = torch.optim.AdamW(
         parameters, lr=learning_rate(training, 2)(3), betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -361,7 +363,9 @@ def test_study_is_plain_training_on_both_losses(base, make, task, temperature, c
             batch = other.samples.batch(chosen)
             found = language_model_loss(model, *batch)
             if task < 1:
-                rows = [n for sample in chosen for n in range(*pupil.positions.starts[sample:][:2])]
+                rows = [
+                    n for sample in chosen for n in range(*distiller.positions.starts[sample:][:2])
+                ]
                 logits = model(batch.ids[:, :-1]).logits[batch.counted]
                 logprobs = (logits / temperature).log_softmax(-1)
                 taught = -(wanted[rows] * logprobs).sum(-1).mean()
@@ -375,21 +379,21 @@ def test_study_is_plain_training_on_both_losses(base, make, task, temperature, c
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     for name, parameter in other.adapter.parameters().items():
         torch.testing.assert_close(
-            pupil.adapter.parameters()[name], parameter, rtol=1e-3, atol=1e-4
+            distiller.adapter.parameters()[name], parameter, rtol=1e-3, atol=1e-4
         )
 
 
 @pytest.mark.parametrize("own", ["labels", "mean"])
-def test_study_brings_the_pupil_nearer_to_its_teachers(base, make, own) -> None:
-    pupil = make(task_weight=0.0, epochs=8, own=own)
-    pupil.begin(made_up(base, 0, [2.0] * 5))
-    pupil.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
-    learns, everything = pupil._with_own(), pupil.samples.batch(range(5))
+def test_distillation_brings_the_model_nearer_to_its_teachers(base, make, own) -> None:
+    distiller = make(task_weight=0.0, epochs=8, own=own)
+    distiller.begin(made_up(base, 0, [2.0] * 5))
+    distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
+    learns, everything = distiller._with_own(), distiller.samples.batch(range(5))
 
     @torch.no_grad()
     def loss() -> float:
-        return shared_loss(pupil.model(), everything, learns.tokens, learns.shares).item()
+        return soft_target_loss(distiller.model(), everything, learns.tokens, learns.probs).item()
 
     before = loss()
-    pupil.study(0)
+    distiller.distil(0)
     assert loss() < before - 0.05

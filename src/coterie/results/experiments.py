@@ -1,4 +1,4 @@
-"""Runs as a report reads them: found in folders, put together by experiment and method.
+"""Runs as their folders tell of them: found in folders, put together by experiment and method.
 
 An experiment is runs on the same texts and base. Its runs are told apart by a label: the method's
 name, with those settings in which runs of that method differ. Runs that differ only in their seed
@@ -12,19 +12,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from coterie.engines.part import SERVER_SCORE
 from coterie.errors import CoterieError
 from coterie.methods import POOLED, Method, available
+from coterie.methods.contract import SERVER
+from coterie.results.frame import Frame, metrics, parts
 from coterie.runs import RunFolder
-from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
+from coterie.scoring.metrics import Metric, metric_of
 
-Series = dict[int, float]
-"""A figure by round or step, from 1 on."""
+MEAN = "mean over clients"
+"""A column beside the clients', of whose names none has a space."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ReportedRun:
     """One run, finished or not: what it was and what it has measured so far."""
 
@@ -32,7 +34,8 @@ class ReportedRun:
     config: Mapping[str, Any]
     clients: Mapping[str, Mapping[str, Any]]
     """run.json's entry of each client: its tokens and labels, where the run recorded them."""
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: Frame
+    """A row per line of metrics.jsonl; see `metrics`."""
     result: Mapping[str, Any] | None
     server: Mapping[str, Any]
     """run.json's entry of a server with a model of its own; empty without one."""
@@ -43,9 +46,8 @@ class ReportedRun:
         about, result = folder.description, folder.result
         if result is not None and not result[result["reports"]]:
             result = None
-        metrics = list(folder.metrics())
-        server = about.get("server", {})
-        return cls(folder.path, about["config"], about["clients"], metrics, result, server)
+        found, server = metrics(folder.metrics()), about.get("server", {})
+        return cls(folder.path, about["config"], about["clients"], found, result, server)
 
     @property
     def method(self) -> str:
@@ -55,7 +57,7 @@ class ReportedRun:
     @property
     def rounds(self) -> int:
         """Rounds of which there are figures."""
-        return max((line["round"] + 1 for line in self.metrics), default=0)
+        return max(self.metrics["round"], default=0)
 
     @property
     def progress(self) -> str:
@@ -74,47 +76,43 @@ class ReportedRun:
             return self.result["reports"]
         return available().get(self.method, Method).reports
 
-    def by_client(self, name: str) -> dict[str, list[tuple[int, Any]]]:
-        """Values of one figure per client, each with its round (1 is the first), in order."""
-        found: dict[str, list[tuple[int, Any]]] = {}
-        for line in self.metrics:
-            if line["name"] == name and line["client"] is not None:
-                found.setdefault(line["client"], []).append((line["round"] + 1, line["value"]))
-        return found
+    @property
+    def own(self) -> str:
+        """The name of the figure that holds the method's own scores."""
+        return f"test/{self.reports}"
+
+    def by_client(self, name: str) -> Frame:
+        """A figure of the clients; see `parts`."""
+        return parts(self.metrics[(self.metrics["name"] == name) & self.metrics["client"].notna()])
 
     def names(self, prefix: str) -> list[str]:
         """Names of figures that begin so, in the order of their first appearance."""
-        found = (line["name"] for line in self.metrics)
-        return list(dict.fromkeys(name for name in found if name.startswith(prefix)))
+        return [name for name in self.metrics["name"].unique() if name.startswith(prefix)]
 
     def by_round(self, name: str) -> dict[int, Any]:
-        """Values of one figure of the run itself, by round."""
-        return {
-            line["round"] + 1: line["value"]
-            for line in self.metrics
-            if line["name"] == name and line["client"] is None
-        }
+        """Values of one figure of the run itself, by round (1 is the first)."""
+        found = self.metrics[(self.metrics["name"] == name) & self.metrics["client"].isna()]
+        return dict(zip(found["round"], found["value"], strict=True))
 
     @property
     def scores(self) -> list[Mapping[str, float]]:
         """The method's own scores: those at the end or, without an end, all there are."""
         if self.result is not None:
             return list(self.result[self.result["reports"]].values())
-        return [score for s in self.by_client(f"test/{self.reports}").values() for _, score in s]
+        return list(self.metrics["value"][self.metrics["name"] == self.own])
 
-    def series(self, metric: Metric) -> dict[str, Series]:
-        """The method's own figure by client and round, in the unit that is shown."""
-        scores = self.by_client(f"test/{self.reports}")
-        found = {
-            client: {r: metric.shown(s[metric.key]) for r, s in one if metric.key in s}
-            for client, one in scores.items()
-        }
-        return {client: one for client, one in found.items() if one}
+    def series(self, metric: Metric) -> Frame:
+        """The method's own figure in the unit that is shown: a row per round, a column per client.
 
-    def server_series(self, metric: Metric) -> Series:
-        """The same of the server's own model, where it has one."""
-        scores = self.by_round(SERVER_SCORE)
-        return {r: metric.shown(s[metric.key]) for r, s in scores.items() if metric.key in s}
+        Then MEAN, where all clients have one; SERVER is the server's own model, if it was scored.
+        """
+        scored = self.metrics["name"].isin([self.own, SERVER_SCORE])
+        scores = parts(self.metrics[scored].fillna({"client": SERVER}))
+        shown = scores.reindex(columns=[metric.key])[metric.key].dropna().map(metric.shown)
+        found = shown.groupby(["round", "client"]).last().unstack("client")
+        served = [SERVER] if self.names(SERVER_SCORE) else []
+        clients = found.drop(columns=served, errors="ignore")
+        return found.assign(**{MEAN: clients.mean(axis=1, skipna=False)})
 
 
 @dataclass(frozen=True)
@@ -157,9 +155,19 @@ class Experiment:
         return bool(scores) and all("samples" in score for score in scores)
 
     @cached_property
+    def series(self) -> Frame:
+        """That of the drawn runs: a row per label, run (0, 1, ...) and round; columns as of one."""
+        found = {
+            (label, n): run.series(self.metric)
+            for label, runs in self.drawn.items()
+            for n, run in enumerate(runs)
+        }
+        return pd.concat(found).rename_axis(index=["label", "run", "round"])
+
+    @cached_property
     def clients(self) -> list[str]:
         """Names of the clients whose test texts are scored; without scores, of those in the run."""
-        tested = {client for run in self.all for client in run.series(PERPLEXITY)}
+        tested = {c for run in self.all for c in run.by_client(run.own).index.unique("client")}
         return sorted(tested or {client for run in self.all for client in run.clients})
 
     @property
@@ -173,22 +181,6 @@ class Experiment:
         """Results by label, of those that have any."""
         results = {label: [r.result for r in runs if r.result] for label, runs in self.runs.items()}
         return {label: found for label, found in results.items() if found}
-
-
-def over_seeds(series: Iterable[Series]) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Rounds (or steps), and there the mean over seeds and the standard deviation (0 for one)."""
-    found = list(series)
-    at = sorted({x for one in found for x in one})
-    values = [[one[x] for one in found if x in one] for x in at]
-    spread = [np.std(v, ddof=1) if len(v) > 1 else 0.0 for v in values]
-    return at, np.array([np.mean(v) for v in values]), np.array(spread)
-
-
-def mean_series(series: Iterable[Series]) -> Series:
-    """The mean over clients, where all of them have a figure."""
-    found = list(series)
-    common = set.intersection(*(set(one) for one in found)) if found else set()
-    return {x: float(np.mean([one[x] for one in found])) for x in sorted(common)}
 
 
 def experiments(paths: Iterable[Path]) -> list[Experiment]:
@@ -253,10 +245,11 @@ def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
         alike = [run for run in runs if run.method == method]
         settings = {id(run): dict(_settings(run.config)) for run in alike}
         keys = dict.fromkeys(key for found in settings.values() for key in found)
-        differ = [k for k in keys if len({str(s.get(k)) for s in settings.values()}) > 1]
+        differ = [k for k in keys if len({str(s.get(k, "")) for s in settings.values()}) > 1]
         for run in sorted(alike, key=lambda run: run.config["seed"]):
             chosen = settings[id(run)]
-            label = " ".join([method, *(f"{k.split('.')[-1]}={chosen.get(k)}" for k in differ)])
+            shown = [f"{k.partition('.')[2] or k}={chosen[k]}" for k in differ if k in chosen]
+            label = " ".join([method, *shown])
             labelled.setdefault(label, []).append(run)
     return labelled
 
@@ -264,4 +257,8 @@ def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
 def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "rounds", config["rounds"]
     for section in ("method", "training"):
-        yield from ((f"{section}.{key}", value) for key, value in config[section].items())
+        for key, value in config[section].items():
+            inner = value if isinstance(value, Mapping) else {}
+            yield from ((f"{section}.{key}.{name}", setting) for name, setting in inner.items())
+            if not inner:
+                yield f"{section}.{key}", value

@@ -1,0 +1,75 @@
+"""Trained parameters describe themselves, so that nobody matches their names."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import nn
+
+from coterie.adapters.layout import Role
+from coterie.bases.sites import place_of
+from coterie.chance import generator
+
+
+@dataclass(frozen=True)
+class Part:
+    """A trained parameter as the module that owns it declares it."""
+
+    name: str
+    """Its name in messages and states, unlike any other part's of the same adapter."""
+    role: Role
+    parameter: nn.Parameter
+    start: Literal["kaiming", "zero", "normal"]
+    """How its values begin; see `initialise`."""
+    path: str = ""
+    """Of the base's module that it stands on; empty for what stands on none, as a prompt."""
+    factor: Literal["A", "B"] | None = None
+    """Which factor of a low-rank product B A it is, if it is one."""
+    expert: int | None = None
+    """The number of its expert: among those of its role, or of all domain experts."""
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the base's layer that it stands in, from 0."""
+        number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.path)
+        return None if number is None else int(number[1])
+
+    @cached_property
+    def place(self) -> str:
+        """What it stands on, whatever the base calls it: `mlp.up`, `attention.q`."""
+        return place_of(self.path)
+
+
+def initialise(
+    parts: Iterable[Part], seed: int, client: str, common: Callable[[Part], bool]
+) -> None:
+    """Draw the first values: A Kaiming uniform (a = sqrt 5), B zero, routers normal (0.02).
+
+    Each tensor has a generator of its own, so neither the order nor the other tensors matter.
+    Parts that are `common`, and what is frozen, begin equal for all clients; the others differ by
+    the client's name.
+    """
+    for part in parts:
+        alike = part.role == "frozen" or common(part)
+        purpose = ("init", part.name) if alike else ("init", part.name, client)
+        chance = generator(seed, *purpose)
+        value = torch.zeros(part.parameter.shape)
+        if part.start == "kaiming":
+            nn.init.kaiming_uniform_(value, a=5**0.5, generator=chance)
+        elif part.start == "normal":
+            nn.init.normal_(value, std=0.02, generator=chance)
+        part.parameter.data.copy_(value)
+
+
+def pairs_of(parts: Mapping[str, Part]) -> list[tuple[Part, Part]]:
+    """The A and the B of every low-rank pair among some parts, sorted by the name of A."""
+    As = {_pair(p): p for _, p in sorted(parts.items()) if p.factor == "A"}
+    Bs = {_pair(p): p for p in parts.values() if p.factor == "B"}
+    return [(A, Bs[pair]) for pair, A in As.items() if pair in Bs]
+
+
+def _pair(part: Part) -> tuple[Role, int | None, str]:
+    return part.role, part.expert, part.path

@@ -1,0 +1,209 @@
+"""Trained parameters describe themselves, whatever the base calls the layers they stand on."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, Part, pairs_of
+from coterie.adapters.part import initialise
+from coterie.adapters.prompt import prompt_encoder, soft_prompt
+from coterie.bases.sites import chosen_linears, place_of
+
+PLACES = {
+    "gpt2": {
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+    },
+    "llama": {
+        "mlp.up_proj": "mlp.up",
+        "mlp.gate_proj": "mlp.gate",
+        "mlp.down_proj": "mlp.down",
+        "self_attn.q_proj": "attention.q",
+        "self_attn.k_proj": "attention.k",
+        "self_attn.v_proj": "attention.v",
+        "self_attn.o_proj": "attention.out",
+    },
+}
+LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+def common(part: Part) -> bool:
+    return part.role == "generalist"
+
+
+def adapter_of(base: nn.Module, **layout: Any) -> Adapter:
+    numbers: dict[str, Any] = {"generalists": 1, "specialists": 2}
+    return Adapter(base, Layout(**numbers | layout), 0, "ada", common)
+
+
+def of_layers(base: PreTrainedModel) -> dict[str, tuple[int, str]]:
+    """By path of each linear layer: the number of its layer, and its place."""
+    kind = base.config.model_type
+    return {
+        f"{LAYERS[kind]}.{i}.{end}": (i, place)
+        for i in range(2)
+        for end, place in PLACES[kind].items()
+    }
+
+
+def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ...]]:
+    """By name: role, factor, expert, layer, place and start of one generalist, two specialists,
+    a router, and the pairs on attention; `frozen` stands before the names of A."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path, (layer, place) in of_layers(base).items():
+        dense = [("dense", "dense", None)]
+        experts = [("generalist.0", "generalist", 0)]
+        experts += [(f"specialist.{n}", "specialist", n) for n in (0, 1)]
+        for prefix, role, number in experts if place.startswith("mlp.") else dense:
+            at = (number, layer, place)
+            A = "frozen" if frozen else role
+            found[f"{frozen}{prefix}/{path}.A"] = (A, "A", *at, "kaiming")
+            found[f"{prefix}/{path}.B"] = (role, "B", *at, "zero")
+        mlp = path.rpartition(".")[0]
+        if place == "mlp.up":
+            found[f"router/{mlp}.weight"] = ("router", None, None, layer, "mlp", "normal")
+    return found
+
+
+def described(parts: dict[str, Part]) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (p.role, p.factor, p.expert, p.layer, p.place, p.start) for name, p in parts.items()
+    }
+
+
+@pytest.mark.parametrize("frozen", ["", "frozen/"])
+def test_experts_routers_and_attention_say_what_they_are(
+    base: PreTrainedModel, frozen: str
+) -> None:
+    adapter = adapter_of(base, freeze_A=bool(frozen))
+    parts = adapter.parts()
+    assert described(parts) == expected(base, frozen)
+    assert list(parts) == sorted(parts) == list(adapter.parameters())
+    for name, part in parts.items():
+        assert part.name == name
+        assert part.parameter is adapter.parameters()[name]
+        assert part.path in name
+
+
+def test_names_are_those_of_messages_and_states_of_old(base: PreTrainedModel) -> None:
+    up = {"gpt2": "transformer.h.0.mlp.c_fc", "llama": "model.layers.0.mlp.gate_proj"}
+    out = {"gpt2": "transformer.h.1.attn.c_proj", "llama": "model.layers.1.self_attn.o_proj"}
+    kind = base.config.model_type
+    mlp = up[kind].rpartition(".")[0]
+    names = {f"generalist.0/{up[kind]}.A", f"specialist.1/{up[kind]}.B", f"dense/{out[kind]}.A"}
+    assert names | {f"router/{mlp}.weight"} <= adapter_of(base).parts().keys()
+    assert f"frozen/dense/{out[kind]}.A" in adapter_of(base, freeze_A=True).parts()
+
+
+def test_layers_that_a_pattern_names_have_their_places_too(base: PreTrainedModel) -> None:
+    pattern = {"gpt2": "c_fc|c_attn", "llama": "up_proj|k_proj"}[base.config.model_type]
+    parts = adapter_of(base, generalists=0, specialists=0, targets=pattern).parts().values()
+    places = {"gpt2": {"mlp.up", "attention.qkv"}, "llama": {"mlp.up", "attention.k"}}
+    assert {part.place for part in parts} == places[base.config.model_type]
+    assert {(part.role, part.layer) for part in parts} == {("dense", 0), ("dense", 1)}
+
+
+def test_pairs_are_each_a_with_its_own_b(base: PreTrainedModel) -> None:
+    parts = adapter_of(base).parts()
+    pairs = pairs_of(parts)
+    assert len(pairs) == sum(part.factor == "A" for part in parts.values())
+    assert [A.name for A, _ in pairs] == sorted(A.name for A, _ in pairs)
+    for A, B in pairs:
+        assert (A.factor, B.factor) == ("A", "B")
+        assert A.name.removesuffix(".A") == B.name.removesuffix(".B")
+        assert A.parameter.shape[0] == B.parameter.shape[1]
+    some = {n: p for n, p in parts.items() if p.role == "generalist"}
+    assert {part.role for pair in pairs_of(some) for part in pair} == {"generalist"}
+    without = {name: part for name, part in some.items() if part.factor != "B"}
+    assert pairs_of(without) == []
+    backwards = dict(reversed(some.items()))
+    assert [A.name for A, _ in pairs_of(backwards)] == [A.name for A, _ in pairs_of(some)]
+
+
+@pytest.mark.parametrize("router", ["token", "vanilla"])
+def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
+    base: PreTrainedModel, router: Any
+) -> None:
+    layout = AmoleLayout(experts=9, rank=3, router=router)
+    places = {"c_attn": "attention.qkv", "q_proj": "attention.q", "v_proj": "attention.v"}
+    held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4))
+    adapter = AmoleAdapter(base, layout, 0, held)
+    parts, wanted = adapter.parts(), {}
+    for path in held:
+        number = re.search(r"\d+", path)
+        assert number is not None
+        at = (int(number[0]), places[path.rpartition(".")[2]])
+        wanted[f"shared/{path}.A"] = ("shared", "A", None, *at, "kaiming")
+        wanted[f"shared/{path}.B"] = ("shared", "B", None, *at, "zero")
+        for e in (1, 4):
+            wanted[f"domain.{e}/{path}.A"] = ("domain", "A", e, *at, "kaiming")
+            wanted[f"domain.{e}/{path}.B"] = ("domain", "B", e, *at, "zero")
+        name = {"token": "projection", "vanilla": "gate"}[router]
+        wanted[f"{name}/{path}"] = ("projection", None, None, *at, "kaiming")
+    assert described(parts) == wanted
+    assert list(parts) == sorted(wanted)
+    assert len(pairs_of(parts)) == 3 * len(held)
+    for path in held:  # what is written into a part is in the stack, and the other way round
+        stack = adapter.parameters("domain")[f"domain/{path}.A"]
+        parts[f"domain.4/{path}.A"].parameter.data.fill_(7)
+        assert stack[1].eq(7).all()
+        assert not stack[0].eq(7).any()
+        stack.data[0] = 3
+        assert adapter.parts()[f"domain.1/{path}.A"].parameter.eq(3).all()
+
+
+@pytest.mark.parametrize(
+    ("make_prompt", "names"),
+    [
+        (lambda base: soft_prompt(base, 4, 0, 0.02), ["prompt/embedding.weight"]),
+        (
+            lambda base: prompt_encoder(base, 4, 6, 0),
+            [
+                "prompt/embedding.weight",
+                *(f"prompt/mlp_head.{i}.{end}" for i in (0, 2, 4) for end in ("bias", "weight")),
+            ],
+        ),
+    ],
+    ids=["soft prompt", "encoder"],
+)
+def test_prompts_stand_on_no_layer(
+    base: PreTrainedModel, make_prompt: Callable[[PreTrainedModel], Any], names: list[str]
+) -> None:
+    adapter = make_prompt(base)
+    parts = adapter.parts()
+    assert list(parts) == names == list(adapter.parameters("prompt"))
+    for name, part in parts.items():
+        assert part.parameter is adapter.parameters()[name]
+        assert (part.role, part.path, part.factor, part.expert) == ("prompt", "", None, None)
+        assert (part.layer, part.place) == (None, "")
+    assert pairs_of(parts) == []
+
+
+def test_what_is_not_known_is_called_by_its_own_name() -> None:
+    assert place_of("model.layers.3.odd.proj") == "proj"
+    assert place_of("lone") == "lone"
+    assert place_of("gpt_neox.layers.0.attention.dense") == "attention.out"
+    assert place_of("transformer.h.0.self_attention.dense") == "attention.out"
+    assert place_of("gpt_neox.layers.0.mlp.dense_h_to_4h") == "dense_h_to_4h"
+
+
+def test_first_values_ask_whether_a_part_is_common() -> None:
+    def drawn(client: str, common: Callable[[Part], bool]) -> torch.Tensor:
+        parts = [
+            Part(f"{role}/x", role, nn.Parameter(torch.zeros(4, 5)), "kaiming")
+            for role in ("dense", "generalist", "frozen")
+        ]
+        initialise(parts, 3, client, common)
+        return torch.stack([part.parameter.detach() for part in parts])
+
+    ada, bob = (drawn(client, lambda part: part.role == "dense") for client in ("ada", "bob"))
+    same = [torch.equal(one, other) for one, other in zip(ada, bob, strict=True)]
+    assert same == [True, False, True]  # what is frozen is common in any case
+    assert torch.equal(drawn("ada", lambda _: True), drawn("bob", lambda _: True))

@@ -1,0 +1,135 @@
+"""Prompts with answers as tokens: what the loss counts, what is too long, what is pooled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from public_text import public_text
+from questions import SHORT, data_of, rows, write
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.chance import generator
+from coterie.data import (
+    ClientData,
+    DataSpec,
+    Examples,
+    Instruction,
+    Limits,
+    Texts,
+    pooled,
+    sample_batch,
+    tokenise,
+)
+from coterie.errors import CoterieError
+
+SAMPLES = [
+    Instruction("Name a colour", "blue"),
+    Instruction("A colour: ", "red and\ngreen"),
+    Instruction("Farbe:\n", "grün, 你好 👩‍👩‍👧"),
+    Instruction("def f(x):\n    ", "return x"),
+    Instruction("你好？", "مرحبا"),
+]
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data: Any) -> Examples:
+    spec = DataSpec(instructions=SHORT, **data)
+    other = [Instruction("a", "b")]
+    return data_of(tokenise(Texts(given, other, other), tokenizer, spec, "anna").train)
+
+
+def test_the_loss_counts_the_answer_and_the_end_alone(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    split = encoded(tokenizer, SAMPLES)
+    ids, counted, real = split.batch(range(len(SAMPLES)))
+    assert counted is not None
+    assert real is not None
+    end = tokenizer.eos_token
+    for row, learnt, inside, sample in zip(ids, counted, real, SAMPLES, strict=True):
+        prompt = sample.prompt.rstrip(" ")
+        space = "" if prompt.endswith("\n") else " "
+        assert str(tokenizer.decode(row[1:][learnt].tolist())) == f"{space}{sample.answer}{end}"
+        # in front of the answer: the first token, and the prompt as it is without its answer
+        before = row[: int(learnt.nonzero()[0]) + 1].tolist()
+        assert before == [
+            tokenizer.eos_token_id,
+            *tokenizer(prompt, add_special_tokens=False)["input_ids"],
+        ]
+        assert inside.sum() == len(before) + learnt.sum() - 1
+        assert not learnt[inside.sum() :].any()
+    assert split.bytes == sum(len(sample.answer.encode()) for sample in SAMPLES)
+    assert split.predicted == counted.sum()
+
+
+def test_a_tokenizer_s_own_first_token_comes_first() -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*letters, "<start>", "<end>"]
+    encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=encoder, bos_token="<start>", eos_token="<end>"
+    )
+    split = encoded(words, [Instruction("ab", "c"), Instruction("d\n", "e")])
+    read = words.convert_ids_to_tokens(split.ids.tolist())
+    assert read == ["<start>", *"abĠc", "<end>", "<start>", *"dĊe", "<end>"]
+    assert split.starts.tolist() == [0, 6, 11]
+    assert split.answers.tolist() == [3, 9]
+
+
+def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    def length(sample: Instruction) -> int:
+        parts = (sample.prompt, f" {sample.answer}")
+        return sum(len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts)
+
+    given = [Instruction("word " * n + "?", "yes") for n in (1, 60, 3, 4, 5, 70)]
+    window = length(given[3]) + 1  # with its end token
+    split = encoded(tokenizer, given, window=window)
+    assert split.items == (given[0], given[2], given[3])
+    assert split.too_long == 3
+    assert split.batch(range(3)).ids.shape == (3, window + 1)
+    one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
+    assert one.items == (given[0],)
+    with pytest.raises(
+        CoterieError, match=r"^Client anna: its train text has no sample of at most"
+    ):
+        encoded(tokenizer, given[1:2], window=10)
+    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no samples; give"):
+        encoded(tokenizer, [])
+
+
+def test_a_batch_is_rows_of_the_samples(tokenizer: PreTrainedTokenizerBase) -> None:
+    split = encoded(tokenizer, SAMPLES)
+    first, again, other = (
+        sample_batch(split, 40, 128, generator(seed, "batch")) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first.ids, again.ids)
+    assert not torch.equal(first.ids, other.ids)
+    rows = {tuple(row) for row in split.batch(range(len(split))).ids.tolist()}
+    assert {tuple(row) for row in first.ids.tolist()} == rows
+
+
+def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBase) -> None:
+    ann, bob = (encoded(tokenizer, part) for part in (SAMPLES[:2], SAMPLES[2:]))
+    both = pooled([ClientData(ann, bob, ann), ClientData(bob, bob, ann)])
+    whole = encoded(tokenizer, SAMPLES)
+    train = data_of(both.train)
+    for found, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)
+    assert (train.items, train.bytes) == (whole.items, whole.bytes)
+    assert len(data_of(both.validation)) == 6
+
+
+def test_the_public_text_may_be_instructions(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    write(tmp_path / "public.jsonl", *rows(10))
+    data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
+    found = data_of(public_text(data, tmp_path, tokenizer))
+    assert [item.prompt for item in found.items] == [f"case {i}:" for i in range(4)]
+    assert {item.choices for item in found.items} == {("no", "yes")}

@@ -1,0 +1,69 @@
+"""Every method there is, with settings that make it do all it does in a run of seconds."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+
+from coterie.config import RunConfig, parse
+from coterie.methods import available
+from coterie.methods.fedmkt import FedMKT
+
+MIXED = {
+    "diarist": {"prose": 1.0},
+    "poet": {"verse": 1.0},
+    "whaler": {"prose": 0.75, "verse": 0.25},
+}
+AT_ONCE = {
+    "experts": 6,
+    "warmup": 1,
+    "every": 1,
+    "validation_batches": 1,
+    "public_batches": 1,
+    "mixtures": MIXED,
+}
+"""Settings with which clients exchange after every round, for methods that have them."""
+UNEVEN = {"mlp": {"specialists": {"poet": 3, "others": 1}}, "router": {"every": 1, "steps": 1}}
+RANKS = {"mlp": {"rank": {"poet": 3, "whaler": 5, "others": 16}}}
+METHODS: dict[str, dict[str, Any]] = {
+    name: {"name": name} | {k: v for k, v in AT_ONCE.items() if k in method.model_fields}
+    for name, method in available().items()
+} | {
+    "uneven": {"name": "comigs-1g1s", **UNEVEN},
+    "single": {"name": "comigs-1g1s", "mlp": {"specialists": {"poet": 0, "others": 1}}},
+    "fedavg, exact": {"name": "fedavg", "exact": True},
+    "comigs, exact": {"name": "comigs-1g1s", "exact": True, **UNEVEN},
+    "flexlora, ranks": {"name": "flexlora", **RANKS},
+    "hetlora, ranks": {"name": "hetlora", **RANKS, "gamma": 0.6, "penalty_weight": 1.0},
+}
+
+VARIANTS = {
+    *("fedavg-ft", "fedit-ft", "fedprompt-ft", "fedptuning-ft", "comigs-tr", "fedavg-moe-tr"),
+    *("local-moe-tr", "local-moe", "fedavg-moe", "comigs-2g", "pcl-theoretical", "pcl-uniform"),
+    *("llm2slm", "single", "fedmkt-fedavg", "pcl-1", "fedprox", "pfedmoe"),
+}
+"""Those that differ from another by a default or a class variable; they are tested with CI's slow
+part."""
+FEW = {"fedavg", "fedavg, exact", "comigs-1g1s", "pcl-2", "hetlora", "fedamole", "fdlora", "fedmkt"}
+"""One of each way of learning together."""
+
+
+def each_method(fast: Collection[str] = METHODS.keys() - VARIANTS) -> list[Any]:
+    """All of them as pytest's parameters, those slow that are not to be fast."""
+    return [
+        pytest.param(method, id=name, marks=[] if name in fast else pytest.mark.slow)
+        for name, method in METHODS.items()
+    ]
+
+
+def run_of(
+    method: dict[str, Any],
+    values: Callable[..., dict[str, Any]],
+    teachers: Callable[..., RunConfig],
+    **changes: Any,
+) -> RunConfig:
+    """A run of a method, with all that it needs; see the fixtures of conftest.py."""
+    if issubclass(available()[method["name"]], FedMKT):
+        return teachers(method=method, **changes)
+    whole = values(**{"method": method, "rounds": 2} | changes)
+    return parse({**whole, "data": {**whole["data"], "public": "poet.txt"}})

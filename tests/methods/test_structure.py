@@ -1,0 +1,74 @@
+"""What keeps methods small: they are composed rather than inherited, and parse no names."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import coterie.methods
+from coterie.methods.contract import ClientSide, Method, ServerSide
+
+FILES = sorted(Path(coterie.methods.__path__[0]).rglob("*.py"))
+PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
+PARSING |= {"fnmatch", "fnmatchcase"}
+MEANS = {"PaddedMean", "LowRankSum"}
+"""What a method may use of aggregation/ for which there is no rule: ranks differ."""
+
+
+def classes() -> list[type]:
+    """Every class that a file of the room defines."""
+    names = [info.name for info in pkgutil.walk_packages(coterie.methods.__path__)]
+    modules = [importlib.import_module(f"coterie.methods.{name}") for name in names]
+    return [
+        kind
+        for module in modules
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+        if kind.__module__ == module.__name__
+    ]
+
+
+def away(kind: type, root: type) -> int:
+    """The longest way from a class to one that it descends from, along bases."""
+    if kind is root:
+        return 0
+    return 1 + max(away(base, root) for base in kind.__bases__ if issubclass(base, root))
+
+
+@pytest.mark.parametrize("root", [Method, ClientSide, ServerSide])
+def test_nothing_is_more_than_three_classes_away_from_the_contract(root: type) -> None:
+    found = {kind.__name__: away(kind, root) for kind in classes() if issubclass(kind, root)}
+    assert len(found) > 3
+    assert {name: steps for name, steps in found.items() if steps > 3} == {}
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.name for file in FILES])
+def test_no_method_parses_names_or_keeps_a_mean(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = {
+        (node.module or "", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } | {
+        ("", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert not used & PARSING
+    assert not {"fnmatch", "re"} & {name for pair in imported for name in pair}
+    assert "weighted_mean" not in used
+    kept = {
+        name
+        for module, name in imported
+        if name == "weighted_mean" or name.endswith(("Mean", "Sum"))
+        if not (module == "coterie.aggregation" and name in MEANS)
+    }
+    assert not kept
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert not {name for name in own if "Mean" in name}

@@ -1,0 +1,75 @@
+"""An audit lists what travels and what stays, whatever their tensors are called."""
+
+import pytest
+
+from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, audit_run
+from coterie.results.messages import WHOLE
+from coterie.results.tables import Table
+
+DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}
+"""Of the small GPT-2 (two layers): what, and how many tensors."""
+
+
+def sets(count: int) -> set[tuple[str, int]]:
+    """So many sets of pairs on its MLPs."""
+    return {(f"generalist {n}, mlp.{way}", 4) for n in range(count) for way in ("up", "down")}
+
+
+def audited(config, **changes) -> dict[str, Table]:
+    """The tables of a run whose clients are alike, by what they show."""
+    declared, *tables = audit_run(config(**changes))
+    found = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
+    assert found.keys() == {*WAYS.values(), STAYS}
+    return {**found, "declared": declared}
+
+
+def kinds(table: Table, group: str) -> set[tuple[str, int]]:
+    """What a table says of a group, and how many tensors."""
+    rows = [row for row in table.rows if row[0] == group]
+    assert all(int(row[-1].replace(",", "")) > 0 for row in rows)
+    return {(row[1], int(row[2].split()[0])) for row in rows}
+
+
+def test_shared_parts_travel_and_the_others_stay(config) -> None:
+    found = audited(config)
+    travels = DENSE | sets(1)
+    assert kinds(found[WAYS["up"]], "adapter") == kinds(found[WAYS["down"]], "adapter") == travels
+    own = {("specialist 0, mlp.up", 4), ("specialist 0, mlp.down", 4), ("router, mlp", 2)}
+    assert kinds(found[STAYS], "adapter") == own
+    moments = kinds(found[STAYS], "training, experts")
+    assert moments == {(f"optimiser's {m}", 24) for m in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_a_private_adapter_stays_though_its_tensors_are_called_as_the_shared_ones(config) -> None:
+    pytest.importorskip("nevergrad")
+    found = audited(config, method="fdlora")
+    travels = {("dense, attention.qkv", 4)}
+    assert kinds(found[WAYS["up"]], "adapter") == kinds(found[STAYS], "private") == travels
+    assert kinds(found[STAYS], "adapter") == set()
+
+
+@pytest.mark.parametrize("method", ["hetlora", "flexlora"])
+def test_what_travels_in_a_group_of_another_name_does_not_stay(method, config) -> None:
+    found = audited(config, method=method)
+    up = found[WAYS["up"]]
+    assert (kinds(up, "adapter"), kinds(up, "experts")) == (DENSE, sets(1))
+    assert {row[0] for row in found[STAYS].rows} == {"training, joint"}
+
+
+def test_values_of_the_last_exchange_stay_and_the_others_uploads_are_counted_together(
+    config,
+) -> None:
+    found = audited(config, method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
+    adapter = DENSE | sets(2)
+    for group in ("adapter", "update"):
+        assert kinds(found[WAYS["up"]], group) == adapter
+        twice = {(what, 2 * count) for what, count in adapter}
+        assert kinds(found[WAYS["down"]], f"others' {group}") == twice
+    assert kinds(found[STAYS], "start") == adapter
+    (whole,) = [row for row in found[WAYS["down"]].rows if row[0] == WHOLE]
+    assert whole[-1].startswith("≤")  # the others' names differ in length
+
+
+def test_an_audit_says_where_losses_and_scores_are_shared(config) -> None:
+    assert audited(config)[STAYS].note == NEVER
+    assert audited(config, deployment={"share_metrics": True})[STAYS].note == SHARED

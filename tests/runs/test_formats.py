@@ -1,0 +1,118 @@
+"""A folder of another format is refused wherever a run is read, in a sentence that helps."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie import CoterieError
+from coterie.cli import main
+from coterie.exchange import State
+from coterie.exchange.formats import FORMAT, VERSION, FormatError
+from coterie.runs import RunFolder
+
+OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "the first": ({"format": 1, "coterie": "0.1.0"}, "1", "0.1.0"),
+    "the first, which had no number": ({"coterie": "0.1.0"}, "1", "0.1.0"),
+    "the next": ({"format": FORMAT + 1, "coterie": "9.8.7"}, str(FORMAT + 1), "9.8.7"),
+    "nobody's": ({"format": 1}, "1", "another version"),
+}
+"""What a run.json is stamped with, and which format and version the sentence names."""
+
+
+@pytest.fixture(scope="module")
+def done(config, tmp_path_factory) -> Path:
+    run = config(method="fedavg", rounds=1)
+    return coterie.run(run, out=tmp_path_factory.mktemp("formats") / "run").path
+
+
+@pytest.fixture(params=OTHERS)
+def other(request, done, tmp_path) -> tuple[Path, str]:
+    """A folder of another format, and the sentence about it."""
+    stamped, number, wrote = OTHERS[request.param]
+    path = tmp_path / "run"
+    shutil.copytree(done, path)
+    file = path / "run.json"
+    described = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in described.items() if key not in ("format", "coterie")}
+    file.write_text(json.dumps(kept | stamped), encoding="utf-8")
+    return path, (
+        f"The run in {path} has format {number} (written by Coterie {wrote}), and this is Coterie "
+        f"{VERSION}, which reads format {FORMAT}. Go on with the version that wrote it, or start a "
+        "new run in another folder."
+    )
+
+
+def content(path: Path) -> dict[str, bytes]:
+    files = (p for p in path.rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(path)): p.read_bytes() for p in files}
+
+
+def test_a_run_is_stamped_with_format_and_version(done, tmp_path) -> None:
+    described = json.loads((done / "run.json").read_text(encoding="utf-8"))
+    assert (described["format"], described["coterie"]) == (FORMAT, VERSION)
+    assert RunFolder(done).description == described
+    plain = {"config": {}, "clients": {}, "threads": 1}
+    folder = RunFolder.create(tmp_path / "own", plain)
+    assert folder.description == {"format": FORMAT, "coterie": VERSION} | plain
+
+
+def test_another_format_is_refused_by_the_library(other) -> None:
+    path, sentence = other
+    before = content(path)
+    reads: list[Callable[[], object]] = [
+        lambda: coterie.resume(path),
+        lambda: coterie.load(path, "poet"),
+        lambda: RunFolder(path).description,
+    ]
+    for read in reads:
+        with pytest.raises(FormatError) as error:
+            read()
+        assert str(error.value) == sentence
+    assert content(path) == before
+
+
+@pytest.mark.parametrize("command", [["report"], ["run", "--resume"]])
+def test_another_format_is_refused_by_commands(command, other, monkeypatch, capsys) -> None:
+    path, sentence = other
+    before = content(path)
+    for place in (path, path.parent) if command == ["report"] else (path,):
+        monkeypatch.setattr(sys, "argv", ["coterie", *command, str(place)])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == 2
+        shown = capsys.readouterr().err
+        assert "".join(shown.split()) == "".join(f"Error: {sentence}".split())
+    assert content(path) == before
+
+
+def test_a_run_of_another_format_is_there_and_not_overwritten_unless_forced(other, config) -> None:
+    path, _ = other
+    folder, before = RunFolder(path), content(path)
+    assert folder.is_run
+    description = {"config": {}, "clients": {}, "threads": 1}
+    with pytest.raises(CoterieError, match=r"already holds a run.*--out.*--force") as error:
+        RunFolder.create(path, description)
+    assert not isinstance(error.value, FormatError)
+    with pytest.raises(CoterieError, match="already holds a run"):
+        coterie.run(config(method="fedavg", rounds=1), out=path)
+    assert content(path) == before
+    assert RunFolder.create(path, description, force=True).description["format"] == FORMAT
+    assert content(path).keys() == {"run.json"}
+
+
+def test_a_state_of_another_format_is_refused(done, tmp_path) -> None:
+    shutil.copytree(done, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    path = folder.checkpoint(1) / "server.safetensors"
+    number = f'\\"format\\": {FORMAT}'.encode()
+    assert path.read_bytes().count(number) == 1
+    path.write_bytes(path.read_bytes().replace(number, number[:-1] + b"7"))
+    with pytest.raises(FormatError, match=r"A state has format 7 .* Go on with the version that"):
+        folder.load("server")
+    assert isinstance(folder.load("client-poet"), State)

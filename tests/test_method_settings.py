@@ -1,0 +1,153 @@
+"""Settings of methods in run files: their old names, those that do nothing, and what is carried."""
+
+import pytest
+import yaml
+
+from coterie import CoterieError, RunConfig, load_config
+from coterie.config import parse
+from coterie.config_errors import RENAMED_SETTINGS, _has
+from coterie.methods import available, method_from
+
+OLD = [
+    ("comigs-1g1s", {"rank": 4}, "method.rank is now method.mlp.rank."),
+    ("hetlora", {"rank": {"poet": 4}}, "method.rank is now method.mlp.rank."),
+    ("fedamole", {"rank": 4}, "method.rank is now method.attention.rank."),
+    (
+        "fedit",
+        {"rank": 4},
+        "method.rank did nothing in fedit; the rank of its pairs is method.attention.rank.",
+    ),
+    ("comigs-1g1s", {"generalists": 2}, "method.generalists is now method.mlp.generalists."),
+    ("comigs-1g1s", {"generalists": 0}, "method.generalists is now method.mlp.generalists."),
+    ("pcl-2", {"generalists": 1}, "method.generalists is now method.mlp.sets."),
+    ("fedavg", {"generalists": 0}, "method.generalists: 0 is now method.mlp: null."),
+    ("pfedmoe", {"specialists": 3}, "method.specialists is now method.mlp.specialists."),
+    ("local", {"specialists": 1}, "method.specialists is now method.mlp.sets."),
+    ("local", {"specialists": 0}, "method.specialists: 0 is now method.mlp: null."),
+    ("centralized", {"specialists": 0}, "method.specialists: 0 is now method.mlp: null."),
+    ("fdlora", {"attention_rank": 4}, "method.attention_rank is now method.attention.rank."),
+    ("comigs-2g", {"attention_rank": 0}, "method.attention_rank: 0 is now method.attention: null."),
+    ("fedamole", {"targets": "c_attn"}, "method.targets is now method.attention.targets."),
+    ("fedamole", {"alpha": 32}, "method.alpha is now method.lora.alpha."),
+    ("ffa-lora", {"scale": "rank"}, "method.scale is now method.lora.scale."),
+    ("comigs-tr", {"top_k": 1}, "method.top_k is now method.router.top_k."),
+    ("fedamole", {"top_k": 1}, "method.top_k is now method.router.top_k."),
+    ("comigs-2s", {"router_every": 9}, "method.router_every is now method.router.every."),
+    ("local-moe", {"load_balance_weight": 0.1},
+     "method.load_balance_weight is now method.router.load_balance_weight."),
+    ("fedamole", {"router": "vanilla"},
+     "method.router: vanilla is now method.router.kind: vanilla."),
+    ("fedavg", {"aggregation": "exact"}, "method.aggregation: exact is now method.exact: true."),
+    ("comigs-2g", {"aggregation": "mean"}, "method.aggregation: mean is now method.exact: false."),
+    ("pcl-3", {"top": 2}, "method.top is now method.trusted.top."),
+    ("llm2slm", {"top": 64}, "method.top is now method.logits."),
+    ("fedamole", {"most_experts": 9}, "method.most_experts is now method.max_experts."),
+    ("fedamole", {"privacy": {"epsilon": 8}}, "method.privacy is now method.embeddings.privacy."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "sentence"), OLD)
+def test_an_old_setting_is_told_by_its_name_in_that_method(
+    name, settings, sentence, values, tmp_path
+) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(method={"name": name, **settings}))
+    assert str(error.value) == sentence
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values(method=name)))
+    ((key, value),) = settings.items()
+    with pytest.raises(CoterieError) as error:
+        load_config(path, [f"method.{key}={yaml.safe_dump(value, default_flow_style=True)}"])
+    assert str(error.value) == sentence
+
+
+def test_what_old_settings_are_called_now_is_there() -> None:
+    for news in RENAMED_SETTINGS.values():
+        for new in news:
+            assert any(_has(method, new) for method in available().values()), new
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("fedavg", {"router": {"top_k": 1}}, "Unknown key 'method.router'."),
+        ("fedavg", {"top_k": 1}, "Unknown key 'method.top_k'. Known keys: name, mlp, attention"),
+        ("fedavg", {"specialists": 1}, "Unknown key 'method.specialists'. Known keys:"),
+        ("fedit", {"mlp": {"rank": 4}}, "Unknown key 'method.mlp'."),
+        ("pfedmoe", {"router": {"every": 3}}, "Unknown key 'method.router.every'."),
+        ("pcl-uniform", {"trusted": {"top": 1}}, "Unknown key 'method.trusted'."),
+        ("pcl-theoretical", {"top": 1}, "Unknown key 'method.top'. Known keys:"),
+        ("pcl-1", {"exact": True}, "Unknown key 'method.exact'."),
+        (
+            "fedamole",
+            {"assignment": "random", "embeddings": {"share": 0.1}},
+            "does nothing with `assignment: random`; leave it out.",
+        ),
+        (
+            "fedamole",
+            {"assignment": "random", "router": {"kind": "vanilla", "score_scale": "dim"}},
+            "method.router: score_scale does nothing with",
+        ),
+        ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
+        ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),
+        ("fedavg", {"mlp": {"ranc": 4}}, "'method.mlp.ranc'. Did you mean 'method.mlp.rank'?"),
+    ],
+)
+def test_what_does_nothing_in_a_method_is_refused(name, settings, sentence, values) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(method={"name": name, **settings}))
+    assert sentence in str(error.value)
+
+
+def settings(run: RunConfig, name: str) -> dict:
+    """The settings of another method in the same run, as they differ from its own defaults."""
+    found, own = run.with_method(name).method.described(), method_from(name).described()
+    return {key: value for key, value in found.items() if value != own[key]}
+
+
+def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config) -> None:
+    mlp, router = {"rank": 4, "specialists": 3}, {"every": 7}
+    run = config(method={"name": "comigs-1g1s", "mlp": mlp, "router": router}, baselines=["local"])
+    assert run.with_method("comigs-1g1s").method == run.method
+    assert run.with_method("comigs-1g1s").baselines == ()
+    whole = {"mlp": {"rank": 4, "generalists": 1, "specialists": 3}}
+    phases = {**method_from("comigs-1g1s").described()["router"], "every": 7}
+    assert settings(run, "comigs-tr") == {**whole, "router": phases}
+    # Joint training of a router has no phases; what it has in common with the other is unchanged.
+    assert settings(run, "pfedmoe") == whole
+    assert settings(run, "fedit") == settings(run, "pretrained") == {}
+
+
+def test_a_rank_is_carried_and_counts_of_experts_are_not(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "mlp": {"rank": 4, "specialists": 3}})
+    for name in ("local", "fedavg", "comigs-2g", "comigs-2s"):
+        own = method_from(name).described()["mlp"]
+        assert settings(run, name) == {"mlp": {**own, "rank": 4}}
+    pooled = run.with_method("centralized")
+    assert (pooled.pooled, pooled.method) == (True, run.with_method("local").method)
+    sets = config(method={"name": "fedavg", "mlp": {"rank": 4, "sets": 1}})
+    assert settings(sets, "pcl-2")["mlp"] == {"rank": 4, "sets": 1}
+    assert settings(sets, "ffa-lora")["mlp"] == {"rank": 4, "sets": 1}  # its own rank is 16
+
+
+def test_a_rank_means_the_same_in_fedamole_and_in_what_it_is_compared_with(config) -> None:
+    run = config(method={"name": "fedamole", "attention": {"rank": 4}, "lora": {"alpha": 32}})
+    attention = {"rank": 4, "targets": "q_proj|v_proj|c_attn"}
+    for name in ("fedit", "fedit-ft", "fdlora", "fedmkt", "local"):
+        method = run.with_method(name).method.described()
+        assert method["attention"] == attention
+        assert method["lora"]["alpha"] == 32
+        assert method["lora"]["scale"] == method_from(name).described()["lora"]["scale"]
+    back = config(method={"name": "fedit", "attention": {"rank": 2}}).with_method("fedamole")
+    assert back.method.described()["attention"] == {**attention, "rank": 2}
+    assert settings(run, "comigs-1g1s").keys() == {"attention", "lora"}  # routers have nothing
+
+
+def test_a_part_that_is_left_out_is_left_out_where_a_method_can_do_without(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "attention": None})
+    for name in ("comigs-2s", "fedavg", "hetlora"):
+        assert settings(run, name) == {"attention": None}
+    assert settings(run, "fedit") == settings(run, "fedamole") == {}
+    run = config(method={"name": "fedavg", "mlp": None})
+    assert settings(run, "local") == {"mlp": None}
+    assert settings(run, "comigs-1g1s") == settings(run, "flexlora") == {}

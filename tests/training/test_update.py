@@ -1,0 +1,219 @@
+"""The update loop against torch's own, whichever optimiser; and its moments come back."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coterie import CoterieError
+from coterie.adapters import Role
+from coterie.exchange import State
+from coterie.training.context import ClientContext
+from coterie.training.optimiser import REFUSED, OptimiserSpec, classes
+from coterie.training.spec import TrainingSpec
+from coterie.training.update import Updater
+
+KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSED)} | {
+    "sgd, momentum": {"name": "sgd", "momentum": 0.9},
+    "rmsprop, all": {"name": "rmsprop", "momentum": 0.5, "centered": True},
+    "adam, amsgrad": {"name": "adam", "amsgrad": True},
+    "adagrad, begun": {"name": "adagrad", "initial_accumulator_value": 0.5},
+}
+ROLES: dict[str, Role] = {"a": "dense", "b": "dense", "c": "router"}
+
+
+class Weights:
+    """A `Trainable`, as far as updates need one: matrices (4, 3), by name."""
+
+    def __init__(self) -> None:
+        chance = torch.Generator().manual_seed(0)
+        self.all = {
+            name: nn.Parameter(torch.randn(4, 3, generator=chance)) for name in sorted(ROLES)
+        }
+
+    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.all.items() if not roles or ROLES[n] in roles}
+
+    def require_grad(self, *roles: Role) -> None:
+        for name, parameter in self.all.items():
+            parameter.requires_grad_(ROLES[name] in roles)
+
+    def values(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.all.items()}
+
+
+def updater(weights: Weights, *roles: Role, **training: Any) -> Updater:
+    base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
+    spec = TrainingSpec(precision="fp32", **training)
+    context = SimpleNamespace(name="poet", base=base, training=spec)
+    return Updater(cast(ClientContext, context), cast(Any, weights), roles or ("dense", "router"))
+
+
+def loss_of(parameters: dict[str, nn.Parameter], step: int) -> Tensor:
+    """Of a linear model on a batch of its own at every step."""
+    chance = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 4, generator=chance), torch.randn(8, 3, generator=chance)
+    predicted = torch.stack([(x @ p).tanh() for p in parameters.values()]).sum(0)
+    return (predicted - y).square().mean()
+
+
+def rate(step: int) -> float:
+    return 0.05 / (1 + step)
+
+
+def work(one: Updater, weights: Weights, steps: range, penalty: Any = None) -> list[float]:
+    return [
+        one.update(lambda s=s: loss_of(weights.all, s), rate(s), penalty, where=f"at step {s + 1}")
+        for s in steps
+    ]
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("most", [None, 0.05, 1e6])
+@pytest.mark.parametrize("penalised", [False, True])
+def test_updates_are_torch_s_adamw_on_the_same_loss(most: float | None, penalised: bool) -> None:
+    """A loop as in torch's documentation, with the norm of the gradient cut by hand."""
+
+    def term(weights: Weights) -> Callable[[], Tensor] | None:
+        return (lambda: 0.3 * weights.all["b"].pow(4).sum()) if penalised else None
+
+    mine, theirs = Weights(), Weights()
+    one = updater(mine, max_grad_norm=most)
+    adamw = torch.optim.AdamW(theirs.all.values(), betas=(0.9, 0.95), weight_decay=0.01)
+    found, expected = work(one, mine, range(6), term(mine)), []
+    for step in range(6):
+        adamw.param_groups[0]["lr"] = rate(step)
+        adamw.zero_grad()
+        loss, extra = loss_of(theirs.all, step), term(theirs)
+        (loss + extra() if extra else loss).backward()
+        grads = [p.grad for p in theirs.all.values() if p.grad is not None]
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+        if most is not None and norm > most:
+            for grad in grads:
+                grad.mul_(most / norm)
+        adamw.step()
+        expected.append(loss.item())
+    assert found == pytest.approx(expected, rel=1e-5)  # without the penalty
+    for name, parameter in mine.all.items():
+        torch.testing.assert_close(parameter, theirs.all[name], rtol=1e-5, atol=1e-6)
+        assert parameter.grad is None
+
+
+def test_a_longer_gradient_is_scaled_to_the_largest_norm() -> None:
+    """One step of plain descent at rate 1 moves by the gradient itself."""
+    moves = {}
+    for most in (None, 0.25, 100.0):
+        weights = Weights()
+        before = weights.values()
+        one = updater(weights, optimiser=OptimiserSpec(name="sgd"), max_grad_norm=most)
+        one.update(lambda w=weights: loss_of(w.all, 0) * 10, 1.0, where="at step 1")
+        moves[most] = torch.stack([p.detach() - before[n] for n, p in weights.all.items()])
+    assert moves[None].norm() > 0.25
+    assert torch.equal(moves[None], moves[100.0])
+    torch.testing.assert_close(moves[0.25], moves[None] * 0.25 / moves[None].norm())
+
+
+def test_only_the_roles_are_updated() -> None:
+    weights = Weights()
+    before = weights.values()
+    work(updater(weights, "router"), weights, range(3))
+    moved = {name for name, p in weights.all.items() if not torch.equal(p, before[name])}
+    assert moved == {"c"}
+    assert all(p.grad is None for p in weights.all.values())
+    assert updater(weights, "router").parameters.keys() == {"c"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_come_back_through_their_bytes(kind: str) -> None:
+    """Bit for bit, in a new process, over other moments, and after having begun afresh."""
+    spec = OptimiserSpec.model_validate(KINDS[kind])
+    weights = Weights()
+    one = updater(weights, optimiser=spec)
+    work(one, weights, range(3))
+    values, data = weights.values(), one.state().encode()
+    losses = work(one, weights, range(3, 6))
+    after, moments = weights.values(), one.state().encode()
+
+    other = Weights()
+    fresh = updater(other, optimiser=spec)
+    for late, its in ((fresh, other), (one, weights)):
+        for name, parameter in its.all.items():
+            parameter.data.copy_(values[name])
+        late.restore(State.decode(data))
+        assert late.state().encode() == data
+        assert work(late, its, range(3, 6)) == losses
+        assert_same(its.values(), after)
+        assert late.state().encode() == moments
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["reset", "restore"])
+def test_what_has_no_moments_starts_afresh(kind: str, way: str) -> None:
+    spec = OptimiserSpec.model_validate(KINDS[kind])
+    weights, other = Weights(), Weights()
+    one, fresh = updater(weights, optimiser=spec), updater(other, optimiser=spec)
+    beginning = fresh.state().encode()
+    work(one, weights, range(3))
+    if way == "reset":
+        one.reset()
+    else:
+        one.restore(State())
+    assert one.state().encode() == beginning
+    for name, parameter in weights.all.items():
+        parameter.data.copy_(other.all[name])
+    assert work(one, weights, range(3)) == work(fresh, other, range(3))
+    assert_same(weights.values(), other.values())
+
+
+def test_a_state_is_a_copy_grouped_by_kind() -> None:
+    weights = Weights()
+    one = updater(weights)
+    assert one.state() == State()
+    work(one, weights, range(2))
+    state = one.state()
+    assert state.groups.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(group.keys() == weights.all.keys() for group in state.groups.values())
+    assert {step.item() for step in state["step"].values()} == {2}
+    before = {name: tensor.clone() for name, tensor in state["exp_avg"].items()}
+    work(one, weights, range(2, 4))
+    assert_same(dict(state["exp_avg"]), before)
+    one.restore(state)
+    work(one, weights, range(2, 4))
+    assert_same(dict(state["exp_avg"]), before)
+
+
+def test_moments_are_written_over_those_that_are_there() -> None:
+    weights = Weights()
+    one = updater(weights)
+    work(one, weights, range(2))
+    state = one.state()
+    places = {n: one.optimiser.state[p]["exp_avg"].data_ptr() for n, p in weights.all.items()}
+    work(one, weights, range(2, 3))
+    one.restore(state)
+    for name, parameter in weights.all.items():
+        moments = one.optimiser.state[parameter]
+        assert moments["exp_avg"].data_ptr() == places[name]
+        assert torch.equal(moments["exp_avg"], state["exp_avg"][name])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: float) -> None:
+    weights = Weights()
+    one = updater(weights)
+    work(one, weights, range(2))
+    before, state = weights.values(), one.state().encode()
+    with pytest.raises(CoterieError) as error:
+        one.update(lambda: loss_of(weights.all, 2) * value, 0.1, where="at step 3")
+    assert str(error.value) == (
+        "The loss of 'poet' is no longer finite at step 3; a lower training.learning_rate may help."
+    )
+    assert_same(weights.values(), before)
+    assert one.state().encode() == state

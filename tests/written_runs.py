@@ -1,0 +1,74 @@
+"""Run folders written by hand, as a finished run would leave them."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.exchange.formats import stamp
+
+Written = Callable[..., Path]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Writes a run of two clients; keyword arguments say how it differs."""
+
+    def write(
+        name: str,
+        method: dict[str, Any],
+        seed: int = 0,
+        figures: Iterable[tuple[int, str | None, str, Any]] = (),
+        perplexities: tuple[float, float] | None = (10.0, 20.0),
+        clients: dict[str, Any] | None = None,
+        accuracies: tuple[float, float] | None = None,
+        served: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Path:
+        """perplexities: of anna and ben at the end; None: the run is not finished.
+
+        accuracies: theirs at the end; with them, the clients hold prompts with answers.
+        served: what run.json records of a server with a model of its own.
+        """
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        settings = {
+            "name": name.split("/")[-1],
+            "seed": seed,
+            "base": "tiny-gpt2",
+            "method": method,
+            "pooled": False,
+            "rounds": 4,
+            "data": {"window": 16},
+            "clients": [{"name": "anna"}, {"name": "ben"}],
+            "divide": None,
+            "training": {"steps": 2, "batch": 2},
+            "evaluation": {"every": None, "split": "test"},
+        }
+        entries = clients or {"anna": {"data": "1"}, "ben": {"data": "2"}}
+        about = stamp() | {"clients": entries, "threads": 1, "config": settings | config}
+        if served is not None:
+            about["server"] = served
+        (folder / "run.json").write_text(json.dumps(about))
+        figures = list(figures)
+        if perplexities is not None:
+            pairs = zip(("anna", "ben"), perplexities, strict=True)
+            scores = {n: {"perplexity": p, "bits_per_byte": p / 10} for n, p in pairs}
+            for score, accuracy in zip(scores.values(), accuracies or (), strict=False):
+                score |= {"samples": 4, "accuracy": accuracy}
+            figures += [(3, client, "test/trained", score) for client, score in scores.items()]
+            result = {
+                "method": method["name"],
+                "reports": "trained",
+                "trained": scores,
+                "aggregated": scores,
+            }
+            (folder / "result.json").write_text(json.dumps(result))
+        keys = ("round", "client", "name", "value")
+        lines = (json.dumps(dict(zip(keys, figure, strict=True))) + "\n" for figure in figures)
+        (folder / "metrics.jsonl").write_text("".join(lines))
+        return folder
+
+    return write
