@@ -40,7 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
 VARIANTS = {
     *("fedavg-ft", "fedit-ft", "fedprompt-ft", "fedptuning-ft", "comigs-tr", "fedavg-moe-tr"),
     *("local-moe-tr", "local-moe", "fedavg-moe", "comigs-2g", "pcl-theoretical", "pcl-uniform"),
-    *("llm2slm", "single", "fedmkt-fedavg", "pcl-1", "fedprox", "pfedmoe"),
+    *("llm2slm", "single", "fedmkt-fedavg", "pcl-1", "fedprox", "pfedmoe", "comigs, exact"),
+    *("flexlora", "hetlora"),
 }
 """Those that differ from another by a default or a class variable; they are tested with CI's slow
 part."""
