@@ -139,7 +139,7 @@ def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
-    """The server and every client ended in the bits, and with the figures, of the local engine."""
+    """The server and every client ended in the bits, and with the entries, of the local engine."""
     pairs = {"server": RunFolder(out / "server")}
     pairs |= {f"client-{c.name}": folder(run, out, c.name) for c in run.clients}
     for side, mine in pairs.items():

@@ -129,7 +129,7 @@ def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> N
     assert_as_local(run, tmp_path, local)
 
 
-SPOILED = ("nan", "shape", "bytes", "other run", "other client", "none", "figures")
+SPOILED = ("nan", "shape", "bytes", "other run", "other client", "none", "entries")
 
 
 class Hasty(Loop):
@@ -217,9 +217,9 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
                 return seal(reply.model_copy(update={"client": "diarist"}), body)
             case "none":
                 return seal(reply)
-            case "figures":  # as JSON: no client of ours could make them
+            case "entries":  # as JSON: no client of ours could make them
                 header = reply.model_dump(exclude_none=True)
-                header["figures"] = [{"round": 1, "name": "test/trained", "value": "x"}]
+                header["entries"] = [{"round": 1, "name": "test/trained", "value": "x"}]
                 text = json.dumps(header).encode()
                 return len(text).to_bytes(4, "big") + text + body
         return seal(reply, Message(message.round, {"adapter": tensors}).encode())

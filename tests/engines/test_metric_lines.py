@@ -1,4 +1,4 @@
-"""Figures of a run: each is there once, whatever was killed, lost, late or false."""
+"""Entries of a run: each is there once, whatever was killed, lost, late or false."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 def lines(folder: RunFolder) -> list[Line]:
-    """All figures in order; of a time only that it was taken."""
+    """All entries in order; of a time only that it was taken."""
     return [m | {"value": 0} if m["name"] == "seconds" else m for m in folder.metrics()]
 
 
@@ -47,16 +47,16 @@ def kill_every_round_once(point: str, patch: pytest.MonkeyPatch) -> None:
         killed.add(round)
         return False
 
-    def appended(self: RunFolder, figures: list[Line]) -> None:
+    def appended(self: RunFolder, entries: list[Line]) -> None:
         round = self.rounds()
         if not passes("before append", round):
             raise Killed
         if not passes("in append", round):
-            text = "".join(json.dumps(line) + "\n" for line in figures)
+            text = "".join(json.dumps(line) + "\n" for line in entries)
             with (self.path / "metrics.jsonl").open("a") as file:
                 file.write(text[: 2 * len(text) // 3])
             raise Killed
-        append(self, figures)
+        append(self, entries)
         if not passes("after append", round):
             raise Killed
 
@@ -136,13 +136,13 @@ def test_every_score_is_there_once_and_says_when_it_came_up(method, undisturbed)
 
 
 def shared(config: Any, method: str = "comigs-1g1s", **deployment: Any) -> coterie.RunConfig:
-    """A deployed run whose server learns figures."""
+    """A deployed run whose server learns entries."""
     settings = {"quorum": 3, "deadline": 60, "share_metrics": True}
     return config(method=method, evaluation={"every": 1}, deployment=settings | deployment)
 
 
 def without_the_end(found: list[Line]) -> list[Line]:
-    """Figures, whether or not they say that they came up after the last round."""
+    """Entries, whether or not they say that they came up after the last round."""
     return [{k: v for k, v in m.items() if (k, v) != ("during", 3)} for m in found]
 
 
@@ -232,7 +232,7 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
         if name != "poet" or reply.kind == "join":
             return data
         header = reply.model_dump(exclude_none=True)
-        header["figures"] += lies
+        header["entries"] += lies
         text = json.dumps(header).encode()
         return len(text).to_bytes(4, "big") + text + body
 

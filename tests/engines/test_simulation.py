@@ -1,4 +1,4 @@
-"""The engine flower-simulation: the local engine's bits and figures, whatever happens meanwhile."""
+"""The engine flower-simulation: the local engine's bits and entries, whatever happens meanwhile."""
 
 import os
 import signal
@@ -27,16 +27,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:
-    """The same states, bit for bit, and the same figures."""
+    """The same states, bit for bit, and the same entries."""
     assert_same_states(one, other)
-    assert figures(one) == figures(other)
+    assert entries(one) == entries(other)
     mine, theirs = one.result, other.result
     assert mine is not None
     assert theirs is not None
     assert mine | {"seconds": 0} == theirs | {"seconds": 0}
 
 
-def figures(folder: RunFolder) -> list[dict[str, Any]]:
+def entries(folder: RunFolder) -> list[dict[str, Any]]:
     """All lines in order, without how long it took."""
     return [line for line in folder.metrics() if line["name"] != "seconds"]
 

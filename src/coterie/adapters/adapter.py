@@ -148,8 +148,8 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
 
     model: a base with an adapter attached. Raises CoterieError before its first forward pass.
     """
-    mixtures = ((path, m) for path, m in model.named_modules() if isinstance(m, Mixture))
-    return {path: m.first_experts() for path, m in mixtures if m.router is not None}
+    found = ((path, m) for path, m in model.named_modules() if isinstance(m, Mixture))
+    return {path: m.first_experts() for path, m in found if m.router is not None}
 
 
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:

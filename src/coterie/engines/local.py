@@ -61,7 +61,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        """Every client's upload, in the order of `names`; its figures are recorded by then."""
+        """Every client's upload, in the order of `names`; its entries are recorded by then."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -93,10 +93,10 @@ class Rounds(ABC):
                 self.recorder.round = round
                 self._round(round, Path(spool))
                 self.recorder.log(None, "seconds", time.monotonic() - began)
-                figures = self.recorder.take()
-                self.folder.append(figures)
+                entries = self.recorder.take()
+                self.folder.append(entries)
                 self.folder.save(round + 1, self._states())
-                watch.round_over(round, self._note(round, figures))
+                watch.round_over(round, self._note(round, entries))
         self.folder.finish(result(config, self.folder))
 
     def _round(self, round: int, spool: Path) -> None:
@@ -139,10 +139,10 @@ class Rounds(ABC):
             self._restore_clients()
         return done
 
-    def _note(self, round: int, figures: list[dict[str, Json]]) -> str:
+    def _note(self, round: int, entries: list[dict[str, Json]]) -> str:
         """The mean over texts of what models were scored in a round, if they were."""
         scored = f"test/{self.config.method.reports}"
-        lines = [line for line in figures if line["name"] == scored]
+        lines = [line for line in entries if line["name"] == scored]
         last = max((line["round"] for line in lines), default=round)
         found = [line["value"] for line in lines if line["round"] == last]
         if not found:

@@ -12,7 +12,7 @@ from coterie.exchange.message import LAST_ROUND, Json, MessageError
 from coterie.exchange.schema import plain
 
 LARGEST_HEADER = 2**24
-"""Bytes; a header holds a run's description, or a round's figures where they are shared."""
+"""Bytes; a header holds a run's description, or a round's entries where they are shared."""
 Kind = Literal["join", "step", "finish"]
 Fault = Literal["unknown run", "refused", "failed", "protocol", "base"]
 """Why a client has no upload: it must join first; it refused what it got; it could not do its work
@@ -46,7 +46,7 @@ class Order(_Header):
     """The run, without anybody's paths; to join only."""
 
 
-class Figure(BaseModel):
+class Entry(BaseModel):
     """What a client logged: a line of metrics.jsonl."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -60,12 +60,12 @@ class Figure(BaseModel):
     def _draws(self) -> Self:
         scores = self.name.startswith("test/")
         if not plain(self.value) or (scores and not _is_score(self.value)):
-            raise ValueError("it is not a figure")
+            raise ValueError("it is not a entry")
         return self
 
 
 def _is_score(value: Json) -> bool:
-    """Whether it is what reports draw: figures by name, at least those that every text has."""
+    """Whether it is what reports draw: entries by name, at least those that every text has."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -79,7 +79,7 @@ class Reply(_Header):
     fault: Fault | None = None
     base: str = ""
     """Hash of the base's weights, in the answer to join."""
-    figures: list[Figure] | None = None
+    entries: list[Entry] | None = None
     """What was logged, where the run shares metrics."""
 
 

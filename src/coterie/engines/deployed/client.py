@@ -5,7 +5,7 @@ whether it counts is known when the next order comes. Until then the one before 
 
 checkpoints/00004/   the state that the server counts on
 checkpoints/00005/   the state after the next step, its upload, and about.json: which order it
-                     answered, and the figures that go to metrics.jsonl if it counts
+                     answered, and the entries that go to metrics.jsonl if it counts
 """
 
 import json
@@ -25,15 +25,15 @@ from coterie.config import RunConfig, parse
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
-from coterie.exchange.envelope import Fault, Figure, Order, Reply, seal, unseal
+from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, participants_of
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
-"""Told of what happens, for people: joined, step, finished, fault, and figures by their names."""
-Figures = list[dict[str, Any]]
+"""Told of what happens, for people: joined, step, finished, fault, and entries by their names."""
+Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 
 
@@ -104,11 +104,11 @@ class Worker:
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
         if order.kind == "step":
-            upload, figures = self.run.step(order, body)
-            return self._reply(order, upload, figures)
-        figures = self.run.finish(order, body)
+            upload, entries = self.run.step(order, body)
+            return self._reply(order, upload, entries)
+        entries = self.run.finish(order, body)
         self.finished = True
-        return self._reply(order, figures=figures)
+        return self._reply(order, entries=entries)
 
     def _join(self, order: Order) -> bytes:
         if order.protocol != PROTOCOL:
@@ -142,14 +142,14 @@ class Worker:
         self,
         order: Order,
         body: bytes = b"",
-        figures: Figures | None = None,
+        entries: Entries | None = None,
         *,
         fault: Fault | None = None,
         base: str = "",
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
-        told = [{k: v for k, v in f.items() if k != "during"} for f in figures or []]
-        shared = [Figure(**figure) for figure in told] if shares else None
+        told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
+        shared = [Entry(**entry) for entry in told] if shares else None
         reply = Reply(
             run=order.run,
             client=self.site.name,
@@ -157,7 +157,7 @@ class Worker:
             round=order.round,
             fault=fault,
             base=base,
-            figures=shared,
+            entries=shared,
         )
         return seal(reply, body)
 
@@ -196,14 +196,14 @@ class SiteRun:
             raise CoterieError(f"The text is not what it was when the run in {folder.path} began.")
         return folder
 
-    def step(self, order: Order, download: bytes) -> tuple[bytes, Figures]:
-        """The upload of a round and its figures; from store if the order was obeyed before."""
+    def step(self, order: Order, download: bytes) -> tuple[bytes, Entries]:
+        """The upload of a round and its entries; from store if the order was obeyed before."""
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: answered from store", order.round + 1)
             path = self.folder.checkpoint(order.round + 1)
-            return (path / "upload").read_bytes(), newest.figures
+            return (path / "upload").read_bytes(), newest.entries
         began = time.monotonic()
         with self._whole():
             self.recorder.round = order.round
@@ -212,10 +212,10 @@ class SiteRun:
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
         self.seen("step", order.round)
-        return upload, about.figures
+        return upload, about.entries
 
-    def finish(self, order: Order, download: bytes) -> Figures:
-        """Take in the last download; the folder then holds the result. Returns its figures."""
+    def finish(self, order: Order, download: bytes) -> Entries:
+        """Take in the last download; the folder then holds the result. Returns its entries."""
         last, began = self.config.rounds - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")
@@ -228,7 +228,7 @@ class SiteRun:
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
-        return self._about().figures
+        return self._about().entries
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -267,8 +267,8 @@ class SiteRun:
     def _count(self, newest: "About") -> None:
         """Make the newest step the one that the server counts on."""
         lines = list(self.folder.metrics())
-        if newest.figures and newest.figures[-1] not in lines:
-            self.folder.rewrite([*lines, *newest.figures])
+        if newest.entries and newest.entries[-1] not in lines:
+            self.folder.rewrite([*lines, *newest.entries])
         self.folder.drop(self.folder.checkpoints()[:-1])
 
     def _about(self) -> "About":
@@ -289,4 +289,4 @@ class About:
     """-1: before the first."""
     digest: str = ""
     """Of the download."""
-    figures: Figures = field(default_factory=list)
+    entries: Entries = field(default_factory=list)

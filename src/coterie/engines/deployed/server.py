@@ -20,7 +20,7 @@ from coterie.config import RunConfig
 from coterie.engines.part import contribution, result, score_server
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import Figure, Kind, Order, Reply, seal, unseal
+from coterie.exchange.envelope import Entry, Kind, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
 from coterie.files import write_bytes
@@ -32,7 +32,7 @@ RETRY = 20.0
 GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
 COUNTED_HERE = ("bytes/", "seconds", "server/")
-"""How names of figures begin that are the server's to record."""
+"""How names of entries begin that are the server's to record."""
 LONGEST_LINE = 300
 """Characters of a line that tells what happened."""
 
@@ -72,7 +72,7 @@ class Seat:
     """Whether it could not do what it was asked the last time."""
     counted: int | None = None
     """The last round in which its upload counted."""
-    figures: list[Figure] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     """What it told of its last step; recorded if that counts."""
 
 
@@ -178,7 +178,7 @@ class ServerRun:
             self._note(f"round {self.round + 1}: {name} was left out")
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
-        self._record_figures(set(done) - refused)
+        self._record_entries(set(done) - refused)
         self.server.close(mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return counted
@@ -220,7 +220,7 @@ class ServerRun:
             self._turn(spool)
         for name in sorted(self.waiting):
             self._note(f"{name} did not take in the end; continue with --resume when it is back")
-        self._record_figures(self.hellos.keys() - self.waiting)
+        self._record_entries(self.hellos.keys() - self.waiting)
         told = list(self.folder.metrics())  # some already, if a kill came before the result
         self.folder.append([line for line in self.recorder.take() if line not in told])
 
@@ -229,7 +229,7 @@ class ServerRun:
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
             seat = self.seats[name]
-            seat.again, seat.failed, seat.figures = 0.0, False, []
+            seat.again, seat.failed, seat.entries = 0.0, False, []
 
     def _failed(self, seat: Seat) -> None:
         """Ask a client again later; a round that has enough others does not wait for it."""
@@ -348,18 +348,18 @@ class ServerRun:
         seat = self.seats[name]
         seat.again, seat.failed = 0.0, False
         if self.config.deployment.share_metrics:
-            seat.figures = reply.figures or []
+            seat.entries = reply.entries or []
         self.waiting.discard(name)
 
-    def _record_figures(self, names: Iterable[str]) -> None:
+    def _record_entries(self, names: Iterable[str]) -> None:
         """Record what clients told of their last steps, each under its own name."""
         last = min(self.round, self.config.rounds - 1)
         for name in sorted(names):
-            for figure in self.seats[name].figures:
-                if figure.client is not None and not figure.name.startswith(COUNTED_HERE):
+            for entry in self.seats[name].entries:
+                if entry.client is not None and not entry.name.startswith(COUNTED_HERE):
                     # A score of the round before comes up in this one.
-                    round = max(self.round - 1, min(figure.round, last))
-                    self.recorder.log(name, figure.name, figure.value, round)
+                    round = max(self.round - 1, min(entry.round, last))
+                    self.recorder.log(name, entry.name, entry.value, round)
 
     def _refuse(self, what: str, error: Exception) -> None:
         """Note what was wrong; what a method did not foresee is kept for its author."""

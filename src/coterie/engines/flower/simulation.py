@@ -66,8 +66,8 @@ RECORD = "coterie"
 Order = dict[str, Any]
 """The run's folder, the client, what to do (hello, step or finish), the round, and a download."""
 Answer = dict[str, Any]
-"""The upload or hello, and figures in JSON; or a complaint."""
-Figures = list[tuple[str | None, str, Json, int | None]]
+"""The upload or hello, and entries in JSON; or a complaint."""
+Entries = list[tuple[str | None, str, Json, int | None]]
 """What `log` was given: the client, the name, the value, and the round where it is another."""
 
 
@@ -129,8 +129,8 @@ class SimulatedRun(Rounds):
             ) from error
         if answer["complaint"]:
             raise CoterieError(answer["complaint"])
-        for figure in json.loads(answer["figures"]):
-            self.recorder.log(*figure)
+        for entry in json.loads(answer["entries"]):
+            self.recorder.log(*entry)
         return name, answer["body"]
 
 
@@ -190,10 +190,10 @@ def client_app() -> ClientApp:
 def obey(message: Message, context: Context) -> Message:
     """Carry out an order, in an actor's process."""
     order: Order = dict(message.content.config_records[RECORD])
-    answer: Answer = {"body": b"", "figures": "[]", "complaint": ""}
+    answer: Answer = {"body": b"", "entries": "[]", "complaint": ""}
     try:
-        body, figures = _actor(order["run"]).work(**order)
-        answer |= {"body": body, "figures": json.dumps(figures)}
+        body, entries = _actor(order["run"]).work(**order)
+        answer |= {"body": body, "entries": json.dumps(entries)}
     except CoterieError as error:
         answer["complaint"] = str(error)
     return Message(RecordDict({RECORD: ConfigRecord(answer)}), reply_to=message)
@@ -217,18 +217,18 @@ class Actor:
 
     def work(
         self, *, do: str, client: ClientId, round: int, body: bytes, run: str
-    ) -> tuple[bytes, Figures]:
-        """One order's answer and the figures that were logged meanwhile."""
-        figures: Figures = []
+    ) -> tuple[bytes, Entries]:
+        """One order's answer and the entries that were logged meanwhile."""
+        entries: Entries = []
         participant, base = self.participants[client], self.bases[self.config.base_of(client)]
 
         def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
-            figures.append((client, name, value, round))
+            entries.append((client, name, value, round))
 
         part = ClientPart(self.config, base, participant, log)
         upload = part.hello()
         if do == "hello":
-            return upload, figures
+            return upload, entries
         if do == "step":
             if round:
                 part.side.restore(self.folder.load(f"client-{client}"))
@@ -237,7 +237,7 @@ class Actor:
             part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
             part.finish(body)
         write_bytes(_state(self.folder, client), part.side.state().encode())
-        return upload, figures
+        return upload, entries
 
 
 def _state(folder: RunFolder, client: ClientId) -> Path:
