@@ -72,10 +72,10 @@ class ClientPart:
         """After the last round: take the download in, score, and keep it if it is the result."""
         if not self.schema.down:
             return
-        before = self.side.state()
+        before = self.side.state() if self.config.method.reports == "trained" else None
         self._take(download)
         self._score("aggregated", self.config.rounds - 1)
-        if self.config.method.reports == "trained":
+        if before is not None:
             self.side.restore(before)
 
     def score_trained(self, round: int) -> None:
