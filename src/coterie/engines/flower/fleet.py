@@ -12,32 +12,27 @@ from dataclasses import dataclass
 
 import httpx
 from flwr.app import Message
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PushMessagesRequest,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectPushError,
-    push_objects,
-)
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from coterie.engines.deployed.client import Seen, Worker
 from coterie.engines.flower.keys import Kit
 from coterie.engines.flower.parcel import content, fetch, prepare, unpack
+from coterie.engines.flower.private import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    FleetHttpClient,
+    Node,
+    NodeAuthHttpInterceptor,
+    ObjectPullError,
+    ObjectPushError,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RuntimeVersionHttpInterceptor,
+    SendNodeHeartbeatRequest,
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+    push_objects,
+)
 from coterie.exchange import MessageError
 from coterie.exchange.message import LARGEST_MESSAGE
 
@@ -76,7 +71,7 @@ class Connection:
         try:
             self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
         except httpx.HTTPError:
-            log.debug("the server could not be told")
+            log.debug("could not notify the server")
         self.client.close()
 
     def _one(self, worker: Worker) -> bool:
@@ -96,7 +91,7 @@ class Connection:
             )
             reply = Message(content(worker.answer(unpack(order))), reply_to=order)
         except (MessageError, ObjectPullError) as error:
-            log.error("refused what the server sent: %s", error)
+            log.error("rejected a message from the server: %s", error)
             return True
         self._push(reply, run)
         return True
@@ -124,24 +119,21 @@ class Connection:
             try:
                 self.client.SendNodeHeartbeat(beat)
             except httpx.HTTPError:
-                log.debug("a heartbeat was lost")
+                log.debug("a heartbeat failed")
 
 
 def connect(server: str, kit: Kit) -> Connection:
     """Reach the server as the client that the kit is for; raises httpx.HTTPError if it cannot."""
-    public = kit.key.public_key()
     client = FleetHttpClient.from_server_address(
         server,
         insecure=False,
         root_certificates=kit.ca,
         interceptors=[
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(kit.key, public),
+            NodeAuthHttpInterceptor(kit.key, kit.key.public_key()),
         ],
     )
-    request = ActivateNodeRequest(
-        public_key=public_key_to_bytes(public), heartbeat_interval=HEARTBEAT
-    )
+    request = ActivateNodeRequest(public_key=kit.public, heartbeat_interval=HEARTBEAT)
     try:
         active = client.ActivateNode(request)
     except httpx.HTTPError:
@@ -181,11 +173,14 @@ def keep_serving(server: str, kit: Kit, worker: Worker, stop: threading.Event, s
 def _why(server: str, error: Exception) -> str:
     """Why the server cannot be reached, for people."""
     if isinstance(error, ObjectPushError):
-        return f"{server} has not waited for this client's answer"
+        return f"{server} stopped waiting for this client's reply"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return f"{server} shows a certificate that is not of this kit's authority; not connected"
+        return (
+            f"{server} has a certificate from an authority that this kit does not trust; not "
+            "connected"
+        )
     if isinstance(error, httpx.HTTPStatusError):
         if error.response.status_code in (401, 412):
-            return f"{server} does not let this key in, or still holds its last connection"
-        return f"{server} answers with status {error.response.status_code}"
-    return f"{server} cannot be reached"
+            return f"{server} rejected this key, or still has an open connection with it"
+        return f"{server} responded with status {error.response.status_code}"
+    return f"{server} is unreachable"

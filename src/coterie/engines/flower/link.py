@@ -20,43 +20,43 @@ from typing import Self
 
 import httpx
 from flwr.app import Message
-from flwr.cli.build import build_fab_from_files
-from flwr.cli.cli_client_interceptor import CliClientHttpInterceptor
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.common.serde import message_from_proto
-from flwr.proto.control_pb2 import ListFederationsRequest, RegisterNodeRequest, StartRunRequest
-from flwr.proto.fab_pb2 import Fab
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import (
+
+from coterie.engines.deployed.server import LONGEST_LINE
+from coterie.engines.flower import FLOWER
+from coterie.engines.flower.keys import Keys
+from coterie.engines.flower.parcel import content, fetch, prepare, unpack
+from coterie.engines.flower.private import (
+    CHUNK,
+    SUPERLINK,
+    SUPERLINK_NODE_ID,
     AcquireTaskRequest,
+    CliClientHttpInterceptor,
+    ControlHttpClient,
+    Fab,
     GetNodesRequest,
+    HeartbeatSender,
+    ListFederationsRequest,
+    Node,
+    ObjectTree,
+    ObjectUnavailableError,
     PullAppMessagesRequest,
     PullTaskInputRequest,
     PushAppMessagesRequest,
-)
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    RegisterNodeRequest,
+    RuntimeHttpClient,
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    StartRunRequest,
+    SuperExecAuthHttpInterceptor,
+    TaskIdentity,
+    TaskType,
+    build_fab_from_files,
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
     make_push_object_fn_protobuf,
+    make_task_heartbeat_fn_http,
+    push_objects,
 )
-from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, push_objects
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
-)
-from flwr.supercore.protobuf.client import ProtobufClientInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-
-from coterie.engines.deployed.server import LONGEST_LINE
-from coterie.engines.flower.keys import Keys
-from coterie.engines.flower.parcel import content, fetch, prepare, unpack
 from coterie.engines.flower.proxy import Proxy, die_with_parent
 from coterie.errors import CoterieError
 from coterie.files import write_private
@@ -73,14 +73,15 @@ name = "coterie"
 version = "1.0.0"
 description = "No code: clients run the package that is installed where they are."
 license = {file = "LICENSE"}
-dependencies = ["flwr>=1.41.0"]
+dependencies = ["flwr>=%s"]
 [tool.flwr.app]
 publisher = "coterie"
 [tool.flwr.app.components]
 serverapp = "empty:none"
 clientapp = "empty:none"
 [tool.flwr.app.config]
-""",
+"""
+    % FLOWER.encode(),
 }
 
 
@@ -136,7 +137,7 @@ class SuperLink:
         keys = self.keys
         host, _, port = self.local.rpartition(":")
         command = [
-            *(sys.executable, "-c", "from flwr.superlink.cli import *; flower_superlink()"),
+            *(sys.executable, "-c", SUPERLINK),
             *("--host", host, "--port", port, "--isolation", "process"),
             *("--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.certificate)),
             *("--ssl-keyfile", str(keys.key), "--enable-supernode-auth"),
@@ -163,8 +164,7 @@ class SuperLink:
             except httpx.HTTPError:
                 if self.process.poll() is not None or time.monotonic() > end:
                     raise CoterieError(
-                        f"Flower's SuperLink did not start; {self.folder / 'superlink.log'} "
-                        "says why."
+                        f"Flower's SuperLink did not start; see {self.folder / 'superlink.log'}."
                     ) from None
                 time.sleep(0.1)
 
@@ -254,7 +254,7 @@ class FlowerLink:
                 for proto, tree in zip(
                     found.messages_list, found.message_object_trees, strict=True
                 ):
-                    if message_from_proto(proto).metadata.reply_to_message_id == ticket:
+                    if proto.metadata.reply_to_message_id == ticket:
                         self.coming[ticket] = tree, None
             if ticket in self.coming:
                 tree, missing = self.coming[ticket]
@@ -291,7 +291,7 @@ class FlowerLink:
         except (NotWhole, httpx.HTTPError):
             raise
         except Exception as error:  # whatever a client makes Flower's decoder stumble over
-            log.warning("refused a message: %s", " ".join(str(error).split())[:LONGEST_LINE])
+            log.warning("rejected a message: %s", " ".join(str(error).split())[:LONGEST_LINE])
             return None
 
     def _register(self) -> dict[bytes, str]:
@@ -315,7 +315,9 @@ class FlowerLink:
         acquire.close()
         return self._client(RuntimeTokenHttpInterceptor(task.token))
 
-    def _client(self, interceptor: ProtobufClientInterceptor) -> RuntimeHttpClient:
+    def _client(
+        self, interceptor: RuntimeTokenHttpInterceptor | SuperExecAuthHttpInterceptor
+    ) -> RuntimeHttpClient:
         return RuntimeHttpClient.from_server_address(
             self.superlink.local,
             insecure=False,

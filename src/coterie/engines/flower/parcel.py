@@ -3,20 +3,20 @@
 from collections.abc import Callable
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE as CHUNK
-from flwr.common.serde import message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import (
+
+from coterie.engines.flower.private import (
+    CHUNK,
     InflatableObject,
+    ObjectTree,
+    ProtoMessage,
     get_all_nested_objects,
     get_object_tree,
     iterate_object_tree,
+    message_to_proto,
     no_object_id_recompute,
+    pull_and_inflate_object_from_tree,
+    remove_content_from_message,
 )
-from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
-
 from coterie.exchange import MessageError
 
 NAME = "coterie"
@@ -38,7 +38,7 @@ def unpack(message: Message) -> bytes:
             return bytes(record[NAME].data)
     except (KeyError, ValueError):
         pass
-    raise MessageError("A Flower message arrived that holds no Coterie envelope.")
+    raise MessageError("A Flower message without a Coterie envelope was received.")
 
 
 def prepare(message: Message) -> tuple[ProtoMessage, ObjectTree, dict[str, InflatableObject]]:
@@ -59,7 +59,7 @@ def fetch(
     """
     if sum(1 for _ in iterate_object_tree(tree)) > largest // CHUNK + 1 + AROUND:
         confirm(tree.object_id)
-        raise MessageError(f"A message of more than {largest:,} bytes is not accepted.")
+        raise MessageError(f"The message exceeds {largest:,} bytes.")
     message = pull_and_inflate_object_from_tree(tree, pull, confirm, return_type=Message)
     message.metadata.__dict__["_message_id"] = tree.object_id
     return message
