@@ -2,22 +2,39 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test slow lint setup clean
+.PHONY: demo quick test slow lint dist try-wheel setup clean
 
 demo: setup  ## four writers learn together, in under three minutes on two cores
 	$(BIN)/coterie run --out runs/demo --force
 
-test: setup  ## the tests, slow ones apart
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+ROOMS := adapters aggregation alignment bases data exchange privacy results runs scoring
+FILES := config docs files method_settings package shape
+CONTRACT := tests/methods/test_contract.py::TestEveryMethod
+quick: setup  ## under a minute, while you edit: what needs no run, and the contract on CoMiGS
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" --durations=10 \
+	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
+	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
+	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
+
+test: setup  ## all tests but the slow ones
+	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=10
 
 slow: setup  ## the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=10
 
 lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+dist: setup  ## a wheel and a source archive, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+try-wheel: dist  ## the wheel in empty environments, with the newest and the oldest of what it needs
+	$(BIN)/python scripts/try_wheel.py dist/*.whl
 
 setup: .venv/.done
 
@@ -28,4 +45,4 @@ setup: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build dist

@@ -1,0 +1,117 @@
+"""Try a wheel as a stranger would: install it into an empty environment and use it elsewhere.
+
+    python scripts/try_wheel.py dist/coterie-0.1.0-py3-none-any.whl
+
+It does so twice: with the newest versions that the ranges of pyproject.toml allow, and with the
+oldest. PyTorch is the version of requirements.txt both times: another may bring gigabytes for GPUs.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+SHORT_RUN = ("--set", "rounds=1", "--set", "training.steps=2", "--set", "baselines=[]")
+TIMEOUT = 600
+"""Seconds that a command may take."""
+
+
+class Stranger:
+    """Somebody with nothing but an environment, in an empty folder."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = home / "folder"
+        self.folder.mkdir()
+        self._bin = home / "environment" / "bin"
+        self._environ = {
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            "COLUMNS": "100",
+            "HF_HUB_OFFLINE": "1",
+        }
+        subprocess.run([sys.executable, "-m", "venv", home / "environment"], check=True)
+
+    def does(self, program: str, *arguments: object, code: int = 0) -> str:
+        """What a program of the environment prints; it must end with this code."""
+        done = subprocess.run(
+            [self._bin / program, *map(str, arguments)],
+            cwd=self.folder,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        said = done.stdout + done.stderr
+        command = " ".join([program, *map(str, arguments)])
+        assert done.returncode == code, f"{command}: exit code {done.returncode}\n{said}"
+        return said
+
+
+def oldest(project: dict) -> Iterator[str]:
+    """A constraint for every requirement: the lowest version of its range, or else the range.
+
+    What the extras ask of packages holds, too, though none is installed.
+    """
+    extras = project["optional-dependencies"]
+    users = [extras[name] for name in extras if name != "dev"]
+    for requirement in map(Requirement, sum(users, project["dependencies"])):
+        lowest = [f"=={each.version}" for each in requirement.specifier if each.operator == ">="]
+        yield requirement.name + (lowest[0] if lowest else str(requirement.specifier))
+
+
+def try_out(wheel: Path, constraints: list[str], version: str) -> None:
+    """Install the wheel under constraints, and do with it what README.md begins with."""
+    with tempfile.TemporaryDirectory(prefix="try-wheel-") as home:
+        stranger = Stranger(Path(home))
+        limits = Path(home) / "constraints.txt"
+        limits.write_text("\n".join(constraints) + "\n", encoding="utf-8")
+        began = time.monotonic()
+        stranger.does("pip", "install", "--constraint", limits, wheel)
+        stranger.does("pip", "check")
+        size = subprocess.check_output(["du", "-sm", Path(home) / "environment"], text=True)
+        print(f"  installed in {time.monotonic() - began:.0f} s, {size.split()[0]} MiB", flush=True)
+        use(stranger, version)
+
+
+def use(stranger: Stranger, version: str) -> None:
+    """See that the commands work that need no extra, and that the others name theirs."""
+    assert stranger.does("coterie", "--version") == f"coterie {version}\n"
+    assert "Learn together" in stranger.does("coterie", "--help")
+    assert "A run file (YAML)" in stranger.does("coterie", "run", "--help"), "arguments have help"
+    began = time.monotonic()
+    table = stranger.does("coterie", "run", "--out", "run", *SHORT_RUN)
+    assert "Lower is better." in table, table
+    adapter = stranger.folder / "run" / "checkpoints" / "00001" / "client-poet.safetensors"
+    assert adapter.stat().st_size > 100_000
+    print(f"  ran in {time.monotonic() - began:.0f} s", flush=True)
+    prompt = "I sing of"
+    text = stranger.does("coterie", "generate", "run", "--client", "poet", "--prompt", prompt)
+    assert text.startswith(prompt), text
+    assert len(text) > len(prompt) + 20, text
+    for extra, command in {"report": ["report", "run"], "flower": ["server"]}.items():
+        said = stranger.does("coterie", *command, code=2)
+        assert f"pip install 'coterie[{extra}]'" in said, said
+
+
+def main() -> None:
+    """Try the wheel with the newest versions that its ranges allow, then with the oldest."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    wheel = parser.parse_args().wheel.resolve()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    torch = [pin for pin in pins if pin.startswith("torch==")]
+    for name, constraints in {"newest": torch, "oldest": [*oldest(project), *torch]}.items():
+        print(f"{wheel.name} with the {name} versions of what it needs", flush=True)
+        try_out(wheel, constraints, project["version"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The package asks for what it needs, no more and no less, and says who it is."""
+
+import ast
+import importlib.util
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli import app
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NEEDED = [Requirement(each) for each in PROJECT["dependencies"]]
+EXTRAS = {
+    name: [Requirement(each) for each in requirements]
+    for name, requirements in PROJECT["optional-dependencies"].items()
+}
+EVERYTHING = [*NEEDED, *(each for extra in EXTRAS.values() for each in extra)]
+PINS = {
+    canonicalize_name(pin.name): pin
+    for pin in map(Requirement, (ROOT / "requirements.txt").read_text(encoding="utf-8").split())
+}
+MAY_IMPORT = {
+    "engines/flower/": {"flower", "simulation"},
+    "report/": {"report"},
+    "methods/fdlora.py": {"fdlora"},
+    "cli/keys.py": {"flower"},
+    "testing/": {"testing"},
+}
+"""Which extras' packages a part of the source may import."""
+DISTRIBUTIONS = metadata.packages_distributions()
+"""By the module that they bring."""
+PARTS = {"pydantic-core": "pydantic"}
+"""Distributions that belong to another, which asks for one version of them."""
+
+
+def _names(requirements: list[Requirement]) -> set[str]:
+    return {canonicalize_name(each.name) for each in requirements}
+
+
+def _imported(path: Path) -> set[str]:
+    """The distributions that a file imports from, the standard library and Coterie apart."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, "no relative imports"
+            modules.add(node.module.split(".")[0])
+    found = {
+        canonicalize_name(DISTRIBUTIONS[module][0])
+        for module in modules - sys.stdlib_module_names - {"coterie"}
+    }
+    return {PARTS.get(name, name) for name in found}
+
+
+SOURCE = ROOT / "src" / "coterie"
+IMPORTED = {
+    path.relative_to(SOURCE).as_posix(): _imported(path) for path in sorted(SOURCE.rglob("*.py"))
+}
+
+
+@pytest.fixture(scope="module")
+def try_wheel() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("try_wheel", ROOT / "scripts" / "try_wheel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_library_does_not_choose_its_users_versions() -> None:
+    for requirement in NEEDED:
+        assert not any(each.operator in ("==", "===") for each in requirement.specifier)
+        assert any(each.operator == ">=" for each in requirement.specifier), requirement
+    pinned = {
+        each.name
+        for each in EVERYTHING
+        if any(one.operator in ("==", "===") for one in each.specifier)
+    }
+    assert pinned == {"flwr"}  # its private modules are used
+    assert _names(NEEDED).isdisjoint({"flwr", "click"})
+
+
+@pytest.mark.parametrize("requirement", EVERYTHING, ids=str)
+def test_what_is_developed_with_lies_in_the_range(requirement) -> None:
+    pin = PINS[canonicalize_name(requirement.name)]
+    [exact] = pin.specifier
+    assert exact.operator == "=="
+    assert requirement.specifier.contains(exact.version), f"{pin} is outside {requirement}"
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    for path, imported in IMPORTED.items():
+        extras = set().union(*(of for home, of in MAY_IMPORT.items() if path.startswith(home)))
+        allowed = _names([*NEEDED, *(each for extra in extras for each in EXTRAS[extra])])
+        assert imported <= allowed, path
+
+
+def test_what_is_asked_for_is_imported() -> None:
+    asked = _names([*NEEDED, *(each for name in EXTRAS if name != "dev" for each in EXTRAS[name])])
+    assert asked - set().union(*IMPORTED.values()) == {"click"}  # only held back, for Flower
+
+
+def test_it_says_its_version() -> None:
+    said = CliRunner().invoke(app, ["--version"])
+    assert (said.exit_code, said.output) == (0, f"coterie {PROJECT['version']}\n")
+    assert coterie.__version__ == PROJECT["version"]
+
+
+def test_pages_name_the_version_that_is_built() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    wheels = []
+    for page in (ROOT / "README.md", ROOT / "docs" / "deploy.md"):
+        wheels += re.findall(r"coterie-([0-9.]+)-py3-none-any", page.read_text(encoding="utf-8"))
+    assert set(wheels) == {PROJECT["version"]}
+
+
+def test_the_licence_is_apaches_whole_text() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert text.endswith("limitations under the License.\n")
+
+
+def test_the_oldest_versions_are_those_of_the_ranges(try_wheel) -> None:
+    project = {
+        "dependencies": ["a>=1.2,<3", "b >= 0.5"],
+        "optional-dependencies": {"x": ["c[y]==4.1", "d<8.5"], "dev": ["e>=1"]},
+    }
+    assert list(try_wheel.oldest(project)) == ["a==1.2", "b==0.5", "c==4.1", "d<8.5"]
