@@ -72,10 +72,10 @@ def test_other_bases_or_another_server_make_another_experiment(written, tmp_path
     found = experiments([tmp_path / "cmp"])
     assert sorted(len(one.all) for one in found) == [1, 1, 1, 2]
     assert {_about(one).note for one in found} == {
-        "Base tiny-gpt2; clients anna and ben.",
-        "Base tiny-gpt2 and small; clients anna and ben; the server's base tiny-gpt2.",
-        "Base tiny-gpt2 and large; clients anna and ben; the server's base tiny-gpt2.",
-        "Base tiny-gpt2 and small; clients anna and ben; the server's base large.",
+        "Base: tiny-gpt2. Clients: anna and ben.",
+        "Base: tiny-gpt2 and small. Clients: anna and ben. Server's base: tiny-gpt2.",
+        "Base: tiny-gpt2 and large. Clients: anna and ben. Server's base: tiny-gpt2.",
+        "Base: tiny-gpt2 and small. Clients: anna and ben. Server's base: large.",
     }
 
 
@@ -108,7 +108,7 @@ def test_series_have_a_mean_where_all_clients_of_a_run_have_a_figure(written, tm
 
 
 def test_a_folder_without_runs_is_refused(tmp_path) -> None:
-    with pytest.raises(CoterieError, match="neither a run's folder nor one that holds runs"):
+    with pytest.raises(CoterieError, match="neither a run folder nor a folder of runs"):
         experiments([tmp_path])
 
 

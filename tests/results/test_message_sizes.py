@@ -44,7 +44,7 @@ def per_sample(tables, way: str) -> dict[str, int]:
     sizes = {row[0]: int(row[-1].replace(",", "").strip("≤")) for row in rows}
     told = {name: size for name, size in sizes.items() if "per public sample" in name}
     counts = [int(row[2][3:-1]) for row in rows if row[:2] == ("knowledge", "samples")]  # 1 (N)
-    assert told == {f"the same per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
+    assert told == {f"average per public sample (of {n})": round(sizes[WHOLE] / n) for n in counts}
     return told
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from coterie.data import ClientData, Tokens
+from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant
 from coterie.results.overlap import OverlapTable, jaccard
 

@@ -47,13 +47,15 @@ def test_ranks_are_over_the_rows_that_both_have(example) -> None:
     found = {row["row"]: row for row in x["rows"]}
     assert found["a"]["perplexity"] == 12
     assert found["a"]["std"] == pytest.approx(8**0.5)
-    assert list(found) == ["a", "b", "c", "d"]
-    assert [found[r]["rank"] for r in "abcd"] == [1, 2, 3, None]
-    assert [found[r]["paper_rank"] for r in "abcd"] == [1, 3, 2, None]
+    assert [found[r]["rank"] for r in "abcde"] == [1, 2, 3, None, None]
+    assert [found[r]["paper_rank"] for r in "abcde"] == [1, 3, 2, None, None]
+    assert [found[r]["seeds"] for r in "abcde"] == [2, 1, 1, 1, 0]
+    assert [found[r]["rank_of_all"] for r in "abe"] == [1, 2, None]
     # In Y b and d tie for us, a and b for the paper; c has not run.
     assert {r["row"]: (r["rank"], r["paper_rank"]) for r in y["rows"]} == {
         "a": (3, 1),
         "b": (1, 1),
+        "c": (None, None),
         "d": (1, 3),
         "e": (4, 4),
     }

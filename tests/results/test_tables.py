@@ -95,7 +95,7 @@ def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
         ["mean", "15.00 / 1.500", "12.00 / 1.200"],
         ["server", "", "2.00 / 0.200"],
     ]
-    assert table.note == "Lower is better. The mean is without the server."
+    assert table.note == "Lower is better. The mean excludes the server."
     assert run_table({"local": results["local"]}).note == "Lower is better."
     accuracies = answered(a=0.5, b=1)
     both = {"fedmkt": accuracies | {"server": {**accuracies["trained"]["a"], "accuracy": 0.9}}}
@@ -124,7 +124,7 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
         ["local", "12.00 (2.83)", "20.00 (0.00)", "16.00 (1.41)", "1.600", "2", ""],
         ["fedmkt", "9.00 (1.41)", "16.00 (0.00)", "12.50 (0.71)", "1.250", "1", "3.50 (2.12)"],
     ]
-    assert table.note.endswith("Lower is better. Mean and rank are without the server.")
+    assert table.note.endswith("Lower is better. Mean and rank exclude the server.")
     once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
     assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "1.200", "1", "2.00"]
     alone = Comparison("x", {"local": found["local"]}).table()

@@ -16,8 +16,8 @@ import pandas as pd
 
 from coterie.engines.part import SERVER_SCORE
 from coterie.errors import CoterieError
-from coterie.methods import POOLED, Method, available
-from coterie.methods.contract import SERVER
+from coterie.methods.contract import SERVER, Method
+from coterie.methods.registry import POOLED, kind_of, names
 from coterie.results.frame import Frame, metrics, parts
 from coterie.runs import RunFolder
 from coterie.scoring.metrics import Metric, metric_of
@@ -74,7 +74,7 @@ class ReportedRun:
         """Which evaluation is the method's own: "trained" or "aggregated"."""
         if self.result is not None:
             return self.result["reports"]
-        return available().get(self.method, Method).reports
+        return (kind_of(self.method) if self.method in names() else Method).reports
 
     @property
     def own(self) -> str:
@@ -218,7 +218,7 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
             yield from ((folder.parent.name, found) for _, found in _find(folder))
         if inner:
             return
-    raise CoterieError(f"{path} is neither a run's folder nor one that holds runs.")
+    raise CoterieError(f"{path} is neither a run folder nor a folder of runs.")
 
 
 def _texts_and_base(run: ReportedRun) -> str:
@@ -238,7 +238,7 @@ def _set_only(value: Any) -> Any:
 
 def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
     """Runs by label, methods in the order of `coterie methods`, seeds in theirs."""
-    known = [*available(), POOLED]
+    known = [*names(), POOLED]
     labelled: dict[str, list[ReportedRun]] = {}
     methods = dict.fromkeys(run.method for run in runs)
     for method in sorted(methods, key=lambda m: known.index(m) if m in known else len(known)):

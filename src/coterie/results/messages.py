@@ -1,13 +1,12 @@
 """What the messages of an exchange weigh, by field, measured on real encoded ones."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pandas as pd
 from torch import Tensor
 
 from coterie.config import RunConfig
@@ -15,10 +14,9 @@ from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.exchange import Json, Message
 from coterie.exchange.schema import Field, Schema, Way
-from coterie.methods import ClientId
-from coterie.results.frame import Frame
-from coterie.results.tables import Table
+from coterie.results.tables import Summary, Table
 from coterie.runs import RunFolder, Watch
+from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
 """Each client's hello, its upload of a round, and the download that answers it."""
@@ -103,31 +101,55 @@ class MessagesTable:
 
     title: str
     weights: Mapping[str, Mapping[str, list[Weight]]]
-
-    def tables(self) -> list[Table]:
-        """A table per column; where clients differ, the least and the most."""
-        return [
-            Table(
-                f"{self.title}: {column}",
-                ("method", "way", "field", "what", "bytes"),
-                [line for row, weights in rows.items() for line in _lines(row, weights)],
-                "Bytes per client and exchange; what is sent once, at the start, is not counted.",
-            )
-            for column, rows in self.weights.items()
-        ]
+    command: str = ""
+    """What fills the table in."""
 
     def summary(self) -> dict[str, Any]:
-        """The same, client by client."""
+        """By column and row: every field of a message, with its bytes by client."""
         columns = {
-            column: {row: [vars(weight) for weight in weights] for row, weights in rows.items()}
+            column: {row: _fields(weights) for row, weights in rows.items()}
             for column, rows in self.weights.items()
         }
-        return {"table": self.title, "shows": "messages", "columns": columns}
+        return {
+            "table": self.title,
+            "shows": "messages",
+            "command": self.command,
+            "columns": columns,
+        }
+
+    def tables(self) -> list[Table]:
+        """For the screen."""
+        return message_tables(self.summary())
 
 
-def _lines(row: str, weights: Iterable[Weight]) -> Iterable[tuple[str, ...]]:
-    found = pd.DataFrame(map(vars, weights)).groupby(["way", "field", "what"], sort=False)["bytes"]
-    ends: Frame = found.agg(["min", "max"])
-    for (way, field, what), least, most in ends.itertuples(name=None):
-        shown = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        yield row, way, field, what, shown
+def _fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str, str], dict[ClientId, int]] = {}
+    for weight in weights:
+        sizes = found.setdefault((weight.way, weight.field, weight.what), {})
+        sizes[weight.client] = weight.bytes
+    return [
+        {"way": way, "field": field, "what": what, "bytes": sizes}
+        for (way, field, what), sizes in found.items()
+    ]
+
+
+def message_tables(summary: Summary) -> list[Table]:
+    """Of `MessagesTable.summary`: a table per column; where clients differ, from least to most."""
+    return [
+        Table(
+            f"{summary['table']}: {column}",
+            ("method", "way", "field", "what", "bytes"),
+            [
+                (row, field["way"], field["field"], field["what"], _span(field["bytes"].values()))
+                for row, fields in rows.items()
+                for field in fields
+            ],
+            "Bytes per client and exchange, without the messages sent once at the start.",
+        )
+        for column, rows in summary["columns"].items()
+    ]
+
+
+def _span(sizes: Collection[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.federation import Participant
-from coterie.methods import ClientId
-from coterie.results.tables import Table
+from coterie.results.tables import Summary, Table
+from coterie.training.context import ClientId
 
 Shares = dict[ClientId, dict[ClientId, float]]
 
@@ -28,19 +28,31 @@ class OverlapTable:
 
     title: str
     columns: Mapping[str, Shares]
-
-    def tables(self) -> list[Table]:
-        """A table per column, a row and a column per client."""
-        return [
-            Table(
-                f"{self.title}: {name}",
-                ("client", *shares),
-                [(client, *(f"{v:.2f}" for v in row.values())) for client, row in shares.items()],
-                "Jaccard index of the sets of token ids in the training texts; 1: the same set.",
-            )
-            for name, shares in self.columns.items()
-        ]
+    command: str = ""
+    """What fills the table in."""
 
     def summary(self) -> dict[str, Any]:
         """As plain data."""
-        return {"table": self.title, "shows": "jaccard", "columns": dict(self.columns)}
+        return {
+            "table": self.title,
+            "shows": "jaccard",
+            "command": self.command,
+            "columns": dict(self.columns),
+        }
+
+    def tables(self) -> list[Table]:
+        """For the screen."""
+        return overlap_tables(self.summary())
+
+
+def overlap_tables(summary: Summary) -> list[Table]:
+    """Of `OverlapTable.summary`: a table per column, with a row and a column per client."""
+    return [
+        Table(
+            f"{summary['table']}: {name}",
+            ("client", *shares),
+            [(client, *(f"{v:.2f}" for v in row.values())) for client, row in shares.items()],
+            "Jaccard index of the sets of token ids in the training texts; 1 means identical sets.",
+        )
+        for name, shares in summary["columns"].items()
+    ]

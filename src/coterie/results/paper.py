@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from coterie.results.frame import Frame, Result
-from coterie.results.tables import ALIKE, Comparison, Table, with_spread
+from coterie.results.tables import ALIKE, Comparison, Summary, Table, clients_table, with_spread
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]
@@ -31,105 +31,69 @@ class PaperTable:
     figures: Mapping[str, Figures]
     notes: Mapping[str, str]
     results: Mapping[str, Mapping[str, Sequence[Result]]]
+    """The same rows in every column, of which some may have no result yet."""
     asked: Mapping[str, str | None] = field(default_factory=dict)
     """By column, what is asked for of the scores; see `metric_of`."""
+    command: str = ""
+    """What fills the table in."""
 
     def summary(self) -> dict[str, Any]:
         """By column: what was measured per row, its rank, the paper's figure and rank.
 
         `metric` is what was measured and the key of our mean, which is from 0 to 1 if it is a
-        share; the paper's figures are as they were given.
+        share; the paper's figures are as they were given. A row that has not run has 0 `seeds`.
+        `rank` and `paper_rank` are among the rows that both have, `rank_of_all` among all.
         """
-        columns = [
-            {
-                "name": name,
-                "note": self.notes[name],
-                "metric": metric.key,
-                "correlation": correlation(rows, metric),
-                "rows": rows,
-            }
-            for name in self.results
-            for metric in [self._comparison(name).metric]
-            for rows in [self._rows(name)]
-        ]
-        return {"table": self.title, "paper": self.paper, "split": self.split, "columns": columns}
+        return {
+            "table": self.title,
+            "shows": "scores",
+            "command": self.command,
+            "paper": self.paper,
+            "split": self.split,
+            "columns": [self._column(name) for name in self.results],
+        }
 
     def tables(self) -> list[Table]:
-        """The table in the paper's layout; then, per column, each client's figures."""
-        columns = map(self._comparison, self.results)
-        return [self._layout(), *(column.table() for column in columns if column.results)]
+        """For the screen."""
+        return score_tables(self.summary())
 
-    def _comparison(self, column: str) -> Comparison:
-        """A column's rows that have results."""
-        finished = {row: found for row, found in self.results[column].items() if found}
-        return Comparison(column, finished, self.split, self.asked.get(column))
+    def _column(self, name: str) -> dict[str, Any]:
+        finished = {row: found for row, found in self.results[name].items() if found}
+        comparison = Comparison(name, finished, self.split, self.asked.get(name))
+        metric, rows = comparison.metric, self._rows(name, comparison)
+        return {
+            "name": name,
+            "note": self.notes[name],
+            "metric": metric.key,
+            "correlation": correlation(rows, metric),
+            "rows": rows,
+        }
 
-    def _layout(self) -> Table:
-        columns = self.summary()["columns"]
-        compared = any(row["paper"] is not None for c in columns for row in c["rows"])
-        names = list(dict.fromkeys(name for rows in self.results.values() for name in rows))
-        lines = [[name] for name in names]
-        last, heads = ["Spearman"], ["method"]
-        for column in columns:
-            found = {row["row"]: row for row in column["rows"]}
-            metric = METRICS[column["metric"]]
-            heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
-            for name, line in zip(names, lines, strict=True):
-                paper = self.figures[column["name"]].get(name)
-                line += _cells(found.get(name), metric, paper, compared)
-            agreement = column["correlation"]
-            last += ["" if agreement is None else f"{agreement:.2f}", "", "", ""]
-        group = 4 if compared else 2
-        if compared:
-            lines.append(last)
-        return Table(self.title, heads, lines, self._note(columns, compared), group)
-
-    def _note(self, columns: Sequence[Mapping[str, Any]], compared: bool) -> str:
-        counts = sorted({row["seeds"] for column in columns for row in column["rows"]})
-        seeds = " to ".join(map(str, counts)) or "no"
-        spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
-        many = "" if counts == [1] else "s"
-        metrics = {column["name"]: METRICS[column["metric"]] for column in columns}
-        if len(one := set(metrics.values())) == 1:
-            (metric,) = one
-            what = f"Mean {self.split} {metric.label} over clients{spread}"
-            parts = [f"{what}, {seeds} seed{many}. {metric.better}"]
-        else:
-            parts = [f"Means over clients{spread}, {seeds} seed{many}."]
-            parts += [f"{name}: {self.split} {m.label}. {m.better}" for name, m in metrics.items()]
-        if compared:
-            where = f" ({self.paper})" if self.paper else ""
-            parts += [
-                f"Under `paper` is the paper's figure{where}; ranks are among the rows that both"
-                " have, and Spearman is the correlation of the two rankings."
-            ]
-        parts += [f"{name}: {note}." for name, note in self.notes.items() if note]
-        return " ".join(parts)
-
-    def _rows(self, column: str) -> list[dict[str, Any]]:
-        """The rows that have results, with ranks among those that can be compared."""
-        comparison = self._comparison(column)
-        rows, metric = comparison.summary(), comparison.metric
-        names, paper = [row.pop("method") for row in rows], self.figures[column]
-        ours = {name: row[metric.key] for name, row in zip(names, rows, strict=True)}
-        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, names, dtype=float)
+    def _rows(self, column: str, comparison: Comparison) -> list[dict[str, Any]]:
+        """All rows; those that have results with ranks among those that can be compared."""
+        metric, paper = comparison.metric, self.figures[column]
+        measured = {row.pop("method"): row for row in comparison.summary()}
+        ours = {name: row[metric.key] for name, row in measured.items()}
+        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(measured), dtype=float)
         both = found.dropna() if found["paper"].notna().any() else found
         order = both.map(metric.order).round(ALIKE)
         # 0 stands for none.
-        ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
+        ranks = order.rank(method="min").reindex(list(self.results[column])).fillna(0).astype(int)
         return [
             {
                 "row": name,
-                **row,
+                "seeds": 0,
+                **measured.get(name, {}),
+                "rank_of_all": measured[name]["rank"] if name in measured else None,
                 "rank": int(ranks["ours"][name]) or None,
                 "paper": paper.get(name),
                 "paper_rank": int(ranks["paper"][name]) or None,
             }
-            for name, row in zip(names, rows, strict=True)
+            for name in self.results[column]
         ]
 
 
-def correlation(rows: Sequence[Mapping[str, Any]], metric: Metric = PERPLEXITY) -> float | None:
+def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float | None:
     """Spearman's rank correlation of our figures with the paper's, where there are both.
 
     None if it is not defined: fewer than two such rows, or all alike on one side.
@@ -139,14 +103,65 @@ def correlation(rows: Sequence[Mapping[str, Any]], metric: Metric = PERPLEXITY) 
     return None if isnan(agreement) else agreement
 
 
-def _cells(
-    row: Mapping[str, Any] | None, metric: Metric, figure: float | None, compared: bool
-) -> list[str]:
+def score_tables(summary: Summary) -> list[Table]:
+    """Of `PaperTable.summary`: the paper's layout; then, per column, each client's scores."""
+    return [_layout(summary), *(_clients(summary, c) for c in summary["columns"] if _scored(c))]
+
+
+def _scored(column: Summary) -> list[Summary]:
+    """The rows of which each client's scores are known."""
+    return [row for row in column["rows"] if "clients" in row]
+
+
+def _clients(summary: Summary, column: Summary) -> Table:
+    metric = METRICS[column["metric"]]
+    rows = {row["row"]: {**row, "rank": row["rank_of_all"]} for row in _scored(column)}
+    return clients_table(f"{column['name']}: {summary['split']} {metric.label}", metric, rows)
+
+
+def _layout(summary: Summary) -> Table:
+    columns = summary["columns"]
+    compared = any(row["paper"] is not None for column in columns for row in column["rows"])
+    lines = [[row["row"]] for row in columns[0]["rows"]]
+    last, heads = ["Spearman"], ["method"]
+    for column in columns:
+        metric, agreement = METRICS[column["metric"]], column["correlation"]
+        heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
+        for row, line in zip(column["rows"], lines, strict=True):
+            line += _cells(row, metric, compared)
+        last += ["" if agreement is None else f"{agreement:.2f}", "", "", ""]
+    rows = [*lines, last] if compared else lines
+    note, group = _note(summary, compared), 4 if compared else 2
+    return Table(summary["table"], heads, rows, note, group)
+
+
+def _cells(row: Summary, metric: Metric, compared: bool) -> list[str]:
     """One row's cells in one column; nothing of ours where it has not run."""
-    ours, ranks = "", ["", ""]
-    if row is not None:
-        ours = with_spread(row, metric)
-        ranks = ["" if row[key] is None else str(row[key]) for key in ("rank", "paper_rank")]
-    if not compared:
-        return [ours, ranks[0]]
-    return [ours, ranks[0], "" if figure is None else f"{figure:.2f}", ranks[1]]
+    ours = with_spread(row, metric) if row["seeds"] else ""
+    rank, paper_rank = (str(row[key] or "") for key in ("rank", "paper_rank"))
+    figure = "" if row["paper"] is None else f"{row['paper']:.2f}"
+    return [ours, rank, figure, paper_rank] if compared else [ours, rank]
+
+
+def _note(summary: Summary, compared: bool) -> str:
+    columns = summary["columns"]
+    counts = sorted({row["seeds"] for column in columns for row in column["rows"]} - {0})
+    seeds = " to ".join(map(str, counts)) or "no"
+    spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
+    many = "" if counts == [1] else "s"
+    split, metrics = summary["split"], {c["name"]: METRICS[c["metric"]] for c in columns}
+    if len(one := set(metrics.values())) == 1:
+        (metric,) = one
+        what = f"Mean {split} {metric.label} over clients{spread}"
+        parts = [f"{what}, {seeds} seed{many}. {metric.better}"]
+    else:
+        parts = [f"Means over clients{spread}, {seeds} seed{many}."]
+        parts += [f"{name}: {split} {m.label}. {m.better}" for name, m in metrics.items()]
+    if compared:
+        where = f" ({summary['paper']})" if summary["paper"] else ""
+        parts += [
+            f"Columns `paper`: the paper's figures{where}. Ranks are among the rows with both "
+            "figures; Spearman is the correlation of the two rankings."
+        ]
+    parts += [f"{column['name']}: {column['note']}." for column in columns if column["note"]]
+    return " ".join(parts)

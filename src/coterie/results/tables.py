@@ -14,6 +14,8 @@ from rich.text import Text
 from coterie.results.frame import Column, Frame, Result, over_runs, scores, std
 from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
+Summary = Mapping[str, Any]
+"""What a table shows, or a part of it, as plain data that JSON can hold."""
 ALIKE = 12
 """Decimals to which figures must be the same to rank the same: what follows is rounding."""
 
@@ -122,7 +124,7 @@ def run_table(
     note, served = metric.better, [server_score(result) for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
-        note += " The mean is without the server."
+        note += " The mean excludes the server."
     what = "perplexity per token / bits per byte" if pair else metric.label
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
@@ -164,41 +166,9 @@ class Comparison:
         return rows
 
     def table(self) -> Table:
-        """A row per method, in the given order; where the server has a model, it comes last.
-
-        Then every model is a result of its own, and cells have standard deviations over seeds.
-        """
-        rows, metric = self.summary(), self.metric
-        bits = metric is PERPLEXITY
-        clients = list(rows[0]["clients"]) if rows else []
-        counts = sorted({row["seeds"] for row in rows})  # they differ while it is under way
-        seeds = " to ".join(map(str, counts))
-        spread = any(count > 1 for count in counts)
-        served = any(row["server"] for row in rows)
-        aside = " Mean and rank are without the server." if served else ""
-        return Table(
-            f"{self.name}: {self.split} {metric.label}",
-            [
-                "method",
-                *clients,
-                "mean (std)" if spread else "mean",
-                "bits/byte" if bits else "over clients",
-                "rank",
-                *(["server"] if served else []),
-            ],
-            [
-                [
-                    row["method"],
-                    *(_of_client(row, client, metric, served) for client in clients),
-                    with_spread(row, metric),
-                    f"{row['bits_per_byte']:.3f}" if bits else f"± {metric.cell(row['spread'])}",
-                    str(row["rank"]),
-                    *([_of_server(row, metric)] if served else []),
-                ]
-                for row in rows
-            ],
-            f"Mean over clients; {seeds} seed{'s' if spread else ''}. {metric.better}{aside}",
-        )
+        """A row per method, in the given order; see `clients_table`."""
+        rows = {row["method"]: row for row in self.summary()}
+        return clients_table(f"{self.name}: {self.split} {self.metric.label}", self.metric, rows)
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
         own = over_runs(results)
@@ -227,11 +197,52 @@ def _mean_at(point: str, results: Sequence[Result], key: str) -> float:
     return float(over_runs(results, point)[key].groupby("run").mean().mean())
 
 
-def _of_client(row: Mapping[str, Any], client: str, metric: Metric, spread: bool) -> str:
+def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
+    """Each client's score by method, the mean, and the rank; a server's model comes last.
+
+    rows: a method's entry in `Comparison.summary`, by its name. Columns of which nothing is known
+    are left out. Beside a server, clients' cells have standard deviations over seeds, too.
+    """
+    entries = list(rows.values())
+    counts = sorted({row["seeds"] for row in entries})  # they differ while it is under way
+    spread = any(count > 1 for count in counts)
+    served = any(row["server"] for row in entries)
+    beside = "bits/byte" if metric is PERPLEXITY else "over clients"
+    columns = [
+        ("method", list(rows)),
+        *(
+            (client, [_of_client(row, client, metric, served) for row in entries])
+            for client in entries[0]["clients"]
+        ),
+        ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
+        (beside, [_beside_mean(row, metric) for row in entries]),
+        ("rank", [str(row["rank"]) for row in entries]),
+        ("server", [_of_server(row, metric) for row in entries]),
+    ]
+    known = [(head, cells) for head, cells in columns if any(cells)]
+    seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
+    aside = " Mean and rank exclude the server." if served else ""
+    return Table(
+        title,
+        [head for head, _ in known],
+        [list(row) for row in zip(*(cells for _, cells in known), strict=True)],
+        f"Mean over clients; {seeds}. {metric.better}{aside}",
+    )
+
+
+def _of_client(row: Summary, client: str, metric: Metric, spread: bool) -> str:
     """A client's cell, with its standard deviation over seeds if wanted."""
-    std, seeds = row["clients_std"][client], row["seeds"] if spread else 1
-    value = row["clients"][client]
-    return with_spread({metric.key: value, "std": std, "seeds": seeds}, metric)
+    own = {metric.key: row["clients"][client], "seeds": 1}
+    if spread:
+        own |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
+    return with_spread(own, metric)
+
+
+def _beside_mean(row: Summary, metric: Metric) -> str:
+    """Perplexity in bits per byte; of a share, its standard deviation over clients, where known."""
+    if metric is PERPLEXITY:
+        return f"{row['bits_per_byte']:.3f}"
+    return f"± {metric.cell(row['spread'])}" if "spread" in row else ""
 
 
 def _of_server(row: Mapping[str, Any], metric: Metric) -> str:

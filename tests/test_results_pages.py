@@ -1,0 +1,31 @@
+"""Every page in docs/results is what its result file gives, and every file has its page."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coterie.results.pages import pages, table_file
+from coterie.table_file import is_table
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "results"
+PAGES = pages(FOLDER)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_is_what_its_result_file_gives(path) -> None:
+    behind = "the page is not what its result file gives; run scripts/write_results.py"
+    assert path.exists(), behind
+    assert path.read_text(encoding="utf-8") == PAGES[path], behind
+
+
+def test_every_page_has_a_result_file() -> None:
+    assert set(FOLDER.glob("*.md")) == PAGES.keys()
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_a_result_file_is_named_after_its_table_file(path) -> None:
+    file = table_file(json.loads(path.read_text(encoding="utf-8")))
+    assert file.stem == path.stem
+    assert is_table(ROOT / file)
