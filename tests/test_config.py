@@ -7,7 +7,7 @@ import yaml
 
 from coterie import CoterieError, load_config
 from coterie.config import parse
-from coterie.config_errors import RENAMED
+from coterie.renamed import RENAMED
 
 WRONG = {
     "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
@@ -52,21 +52,21 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("clients=[{path: x}]", "clients[0].name is missing."),
         ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
         ("clients=[{name: a}]", "client a needs either path"),
-        ("clients=[{name: a, path: x}, {name: a, path: y}]", "'a' is named twice"),
-        ("clients=[]", "Nobody takes part"),
-        ("divide={source: x.jsonl, by: label}", "exclude each other"),
+        ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
+        ("clients=[]", "The run has no clients"),
+        ("divide={source: x.jsonl, by: label}", "are mutually exclusive"),
         ("name=../x", "name should be up to 64 letters"),
         ("data.window=5000", "limit of 2000 train tokens is too small"),
         ("evaluation.metric=accuracy", "set data.instructions"),
         ("evaluation.generate=9", "set data.instructions"),
         ("data.instructions.template=ask.jinja", "there is no file"),
-        ("data.instructions={choices: [yes, no]}", "put them in quotes"),
+        ("data.instructions={choices: [yes, no]}", "quote them"),
         ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
-        ("clients.poet.path=x", "'clients' is not a mapping of keys; set it as a whole."),
+        ("clients.poet.path=x", "'clients' is not a mapping; set it as a whole."),
         ("rounds", "--set takes key=value"),
         ("=4", "--set takes key=value"),
-        ("rounds=[1", "the value is not YAML"),
+        ("rounds=[1", "the value is not valid YAML"),
         ("a.b=3", "Unknown key 'a'."),
     ],
 )
@@ -101,11 +101,11 @@ def run_file(values, tmp_path) -> Path:
     [
         (b"", "is not a mapping of keys to values."),
         (b"- a\n", "is not a mapping of keys to values."),
-        (b"name: [a\nb: }", "is not YAML, line 2, column 2: expected ',' or ']'"),
-        ("name: café".encode("latin-1"), "is not text in UTF-8."),
-        (b"name: \x00", "is not YAML"),
-        (b"rounds: 1\nrounds: 2", "the key 'rounds' stands twice"),
-        (b"name: !!python/object:os.system x", "is not YAML, line 1"),
+        (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
+        ("name: café".encode("latin-1"), "is not UTF-8 text."),
+        (b"name: \x00", "is not valid YAML"),
+        (b"rounds: 1\nrounds: 2", "duplicate key 'rounds'"),
+        (b"name: !!python/object:os.system x", "is not valid YAML, line 1"),
     ],
 )
 def test_a_file_that_is_no_run_file(content, sentence, tmp_path) -> None:

@@ -5,8 +5,8 @@ import yaml
 
 from coterie import CoterieError, RunConfig, load_config
 from coterie.config import parse
-from coterie.config_errors import RENAMED_SETTINGS, _has
-from coterie.methods import available, method_from
+from coterie.methods.registry import available, method_from
+from coterie.renamed import RENAMED_SETTINGS, has
 
 OLD = [
     ("comigs-1g1s", {"rank": 4}, "method.rank is now method.mlp.rank."),
@@ -15,7 +15,7 @@ OLD = [
     (
         "fedit",
         {"rank": 4},
-        "method.rank did nothing in fedit; the rank of its pairs is method.attention.rank.",
+        "method.rank had no effect in fedit; the rank of its LoRA pairs is method.attention.rank.",
     ),
     ("comigs-1g1s", {"generalists": 2}, "method.generalists is now method.mlp.generalists."),
     ("comigs-1g1s", {"generalists": 0}, "method.generalists is now method.mlp.generalists."),
@@ -64,7 +64,7 @@ def test_an_old_setting_is_told_by_its_name_in_that_method(
 def test_what_old_settings_are_called_now_is_there() -> None:
     for news in RENAMED_SETTINGS.values():
         for new in news:
-            assert any(_has(method, new) for method in available().values()), new
+            assert any(has(method, new) for method in available().values()), new
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_what_old_settings_are_called_now_is_there() -> None:
         (
             "fedamole",
             {"assignment": "random", "embeddings": {"share": 0.1}},
-            "does nothing with `assignment: random`; leave it out.",
+            "has no effect with `assignment: random`; remove it.",
         ),
         (
             "fedamole",
             {"assignment": "random", "router": {"kind": "vanilla", "score_scale": "dim"}},
-            "method.router: score_scale does nothing with",
+            "method.router: score_scale has no effect with",
         ),
         ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
         ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),

@@ -14,8 +14,9 @@ import coterie
 from coterie import CoterieError
 from coterie.config import parse
 from coterie.engines.local import LocalRun
-from coterie.paper_tables import is_table, load_table, merged, slug
+from coterie.paper_tables import load_table
 from coterie.runs import RunFolder, Watch
+from coterie.table_file import is_table, merged, slug
 
 Make = Callable[..., Path]
 
@@ -119,32 +120,36 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ({"rows": []}, "needs `rows`"),
         ({"rows": [{"name": "x"}]}, r"rows\[0\].method is missing"),
         ({"rows": [{"methud": "local"}]}, r"Did you mean 'rows\[0\].method'"),
-        ({"rows": [{"method": "local", "paper": [1]}]}, "'local' has 1 figures .* for 2 columns"),
+        (
+            {"rows": [{"method": "local", "paper": [1]}]},
+            "'local' has 1 paper figures for 2 columns",
+        ),
         ({"rows": [{"method": "local", "paper": [1, "x"]}]}, "should be a number"),
-        ({"rows": [{"method": "local"}] * 2}, "Two `rows` are named 'local'"),
+        ({"rows": [{"method": "local"}] * 2}, "Two `rows` have the same or a similar name 'local'"),
         ({"columns": []}, "columns"),
         (
             {"columns": [{"name": "A", "methods": {"zed": {}}}], "rows": [{"method": "local"}]},
-            "the row 'zed', which is not there",
+            "the unknown row 'zed'",
         ),
         (
             {"columns": [{"name": "A"}, {"name": "a"}], "rows": [{"method": "local"}]},
-            "Two `columns` are named 'A'",
+            "Two `columns` have the same or a similar name 'A'",
         ),
         (
             {"columns": [{"name": "A"}], "rows": [{"method": "local"}]},
-            "column 'A', row .* [Nn]obody",
+            "column 'A': The run has no clients",
         ),
         ({"rows": [{"method": "fedavgg"}]}, "row 'fedavgg': There is no method"),
         ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
-        ({"run": {"method": "local"}}, "leave 'method' out"),
-        ({"run": {"training": {"clip": 1}}}, r"column 'All Three', .*: training\.clip is now"),
+        ({"run": {"method": "local"}}, "remove 'method'"),
+        ({"run": {"training": {"clip": 1}}}, r"column 'All Three': training\.clip is now"),
         (
             {"rows": [{"method": {"name": "hetlora", "rank": 4}}]},
             r"^In column 'All Three', row 'hetlora': method\.rank is now method\.mlp\.rank\.$",
         ),
         (
             {
+                "run": {"clients": [{"name": "anna", "path": "anna.txt"}]},
                 "columns": [{"name": "A", "methods": {"fedit": {"attention_rank": 2}}}],
                 "rows": [{"method": "fedit"}],
             },
@@ -174,9 +179,9 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     with pytest.raises(KeyboardInterrupt):
         coterie.compare_table(path, out=out, watch=StopAtFedAvg)
     begun = json.loads((out / "table.json").read_text())["columns"]
-    assert [row["row"] for row in begun[0]["rows"]] == ["pretrained"]
+    assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
     shown = coterie.compare_table(path, out=out, seeds=2, report=said.append)
-    assert said == ["pretrained-seed0: already there"]
+    assert said == ["pretrained-seed0: already finished"]
     rows = ["pretrained", "low-rank", "centralized"]
     runs = [f"{row}-seed{seed}" for seed in (0, 1) for row in rows]
     assert counted == [*runs[:2], *runs[1:], *runs]  # the interrupted one was continued

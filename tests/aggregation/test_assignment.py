@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds as Box
 from scipy.optimize import LinearConstraint, OptimizeResult, milp
 
-from coterie.aggregation import Bounds, assign, assign_all, assignment, relevance
+from coterie.aggregation import assignment
+from coterie.aggregation.assignment import Bounds, assign, assign_all, relevance
 from coterie.errors import CoterieError
 
 SMALL = st.integers(1, 12)
@@ -125,7 +126,7 @@ def test_homogeneous_bounds_share_experts_out_evenly(E, C) -> None:
     [
         (
             Bounds(5, 1, 8),
-            "More clients chosen than exist: each expert is to choose 5 of 4 clients; lower "
+            "Each expert is to choose 5 clients, but there are only 4; lower "
             "clients_per_expert (k_c) to at most 4.",
         ),
         (

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.aggregation import LowRankSum, product_norm
+from coterie.aggregation.low_rank import LowRankSum, product_norm
 
 
 def products(count: int, rows: int = 12, columns: int = 20) -> list[tuple[Tensor, Tensor]]:

@@ -11,13 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.aggregation import (
-    Aggregation,
-    AggregationSpec,
-    Contribution,
-    PaddedMean,
-    weighted_mean,
-)
+from coterie.aggregation.low_rank import PaddedMean
+from coterie.aggregation.mean import Aggregation, Contribution, weighted_mean
+from coterie.aggregation.spec import AggregationSpec
 from coterie.exchange import Field, Groups, Message, MessageError, Schema
 
 SCHEMA = Schema(
@@ -197,7 +193,7 @@ def test_shapes_must_be_those_expected() -> None:
         ({**good.groups, "adapter": {"A": torch.ones(2, 3)}}, "'B' is missing from"),
         ({"adapter": good["adapter"]}, "'w' is missing from"),
         ({**good.groups, "router": {"w": torch.ones(3), "v": torch.ones(1)}}, "'v' was not expec"),
-        ({**good.groups, "router": {"w": torch.ones(3, 1)}}, r"has shape \(3, 1\) where \(3,\)"),
+        ({**good.groups, "router": {"w": torch.ones(3, 1)}}, r"has shape \(3, 1\), but \(3,\)"),
     ]
     for groups, why in cases:
         with pytest.raises(MessageError, match=why):
@@ -214,7 +210,7 @@ def test_uniform_weights_send_nothing_more() -> None:
     assert found.sent(message, 100) is message
     found.join("ada", Message())
     assert found.contribution("ada", message, SHAPES).weight == 1.0
-    with pytest.raises(MessageError, match="'tokens' may not travel"):
+    with pytest.raises(MessageError, match="'tokens' may not be sent"):
         found.schema.send("up", upload(tokens=100))
 
 
@@ -243,13 +239,15 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
 def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     found = aggregation("tokens")
     for wrong in (None, 0, -3, 1.5, True, "100", [100]):
-        with pytest.raises(MessageError, match="ada gives no number of training tokens"):
+        with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
             found.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
     found.join("ada", Message(values={"tokens": 1000}))
-    with pytest.raises(MessageError, match="ada claims 1,001 training tokens, but 1,000 when it"):
+    with pytest.raises(
+        MessageError, match="ada claims 1,001 training tokens, but declared 1,000 when"
+    ):
         found.contribution("ada", upload(tokens=1001), SHAPES)
     assert found.contribution("ada", upload(tokens=999), SHAPES).weight == 999.0
-    with pytest.raises(MessageError, match="ada gives no number of training tokens"):
+    with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
         found.contribution("ada", upload(), SHAPES)
     found.join("ada", Message(values={"tokens": 2000}))  # again, with more text
     assert found.contribution("ada", upload(tokens=1001), SHAPES).weight == 1001.0

@@ -59,7 +59,7 @@ def test_the_second_time_maps_come_from_the_cache(files) -> None:
     pair = (files / "a.json", files / "b.json", "--worst", 0)
     first = said(*pair)
     again = said(*pair)
-    assert "Furthest apart" not in first
+    assert "Worst matches" not in first
     assert "cache" not in first
     assert re.search(r"A -> B .* cache", again)
     assert re.search(r"B -> A .* cache", again)
@@ -74,7 +74,7 @@ def test_without_the_cache_nothing_is_kept(files) -> None:
 def test_the_same_tokenizer_twice(files) -> None:
     out = said("tiny-gpt2", "tiny-gpt2", "--no-cache")
     assert len(re.findall(r"100\.0%", out)) == 2
-    assert "Furthest apart" not in out
+    assert "Worst matches" not in out
 
 
 def test_a_tokenizer_that_cannot_be_read_is_one_sentence(files) -> None:

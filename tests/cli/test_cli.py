@@ -80,8 +80,8 @@ def finished(values, tmp_path_factory) -> Path:
     [
         ([], ["run", "compare", "report", "methods", "audit", "generate"]),
         (["run"], ["method: comigs-1g1s", "docs/run-file.md", "coterie methods", "--resume"]),
-        (["compare"], ["--methods", "--seeds", "only what is new"]),
-        (["methods"], ["this method's settings"]),
+        (["compare"], ["--methods", "--seeds", "saved and reused"]),
+        (["methods"], ["settings of this method"]),
         (["audit"], ["leaves a client"]),
         (["generate"], ["--client", "--prompt", "I sing of"]),
         (["report"], ["--texts", "--out", "--layer"]),
@@ -141,7 +141,7 @@ def test_an_audit_of_teaching_names_a_public_samples_bytes(
     file.write_text(yaml.safe_dump(teachers().as_dict()))
     said = coterie_command("audit", file)
     assert said.code == 0
-    lines = [line for line in said.out.splitlines() if line.startswith("the same per public")]
+    lines = [line for line in said.out.splitlines() if line.startswith("average per public")]
     assert len(lines) == 4  # up and down, of each client
     assert all(line.split()[-1].replace(",", "").isdecimal() for line in lines)
 
@@ -151,7 +151,7 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     first = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained")
     second = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained, local")
     assert (first.code, second.code) == (0, 0)
-    assert second.out.splitlines()[0] == "pretrained-seed0: already there"
+    assert second.out.splitlines()[0] == "pretrained-seed0: already finished"
     assert "local: 1 round, 3 clients" in second.out
     rows = [line.split()[0] for line in second.out.splitlines() if line]
     assert rows[-5:-2] == ["pretrained", "local", "Mean"]
@@ -174,7 +174,7 @@ def test_compare_fills_a_table_in(values, tmp_path, coterie_command) -> None:
     assert max(map(len, said.out.splitlines())) <= max(80, len(str(out)) + 40)
     heads = [line.split() for line in said.out.splitlines() if line.startswith("method")]
     assert heads[0] == ["method", "A", "rank", "paper", "rank", "B", "rank", "paper", "rank"]
-    assert f"Also in {out}/table.md and table.json." in said.out
+    assert f"Saved to {out}/table.md and table.json." in said.out
 
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:
@@ -230,7 +230,7 @@ def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
         ([*write, "--field", "who"], "--field takes NAME=TEXT, each name once, not 'who'"),
         ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
         ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
-        ([*write, *both, "--tokens", 60], "ask for fewer by --tokens"),
+        ([*write, *both, "--tokens", 60], "lower --tokens"),
         (["generate", finished, "--client", "poet", *both], "is on plain text"),
     ]:
         said = coterie_command(*arguments)
@@ -253,7 +253,7 @@ def broken_texts(folder: Path) -> Path:
     [
         (["gone.yaml"], "There is no run file gone.yaml."),
         (["{run}", "--set", "roundz=3"], "Did you mean 'rounds'?"),
-        (["{run}", "--set", "method.router.top_k=5"], "top_k is 5, but a client with 2 experts"),
+        (["{run}", "--set", "method.router.top_k=5"], "top_k is 5, but must be between 1 and 2"),
         (
             ["{run}", "--set", "method.mlp.specialists={peot: 2, others: 1}"],
             "'peot', which is not a",
@@ -266,7 +266,6 @@ def broken_texts(folder: Path) -> Path:
         (["{run}", "--set", "clients=[{name: a, path: BROKEN/binary.txt}]"], "is not text"),
         (["{run}", "--set", "clients=[{name: a, path: BROKEN/latin.txt}]"], "is not UTF-8"),
         (["{run}", "--set", "clients=[{name: a, path: BROKEN/short.txt}]"], "needs at least 17"),
-        (["{run}", "--resume", "x"], "A run continues as it began"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
@@ -289,15 +288,16 @@ def test_bad_input_of_other_commands(finished, run_file, tmp_path, coterie_comma
     (foreign / "thesis.txt").write_text("mine")
     for arguments, sentence in [
         ([*write, "--client", "zed"], "has no client 'zed' (clients: diarist, poet, whaler)."),
-        ([*write, "--client", "poet", "--tokens", 70], "do not fit in the base's context of 64"),
-        (["generate", foreign, "--client", "poet", "--prompt", "I"], "not the folder of a run"),
-        (["run", "--resume", foreign], "not the folder of a run"),
-        (["run", "--resume", tmp_path / "gone"], "not the folder of a run"),
+        ([*write, "--client", "poet", "--tokens", 70], "exceed the base's context of 64"),
+        (["generate", foreign, "--client", "poet", "--prompt", "I"], "is not a run folder"),
+        (["run", "--resume", foreign], "is not a run folder"),
+        (["run", "--resume", tmp_path / "gone"], "There is no folder"),
         (["run", run_file, "--out", finished], "--resume"),
+        (["run", run_file, "--resume", finished], "--resume uses the saved configuration"),
         (["run", run_file, "--out", foreign, "--force"], "is not a run folder"),
         (["compare", run_file, "--methods", "local,fedavgg"], "Did you mean 'fedavg'?"),
-        (["compare", run_file, "--methods", ","], "Name the methods"),
-        (["compare", run_file, "--columns", "x"], "a run file has none"),
+        (["compare", run_file, "--methods", ","], "Name at least one method"),
+        (["compare", run_file, "--columns", "x"], "this is a run file"),
         (["compare", "gone.yaml"], "There is no run file"),
         (["audit", "gone.yaml"], "There is no run file"),
     ]:
@@ -339,14 +339,14 @@ def test_ctrl_c_says_how_to_go_on(run_file, tmp_path, coterie_command, monkeypat
         patch.setattr(LocalRun, "run", interrupted)
         said = coterie_command("run", run_file, "--out", tmp_path / "out")
         assert said.code == 130
-        assert f"continue with `coterie run --resume {tmp_path / 'out'}`" in said.err
+        assert f"resume with `coterie run --resume {tmp_path / 'out'}`" in said.err
         said = coterie_command("compare", run_file, "--out", tmp_path / "compare")
         assert said.code == 130
-        assert "continue with the same command" in said.err
+        assert "resume with the same command" in said.err
         # Before there is a folder, there is nothing to resume.
         patch.setattr(Session, "check", interrupted)
         said = coterie_command("run", run_file, "--out", tmp_path / "other")
-        assert "continue with the same command" in said.err
+        assert "resume with the same command" in said.err
     assert coterie_command("run", "--resume", tmp_path / "out").code == 0
 
 
@@ -370,14 +370,14 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
         for arguments in (["--resume", out], [run_file, "--out", out, "--force"]):
             said = coterie_command("run", *arguments)
             assert said.code == 2
-            assert said.err == f"Error: Another process is working in {out}.\n"
+            assert said.err == f"Error: Another process is using {out}.\n"
         working.send_signal(signal.SIGINT)
         _, err = working.communicate(timeout=60)
     finally:
         working.kill()
     assert working.returncode == 130
     assert err.splitlines() == [
-        f"Stopped. Finished rounds are kept; continue with `coterie run --resume {out}`."
+        f"Stopped. Finished rounds are saved; resume with `coterie run --resume {out}`."
     ]
     assert RunFolder(out).rounds() > 0
 
@@ -397,4 +397,4 @@ def test_too_little_gpu_memory_is_a_sentence(run_file, coterie_command, monkeypa
     monkeypatch.setattr("coterie.api.run", fail)
     said = coterie_command("run", run_file)
     assert said.code == 2
-    assert "too little memory" in said.err
+    assert "out of memory" in said.err

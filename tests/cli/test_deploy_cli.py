@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from loop import deploy
 from typer.testing import CliRunner
 
 from coterie.cli import app
-from coterie.config import load_deployment, load_with_any_text
 from coterie.errors import CoterieError
+from coterie.run_file import load_deployment, load_with_any_text
+from coterie.testing.loop import deploy
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 from coterie.engines.flower.keys import Keys
@@ -40,7 +40,7 @@ def complaint(*arguments: object) -> str:
     [
         ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
         ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
-        ({"divide": {"source": "x.jsonl", "by": "label"}}, "leave `divide` out"),
+        ({"divide": {"source": "x.jsonl", "by": "label"}}, "remove `divide`"),
         ({"method": "centralized"}, "cannot be deployed"),
         ({"clients": 3}, "clients should be a list"),
         ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
@@ -70,14 +70,20 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--server", "localhost", "--key", "anna.key", "--data", "t"], "is HOST:PORT"),
-        (["--server", "https://x:1", "--key", "anna.key", "--data", "t"], "is HOST:PORT"),
+        (["--server", "localhost", "--key", "anna.key", "--data", "t"], "takes HOST:PORT"),
+        (["--server", "https://x:1", "--key", "anna.key", "--data", "t"], "takes HOST:PORT"),
         (["--server", "x:1", "--key", "none.key", "--data", "t"], "none.key"),
         (["--server", "x:1", "--key", "keys/ca.pem", "--data", "t"], "not a client's kit"),
-        (["--server", "x:1", "--key", "anna.key", "--name", "ben", "--data", "t"], "of 'anna'"),
+        (
+            ["--server", "x:1", "--key", "anna.key", "--name", "ben", "--data", "t"],
+            "belongs to 'anna'",
+        ),
         (["--server", "x:1", "--key", "anna.key"], "has neither"),
-        (["--server", "x:1", "--key", "anna.key", "--data", "nowhere"], "There is no .*nowhere"),
-        (["--server", "x:1", "--key", "anna.key", "--data", "t", "--train", "t"], "have both"),
+        (
+            ["--server", "x:1", "--key", "anna.key", "--data", "nowhere"],
+            "No such file or folder: .*nowhere",
+        ),
+        (["--server", "x:1", "--key", "anna.key", "--data", "t", "--train", "t"], "has both"),
     ],
 )
 def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch) -> None:
@@ -91,7 +97,7 @@ def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
         if name.startswith(("coterie.engines.flower", "flwr")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
-    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", "t")
+    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
     assert "pip install 'coterie[flower]'" in said
 
 

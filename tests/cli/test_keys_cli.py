@@ -41,15 +41,15 @@ def command(tmp_path, monkeypatch) -> Callable[..., Said]:
 
 def test_init_without_a_host_says_that_it_is_for_one_machine(command) -> None:
     said = command("init").out
-    assert "this machine only" in said
+    assert "cannot connect yet" in said
     assert "coterie keys certify keys --host NAME" in said
     assert Keys(Path("keys")).hosts() == ["localhost", "127.0.0.1", "::1"]
-    assert "exists already" in command("init").refusal
+    assert "already exists" in command("init").refusal
 
 
 def test_init_with_hosts_names_them(command) -> None:
     said = command("init", "mine", "--host", "coterie.example.org", "--host", "192.0.2.7").out
-    assert "this machine only" not in said
+    assert "cannot connect yet" not in said
     assert "coterie.example.org, 192.0.2.7." in said
     assert Keys(Path("mine")).hosts()[3:] == ["coterie.example.org", "192.0.2.7"]
 
@@ -66,7 +66,7 @@ def test_clients_are_added_listed_and_removed(command) -> None:
     for name, key in keys.clients().items():
         assert re.search(rf"^{name} +{fingerprint(key)}", listed, re.MULTILINE)
     assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
-    assert command("remove", "anna").out == "From now on the server refuses the kit of anna.\n"
+    assert command("remove", "anna").out == "The server now rejects the kit of anna.\n"
     assert list(keys.clients()) == ["ben"]
     assert "There is no client 'anna' in keys" in command("remove", "anna").refusal
 
@@ -81,7 +81,7 @@ def test_a_host_is_added_later(command) -> None:
 @pytest.mark.parametrize("arguments", [["add", "anna"], ["list"], ["remove", "anna"], ["certify"]])
 def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
     assert command(*arguments).refusal == (
-        "keys is not a server's folder of keys; make one with `coterie keys init keys`."
+        "keys is not a server's key folder; create one with `coterie keys init keys`."
     )
     assert not Path("anna.key").exists()
 
@@ -91,7 +91,7 @@ def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> 
     monkeypatch.delitem(sys.modules, "coterie.engines.flower.keys")
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert command(*arguments).refusal == (
-        "Deployment needs cryptography: install the extra, pip install 'coterie[flower]'."
+        "Deployment needs cryptography; install the extra: pip install 'coterie[flower]'."
     )
     assert "anna" in CliRunner().invoke(app, ["add", "--help"]).output
 

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from coterie.data import Examples, InstructionSpec
+from coterie.data.examples import Examples
 from coterie.data.files import Record
+from coterie.data.spec import InstructionSpec
 
 SHORT = InstructionSpec(template="{{ input }}:")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import pytest
 
-from coterie.data import DataSpec, DivideSpec, InstructionSpec, divided_texts
-from coterie.data.divide import MINIMUM, Pools, _by_dirichlet
+from coterie.data.divide import MINIMUM, Pools, _by_dirichlet, divided_texts
+from coterie.data.spec import DataSpec, DivideSpec, InstructionSpec
 
 CLIENTS = 4
 SIZES = {"a": 300, "b": 90, "c": 210, "d": 60, "e": 140}

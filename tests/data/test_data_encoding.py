@@ -11,17 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.chance import generator
-from coterie.data import (
-    ClientData,
-    DataSpec,
-    Examples,
-    Instruction,
-    Limits,
-    Texts,
-    pooled,
-    sample_batch,
-    tokenise,
-)
+from coterie.data.examples import Examples, Instruction
+from coterie.data.spec import DataSpec, Limits
+from coterie.data.texts import Texts
+from coterie.data.tokens import ClientData, pooled, tokenise
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 
 SAMPLES = [
@@ -97,7 +91,7 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
         CoterieError, match=r"^Client anna: its train text has no sample of at most"
     ):
         encoded(tokenizer, given[1:2], window=10)
-    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no samples; give"):
+    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no samples; add"):
         encoded(tokenizer, [])
 
 

@@ -10,9 +10,9 @@ import datasets
 import pytest
 from pydantic import ValidationError
 
-from coterie.data import DataSpec, DivideSpec, Fractions, Instruction, divided_texts
-from coterie.data.divide import Division
-from coterie.data.spec import InstructionSpec
+from coterie.data.divide import Division, divided_texts
+from coterie.data.examples import Instruction
+from coterie.data.spec import DataSpec, DivideSpec, Fractions, InstructionSpec
 from coterie.data.texts import SPLITS
 from coterie.errors import CoterieError
 
@@ -137,11 +137,11 @@ def test_a_hub_data_set_needs_no_label(root: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_too_few_records_are_said(root: Path) -> None:
-    wanted = r"divide: 108 records do not suffice for 90 parts .* or lower divide\.clients"
+    wanted = r"divide: 108 records are too few for 90 parts .* or lower divide\.clients"
     with pytest.raises(CoterieError, match=wanted):
         divide(root, clients=89, public=True)
     assert len(divide(root, clients=88)) == 88
-    with pytest.raises(CoterieError, match="do not suffice for 4 parts"):
+    with pytest.raises(CoterieError, match="are too few for 4 parts"):
         divide(root, data=DataSpec(fractions=Fractions(test=0.009)))
 
 
@@ -149,17 +149,17 @@ def test_too_few_records_are_said(root: Path) -> None:
     ("options", "sentence"),
     [
         ({"clients": None}, "dividing by even needs clients; set divide.clients"),
-        ({"held_out": "uniform"}, "dividing by even takes no held_out; leave it out"),
-        ({"alpha": 1}, "dividing by even takes no alpha; leave it out"),
-        ({"share": 0.5}, "dividing by even takes no share; leave it out"),
-        ({"balanced": True}, "dividing by even takes no balanced; leave it out"),
+        ({"held_out": "uniform"}, "dividing by even does not use held_out; remove it"),
+        ({"alpha": 1}, "dividing by even does not use alpha; remove it"),
+        ({"share": 0.5}, "dividing by even does not use share; remove it"),
+        ({"balanced": True}, "dividing by even does not use balanced; remove it"),
         (
             {"by": "label", "clients": None, "public": True},
-            "dividing by label takes no public; leave it out",
+            "dividing by label does not use public; remove it",
         ),
         (
             {"by": "dirichlet", "alpha": 1, "public": True},
-            "dividing by dirichlet takes no public; leave it out",
+            "dividing by dirichlet does not use public; remove it",
         ),
     ],
 )

@@ -55,21 +55,21 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("empty.txt", b" \n", r"empty\.txt is empty; put text"),
-        ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it has NUL bytes\); export"),
+        ("empty.txt", b" \n", r"empty\.txt is empty; add text"),
+        ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it contains NUL bytes\); export"),
         ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
         ("bom.txt", b"\xef\xbb\xbfab\xff", r"not UTF-8 \(at byte 5\)"),
         ("notes.docx", b"text", r"notes\.docx is not a \.txt, \.jsonl or \.parquet file; convert"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not JSON"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not valid JSON"),
         ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
         ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
         (
             "field.jsonl",
             b'{"texts": "a", "id": 1}',
-            r"no field text \(perhaps texts is meant\); its fields are: texts, id\. Name the right",
+            r"no field text \(did you mean texts\?\); its fields are: texts, id\. Correct",
         ),
         ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
-        ("null.jsonl", b'{"text": null}', r"field text holds NoneType rather than text"),
+        ("null.jsonl", b'{"text": null}', r"field text contains NoneType, not text"),
         ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
         ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
     ],
@@ -86,7 +86,7 @@ def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=r"Client anna: there is no file or folder .*gone\.txt"):
         read(tmp_path, "gone.txt")
     (tmp_path / "notes.md").write_text("text")
-    with pytest.raises(CoterieError, match=r"has no \.txt, \.jsonl or \.parquet file; put"):
+    with pytest.raises(CoterieError, match=r"contains no \.txt, \.jsonl or \.parquet file; add"):
         read(tmp_path, ".")
     table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
@@ -98,5 +98,5 @@ def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.txt").chmod(0)
-    with pytest.raises(CoterieError, match="check who may read it"):
+    with pytest.raises(CoterieError, match="check its permissions"):
         read(tmp_path, "a.txt")

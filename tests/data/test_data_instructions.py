@@ -10,20 +10,12 @@ from public_text import public_text
 from questions import SHORT, data_of, records, rows, write
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data import (
-    ClientSpec,
-    DataSpec,
-    DivideSpec,
-    Fractions,
-    Instruction,
-    InstructionSpec,
-    Limits,
-    Texts,
-    client_texts,
-    divided_texts,
-    tokenise,
-)
+from coterie.data.divide import divided_texts
+from coterie.data.examples import Instruction
 from coterie.data.instructions import instructions
+from coterie.data.spec import ClientSpec, DataSpec, DivideSpec, Fractions, InstructionSpec, Limits
+from coterie.data.texts import Texts, client_texts
+from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
 
 TASKS = Path(__file__).parents[3] / "shared" / "data" / "instructions"
@@ -88,7 +80,9 @@ def test_choices_made_by_a_template_stand_one_a_line() -> None:
     found = instructions(records(*asked), spec)
     assert [item.answer for item in found] == ["a star", "x: y"]
     assert [item.choices for item in found] == [("the moon", "a star"), ("x: y", "7")]
-    with pytest.raises(CoterieError, match=r"^line 1 .* 'b' is none of the choices \(c, d\); mend"):
+    with pytest.raises(
+        CoterieError, match=r"^line 1 .* 'b' is not one of the choices \(c, d\); fix"
+    ):
         instructions(
             records({"q": "?", "a": "b"}),
             InstructionSpec(template="{{ q }}", answer="a", choices="{{ 'c\nd' }}"),
@@ -102,17 +96,17 @@ def test_choices_made_by_a_template_stand_one_a_line() -> None:
     [
         ({"q": "?"}, None, "has no field output; its fields are: q"),
         ({"output": "a"}, None, "has no field q; its fields are: output"),
-        ({"q": "?", "output": ""}, None, "field output holds '' rather than an answer"),
-        ({"q": "?", "output": " \n"}, None, "rather than an answer"),
-        ({"q": "?", "output": None}, None, "holds None rather than an answer"),
-        ({"q": "?", "output": True}, None, "holds True rather than an answer"),
-        ({"q": "?", "output": ["a"]}, None, r"holds \['a'\] rather than an answer .* mend the"),
+        ({"q": "?", "output": ""}, None, "field output contains '', not an answer"),
+        ({"q": "?", "output": " \n"}, None, "not an answer"),
+        ({"q": "?", "output": None}, None, "contains None, not an answer"),
+        ({"q": "?", "output": True}, None, "contains True, not an answer"),
+        ({"q": "?", "output": ["a"]}, None, r"contains \['a'\], not an answer .* fix the"),
         ({"q": "?", "output": "\ud83d"}, None, "half a character"),
         ({"q": "", "output": "a"}, None, "gives an empty prompt"),
-        ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is none of the choices \(b, c\); mend"),
+        ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is not one of the choices \(b, c\); fix"),
         ({"q": "?", "output": "a"}, "options", "has no field options"),
-        ({"q": "?", "output": "a", "o": "a b"}, "o", "field o holds 'a b' rather than a list"),
-        ({"q": "?", "output": "a", "o": ["a", ""]}, "o", "field o holds '' rather than an ans"),
+        ({"q": "?", "output": "a", "o": "a b"}, "o", "field o contains 'a b', not a list"),
+        ({"q": "?", "output": "a", "o": ["a", ""]}, "o", "field o contains '', not an ans"),
     ],
 )
 def test_a_record_that_cannot_be_used_is_named(
@@ -162,13 +156,15 @@ def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizer
     (tmp_path / "notes.txt").write_text("text")
     spec = ClientSpec(name="anna", path=".")
     data = DataSpec(instructions=SHORT, public="notes.txt")
-    wanted = r"notes\.txt is plain text, which has no fields for data\.instructions; give \.jsonl"
+    wanted = (
+        r"notes\.txt is plain text without the fields that data\.instructions needs; give \.jsonl"
+    )
     with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):
         client_texts(spec, data, tmp_path, seed=0)
     with pytest.raises(CoterieError, match=f"^The public text: .*{wanted}"):
         public_text(data, tmp_path, tokenizer)
     divide = DivideSpec(source="notes.txt", by="label")
-    with pytest.raises(CoterieError, match="plain text, which has no labels to divide by"):
+    with pytest.raises(CoterieError, match="plain text without labels"):
         divided_texts(divide, data, tmp_path, 0)
 
 

@@ -9,9 +9,10 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data import DataSpec, DivideSpec, Fractions, Limits, divided_texts, tokenise
-from coterie.data.divide import Division
+from coterie.data.divide import Division, divided_texts
+from coterie.data.spec import DataSpec, DivideSpec, Fractions, Limits
 from coterie.data.texts import PIECE
+from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
 
 MIXTURES = {
@@ -184,11 +185,11 @@ def test_text_files_are_cut_into_pieces_and_nothing_is_lost(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_mixed_is_said(root: Path) -> None:
-    wanted = r"client anna asks for a share of label 'ed', .* \(labels: de, fr, nl, xx\); correct"
+    wanted = r"client anna requests the label 'ed', .* \(labels: de, fr, nl, xx\); correct"
     with pytest.raises(CoterieError, match=wanted):
         divide(root, mixtures={"anna": {"ed": 0.5, "de": 0.5}})
     (root / "blank.jsonl").write_text('{"text": " "}')
-    with pytest.raises(CoterieError, match=r"records of blank\.jsonl hold no text"):
+    with pytest.raises(CoterieError, match=r"records of blank\.jsonl contain no text"):
         divide(root, source={"de": "de.jsonl", "fr": "blank.jsonl"})
 
 

@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.data import ClientSpec, DataSpec, DivideSpec, InstructionSpec
-from coterie.data.spec import SourceSpec
+from coterie.data.spec import ClientSpec, DataSpec, DivideSpec, InstructionSpec, SourceSpec
 
 
 @pytest.mark.parametrize(
@@ -15,8 +14,8 @@ from coterie.data.spec import SourceSpec
         (DataSpec, {"text": []}, "at least 1 item"),
         (DataSpec, {"windows": 128}, "Extra inputs"),
         (ClientSpec, {"name": "anna"}, "client anna needs either path .* or train .*has neither"),
-        (ClientSpec, {"name": "anna", "path": "a", "train": "b"}, "cannot have both"),
-        (ClientSpec, {"name": "anna", "path": "a", "test": "b"}, "test beside path"),
+        (ClientSpec, {"name": "anna", "path": "a", "train": "b"}, "has both"),
+        (ClientSpec, {"name": "anna", "path": "a", "test": "b"}, "test together with path"),
         (ClientSpec, {"name": ".anna", "path": "a"}, "'.anna' must be 1 to 64 letters"),
         (ClientSpec, {"name": "a/b", "path": "a"}, "'a/b' must be"),
         (ClientSpec, {"name": "anna\n", "path": "a"}, "must be"),
@@ -27,10 +26,14 @@ from coterie.data.spec import SourceSpec
         (DivideSpec, {"by": "dirichlet", "clients": 0, "alpha": 1}, "greater than or equal to 1"),
         (DivideSpec, {"by": "mixture"}, "mixture needs share; set divide.share"),
         (DivideSpec, {"by": "mixture", "share": 1.5}, "less than or equal to 1"),
-        (DivideSpec, {"by": "label", "alpha": 0.1}, "by label takes no alpha; leave it out"),
-        (DivideSpec, {"by": "mixture", "share": 0.5, "clients": 3}, "by mixture takes no clients"),
+        (DivideSpec, {"by": "label", "alpha": 0.1}, "by label does not use alpha; remove it"),
+        (
+            DivideSpec,
+            {"by": "mixture", "share": 0.5, "clients": 3},
+            "by mixture does not use clients",
+        ),
         (DivideSpec, {"by": "mixtures"}, "mixtures needs mixtures; set divide.mixtures"),
-        (DivideSpec, {"by": "mixtures", "mixtures": {}}, "divide.mixtures names no client"),
+        (DivideSpec, {"by": "mixtures", "mixtures": {}}, "divide.mixtures has no clients"),
         (
             DivideSpec,
             {"by": "mixtures", "mixtures": {"anna": {"de": 0.7, "fr": 0.2999}}},
@@ -40,17 +43,21 @@ from coterie.data.spec import SourceSpec
         (DivideSpec, {"by": "mixtures", "mixtures": {"a": {"de": 0}}}, "greater than 0"),
         (DivideSpec, {"by": "mixtures", "mixtures": {"a/b": {"de": 1}}}, "'a/b' must be 1 to 64"),
         (DivideSpec, {"by": "label", "source": {}}, "divide.source is empty; name a file"),
-        (DivideSpec, {"by": "label", "source": {"a": "x"}, "subset": "y"}, "beside the source of"),
+        (
+            DivideSpec,
+            {"by": "label", "source": {"a": "x"}, "subset": "y"},
+            "give each label its own",
+        ),
         (
             DivideSpec,
             {"by": "label", "balanced": True},
-            "dividing by label takes no balanced; leave it out",
+            "dividing by label does not use balanced; remove it",
         ),
         (DivideSpec, {"by": "label", "piece": 19}, "greater than or equal to 20"),
         (DataSpec, {"instructions": {"templates": "alpaca"}}, "Extra inputs"),
         (DataSpec, {"instructions": {"template": ""}}, "at least 1 character"),
         (DataSpec, {"instructions": {"choices": ["yes"]}}, "at least 2 items"),
-        (DataSpec, {"instructions": {"choices": [True, False]}}, "put them in quotes"),
+        (DataSpec, {"instructions": {"choices": [True, False]}}, "quote them"),
         (DataSpec, {"limits": {"public": 128}}, "128 public tokens is too small.*needs 129"),
     ],
 )

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from coterie.data import InstructionSpec, inlined, render
-from coterie.data.templates import SHIPPED
+from coterie.data.spec import InstructionSpec
+from coterie.data.templates import SHIPPED, inlined, render
 from coterie.errors import CoterieError
 
 WITH_INPUT = (
@@ -67,12 +67,12 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("alpacca", r"there is no file .*alpacca; .* shipped templates \(alpaca, plain, snli\)"),
-        ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, name one of"),
-        ("none.jinja", r"The template .*none\.jinja names no field; write one"),
+        ("alpacca", r"there is no file .*alpacca; .* built-in template \(alpaca, plain, snli\)"),
+        ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
+        ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
         ("latin.jinja", r"latin\.jinja is not UTF-8"),
-        ("bad.jinja", r"The template is not Jinja, line 2: .*; mend that line"),
-        ("a\n\n{{ b", r"The template is not Jinja, line 3: unexpected end of template"),
+        ("bad.jinja", r"The template is not valid Jinja, line 2: .*; fix that line"),
+        ("a\n\n{{ b", r"The template is not valid Jinja, line 3: unexpected end of template"),
         ("{{ a | shout }}", r"line 1: No filter named 'shout'"),
         ("{% if a %}\n", r"line 1: Unexpected end of template"),
     ],
@@ -90,17 +90,21 @@ def test_a_template_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("template", "fields", "sentence"),
     [
-        ("alpaca", {"input": "x"}, r"has no field instruction .*; its fields are: input\. Name"),
+        ("alpaca", {"input": "x"}, r"has no field instruction .*; its fields are: input\. Correct"),
         ("alpaca", {"instruction": None, "a": 1}, "no field instruction; its fields are: a"),
-        ("snli", {"premises": "x"}, r"no field premise \(perhaps premises is meant\)"),
+        ("snli", {"premises": "x"}, r"no field premise \(did you mean premises\?\)"),
         ("{{ b }}{{ a }}", {"b": "x"}, "has no field a; its fields are: b"),
         ("{{ a.b }}", {"a": {"c": 1}}, "does not fit the template .*no attribute 'b'"),
         ("{{ a + 1 }}", {"a": "x"}, "does not fit the template"),
         ("{{ a.__class__ }}", {"a": "x"}, r"does not fit .* '__class__' .* is unsafe"),
         ("{{ a.append(1) }}", {"a": [1]}, r"does not fit .*not safe|does not fit .*unsafe"),
-        ("{{ a }}\n ", {"a": " "}, "gives an empty prompt; mend it or the template"),
+        ("{{ a }}\n ", {"a": " "}, "gives an empty prompt; fix it or the template"),
         ("{{ a }}", {"a": "ab\ud83d"}, "half a character"),
-        ("own.jinja", {"a": "x"}, r"no template 'own\.jinja'; shipped are alpaca, plain, snli"),
+        (
+            "own.jinja",
+            {"a": "x"},
+            r"no template 'own\.jinja'; the built-in templates are alpaca, plain, snli",
+        ),
     ],
 )
 def test_a_record_that_does_not_fit_is_named(

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.chance import generator
-from coterie.data import ClientSpec, DataSpec, Fractions, client_texts
 from coterie.data.files import Document
-from coterie.data.texts import PIECE, pieces, split_by_fractions
+from coterie.data.spec import ClientSpec, DataSpec, Fractions
+from coterie.data.texts import PIECE, client_texts, pieces, split_by_fractions
 
 DEMO = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 

@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.chance import generator
-from coterie.data import Tokens, evaluation_windows, sample_batch
+from coterie.data.tokens import Tokens
+from coterie.data.windows import evaluation_windows, sample_batch
 
 CONTEXT = 99_999
 

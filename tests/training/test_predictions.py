@@ -8,8 +8,7 @@ from torch import Tensor
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data import Examples, Instruction
-from coterie.data.examples import examples
+from coterie.data.examples import Examples, Instruction, examples
 from coterie.data.tokens import bare_encoder
 from coterie.scoring.evaluation import evaluate
 from coterie.training import loss as loss_module

@@ -14,7 +14,7 @@ from transformers import (
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import autocast
-from coterie.data import Batch
+from coterie.data.batch import Batch
 from coterie.training import loss as loss_module
 from coterie.training.loss import language_model_loss, logits_in_pieces, soft_target_loss
 

@@ -13,8 +13,8 @@ from coterie import CoterieError
 from coterie.adapters import Role
 from coterie.exchange import State
 from coterie.training.context import ClientContext
-from coterie.training.optimiser import REFUSED, OptimiserSpec, classes
-from coterie.training.spec import TrainingSpec
+from coterie.training.optimiser import REFUSED, classes
+from coterie.training.spec import OptimiserSpec, TrainingSpec
 from coterie.training.update import Updater
 
 KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSED)} | {
@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: floa
     with pytest.raises(CoterieError) as error:
         one.update(lambda: loss_of(weights.all, 2) * value, 0.1, where="at step 3")
     assert str(error.value) == (
-        "The loss of 'poet' is no longer finite at step 3; a lower training.learning_rate may help."
+        "The loss of 'poet' is not finite at step 3; a lower training.learning_rate may help."
     )
     assert_same(weights.values(), before)
     assert one.state().encode() == state

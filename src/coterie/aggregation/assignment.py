@@ -44,8 +44,8 @@ class Bounds:
         E, C, k_c = experts, clients, self.clients_per_expert
         if k_c > C:
             raise CoterieError(
-                f"More clients chosen than exist: each expert is to choose {k_c} of {C} clients; "
-                f"lower clients_per_expert (k_c) to at most {C}."
+                f"Each expert is to choose {k_c} clients, but there are only {C}; lower "
+                f"clients_per_expert (k_c) to at most {C}."
             )
         if C * self.least > E * k_c:
             raise CoterieError(
@@ -131,7 +131,7 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
         options={"dual_feasibility_tolerance": TOLERANCE},
     )
     if result.status != 0:
-        raise RuntimeError(f"the assignment was not solved: {result.message}")
+        raise RuntimeError(f"the assignment solver failed: {result.message}")
     return _whole(result.x[: E * C].reshape(E, C), bounds)
 
 
@@ -156,5 +156,5 @@ def _whole(solution: np.ndarray, bounds: Bounds) -> np.ndarray:
         and (held >= bounds.least).all()
         and (held <= bounds.most).all()
     ):
-        raise RuntimeError("the solver's assignment is not whole or not within its bounds")
+        raise RuntimeError("the solver's assignment is not integral or violates its bounds")
     return chosen

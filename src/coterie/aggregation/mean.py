@@ -6,28 +6,17 @@ contributions in the order of names, so memory need not grow with the number of 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from coterie.aggregation.spec import AggregationSpec
 from coterie.exchange import Field as Travels
 from coterie.exchange import Groups, Message, MessageError, Schema, Shapes, check_shapes
 
-TOKENS = Travels("tokens", "how many training tokens the client has: its weight", "json")
+TOKENS = Travels("tokens", "number of training tokens, the client's weight in the mean", "json")
 HELD = "held"
 """The value of a mean that says, by group and tensor, how many clients held it."""
-
-
-class AggregationSpec(BaseModel):
-    """Section `aggregation` of a run file: how uploads become one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    weights: Literal["uniform", "tokens"] = Field(
-        default="uniform", description="of clients in a mean: equal, or their training tokens"
-    )
 
 
 @dataclass(frozen=True)
@@ -106,8 +95,8 @@ class Aggregation:
         weight = _tokens(client, upload) if self._weighted else 1
         if weight > self._most.get(client, weight):
             raise MessageError(
-                f"{client} claims {weight:,} training tokens, but {self._most[client]:,} when it "
-                "joined."
+                f"{client} claims {weight:,} training tokens, but declared "
+                f"{self._most[client]:,} when it joined."
             )
         return Contribution(client, upload.only(self._means).groups, float(weight))
 
@@ -138,5 +127,5 @@ def _with_tokens(schema: Schema) -> Schema:
 def _tokens(client: str, message: Message) -> int:
     tokens = message.values.get(TOKENS.name)
     if type(tokens) is not int or tokens < 1:
-        raise MessageError(f"{client} gives no number of training tokens.")
+        raise MessageError(f"{client} did not send its number of training tokens.")
     return tokens

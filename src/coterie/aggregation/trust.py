@@ -33,7 +33,8 @@ def trust_row(
         row[others[row[others] <= threshold]] = -torch.inf
     if not row.isfinite().any():
         log.warning(
-            "No client's model could be scored by %r: it keeps its own model this time.", own
+            "No client's model could be scored by %r, which keeps its own model in this exchange.",
+            own,
         )
         return {name: float(name == own) for name in scores}
     return dict(zip(scores, row.softmax(0).tolist(), strict=True))

@@ -4,6 +4,8 @@ No module here imports torch, transformers or pydantic outside a function: help 
 """
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -16,8 +18,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Fine-tune language models together and personally: the text never leaves its machine.",
+    help="Personalised federated fine-tuning of language models. Training text never leaves "
+    "its machine.",
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        terminal.say(f"coterie {metadata.version('coterie')}")
+        raise typer.Exit
+
+
+@app.callback()
+def coterie(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """What stands before a command; the help is the app's own."""
+
+
 app.command()(run.run)
 app.command()(compare.compare)
 app.command()(inspect.methods)
@@ -45,7 +66,5 @@ def main() -> None:
     except RuntimeError as error:
         if options.debug or type(error).__name__ != "OutOfMemoryError":  # torch's; slow to import
             raise
-        terminal.complain(
-            "Error: the GPU has too little memory; a smaller training.batch needs less."
-        )
+        terminal.complain("Error: the GPU is out of memory; set a smaller training.batch.")
         sys.exit(2)

@@ -1,70 +1,86 @@
 """The command `coterie compare`."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Settings
+from coterie.cli.options import Debug, Plugins, Settings
 from coterie.errors import CoterieError
 
-METHODS = "pretrained,local,fedavg,comigs-1g1s"
+METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """What is compared unless the command is told."""
+WriteDocs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="For a table file: also save the results as JSON and a generated page in this folder.",
+        show_default=False,
+    ),
+]
 
 
 def compare(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A run file, or a table file (YAML); without one, the embedded demo."),
+        typer.Argument(help="A run file or a table file (YAML). Default: the built-in demo."),
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Names, separated by commas; `coterie methods` lists them. Of a table: its rows' "
-            f"names or methods. Default {METHODS}, or all rows.",
+            help="Comma-separated method names (see `coterie methods`). For a table file: "
+            f"names or methods of its rows. Default: {', '.join(METHODS)}; for a table file, all.",
             show_default=False,
         ),
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(help="Of a table: only these columns; default all.", show_default=False),
+        typer.Option(
+            help="For a table file: comma-separated columns to run. Default: all.",
+            show_default=False,
+        ),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs per method; default 1, or the table's.", show_default=False),
+        typer.Option(
+            min=1, help="Runs per method. Default: 1, or the table's.", show_default=False
+        ),
     ] = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where runs are kept; default runs/compare-NAME, of a table runs/FOLDER-NAME.",
+            help="Folder of the runs. Default: runs/compare-NAME; for tables, runs/FOLDER-NAME.",
             show_default=False,
         ),
     ] = None,
+    write_docs: WriteDocs = None,
+    plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Compare methods on the same data and base, over several seeds; or reproduce a paper's table.
+    """Compare methods on the same data and base over several seeds, or reproduce a paper's table.
 
-    Finished runs are kept and found again: stop it, start it again, or ask for more methods or
-    seeds, and only what is new is run.
+    Finished runs are saved and reused: to continue after an interruption, or to add methods or
+    seeds, run the command again.
 
-    Examples (docs/tables.md explains tables):
+    Examples (see docs/tables.md for table files):
 
         coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
 
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
-    from coterie.paper_tables import is_table
+    from coterie.table_file import is_table
 
     if file is not None and is_table(file):
-        _fill_in(file, settings or (), _listed(methods), _listed(columns), seeds, out)
+        _fill_in(file, settings or (), _listed(methods), _listed(columns), seeds, out, write_docs)
         return
     if columns is not None:
-        raise CoterieError("--columns chooses columns of a table file; a run file has none.")
-    names = _listed(METHODS if methods is None else methods)
+        raise CoterieError("--columns needs a table file; this is a run file.")
+    if write_docs is not None:
+        raise CoterieError("--write-docs needs a table file; this is a run file.")
+    names = METHODS if methods is None else _listed(methods)
     _compare(file, settings or (), names, seeds or 1, out)
 
 
@@ -75,50 +91,58 @@ def _fill_in(
     columns: list[str],
     seeds: int | None,
     out: Path | None,
+    docs: Path | None,
 ) -> None:
-    """Run what a table lacks, and show it."""
-    from coterie.paper_tables import compare_table, table_folder
-    from coterie.runs import ConsoleWatch
+    """Run what a table lacks and show it; `docs`: a folder of results to write its page into."""
+    import coterie
+    from coterie.table_file import read_table, table_folder
 
+    read_table(file, settings, methods, columns)  # told at once, what is wrong outside the methods
     folder = out or table_folder(file)
     with terminal.stoppable():
-        shown = compare_table(
+        shown = coterie.compare_table(
             file,
             settings=settings,
             methods=methods,
             columns=columns,
             seeds=seeds,
             out=folder,
-            watch=partial(ConsoleWatch, terminal.console),
+            watch=terminal.watch,
             report=terminal.say,
         )
     for table in shown.tables():
         terminal.console.print(table)
-    terminal.say(f"\nAlso in {folder}/table.md and table.json.")
+    terminal.say(f"\nSaved to {folder}/table.md and table.json.")
+    if docs is not None:
+        from coterie.results.pages import write_docs
+
+        terminal.say(f"Page: {write_docs(shown.summary(), docs)}")
 
 
 def _compare(
     file: Path | None, settings: Sequence[str], methods: list[str], seeds: int, out: Path | None
 ) -> None:
     """Compare methods on a run file."""
-    from coterie import api
-    from coterie.config import load_config
-    from coterie.runs import ConsoleWatch
+    import coterie
+    from coterie.run_file import check_texts
 
-    config = load_config(file, settings)
+    check_texts(file, settings)  # at once; torch takes seconds to import
+    config = coterie.load_config(file, settings)
     folder = out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
-        comparison = api.compare(
+        comparison = coterie.compare(
             config,
             methods,
             seeds=seeds,
             out=folder,
-            watch=partial(ConsoleWatch, terminal.console),
+            watch=terminal.watch,
             report=terminal.say,
         )
     terminal.console.print(comparison.table())
-    terminal.say(f"\nAlso in {folder}/compare.md and compare.json.")
-    terminal.say("For more methods or seeds ask again, with them: only what is new is run.")
+    terminal.say(f"\nSaved to {folder}/compare.md and compare.json.")
+    terminal.say(
+        "To add methods or seeds, run the command again with them; finished runs are reused."
+    )
 
 
 def _listed(names: str | None) -> list[str]:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Out
+from coterie.cli.options import Out, Plugins
+from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
 
-EXTRA = "install the extra, pip install 'coterie[flower]'"
+if TYPE_CHECKING:
+    from coterie.engines.flower.keys import Kit
 
 
 def server(
@@ -23,107 +25,120 @@ def server(
         Path | None,
         typer.Argument(help="A run file (YAML). Its clients need no path.", show_default=False),
     ] = None,
-    keys: Annotated[Path, typer.Option(help="The server's folder; see `coterie keys`.")] = Path(
+    keys: Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")] = Path(
         "keys"
     ),
-    address: Annotated[
-        str, typer.Option(help="Where clients reach this server: an address and a port.")
-    ] = "127.0.0.1:9092",
+    address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change a key of the run file: rounds=4. Repeatable."),
+        typer.Option("--set", help="Override a key of the run file: rounds=4. Repeatable."),
     ] = None,
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+        bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
     ] = False,
+    plugins: Plugins = None,
 ) -> None:
-    """Serve a run to clients on other machines, until its last round.
+    """Serve a run to clients on other machines until its last round.
 
-    Clients are let in by their keys (`coterie keys init`, `coterie keys add alice`). With
-    --address 0.0.0.0:9092 they reach it from other machines, through nginx, which must be
-    installed. The run file may have a section
+    Clients authenticate with their keys (`coterie keys init`, `coterie keys add alice`). To accept
+    clients from other machines, set --address 0.0.0.0:9092; this requires nginx. The run file can
+    have a section
 
         deployment: {quorum: 3, deadline: 600}
 
-    after which a round needs three clients, and ends after ten minutes without the rest.
-    docs/deploy.md takes you from nothing to three machines.
+    With it, a round needs three clients and waits at most ten minutes for the others.
+    docs/deploy.md is a step-by-step guide.
     """
-    deploy = _deployment()
-    from coterie.config import load_deployment
+    from coterie.run_file import load_deployment
+
+    with imports_for("A deployment", "flower"):
+        from coterie.engines.flower.keys import Keys
+
+    registered = list((folder_of_keys := Keys(keys)).clients())
+    config = load_deployment(file, settings or (), registered)
+    with imports_for("A deployment", "flower"):
+        from coterie.engines.flower import deploy
     from coterie.engines.deployed.console import Board
 
-    registered = list((folder_of_keys := deploy.Keys(keys)).clients())
-    config = load_deployment(file, settings or (), registered)
     folder = out or Path("runs") / config.name
-    how = "Finished rounds are kept; go on with the same command and --resume."
+    how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
         if resume and (folder / "run.json").exists():
             done = deploy.serve_again(folder, folder_of_keys, address, board)
         else:
             done = deploy.serve(config, folder, folder_of_keys, address, board)
-    terminal.say(f"The run is finished; it is in {done.path}.")
+    terminal.say(f"The run is finished and saved in {done.path}.")
 
 
 def client(
-    server: Annotated[str, typer.Option(help="The server: HOST:PORT.")],
+    server: Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")],
     key: Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")],
     name: Annotated[
-        str | None, typer.Option(help="Default: the kit's name.", show_default=False)
+        str | None, typer.Option(help="The client's name. Default: the kit's.", show_default=False)
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="File or folder of .txt, .jsonl or .parquet, divided into splits here.",
+            help="File or folder of .txt, .jsonl or .parquet, split on this machine.",
             show_default=False,
         ),
     ] = None,
     train: Annotated[
-        str | None, typer.Option(help="Or: the text to train on ...", show_default=False)
+        str | None, typer.Option(help="Training text, instead of --data.", show_default=False)
     ] = None,
     validation: Annotated[
-        str | None, typer.Option(help="... and that for validation ...", show_default=False)
+        str | None, typer.Option(help="Validation text, with --train.", show_default=False)
     ] = None,
     test: Annotated[
-        str | None, typer.Option(help="... and that for testing.", show_default=False)
+        str | None, typer.Option(help="Test text, with --train.", show_default=False)
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(help="The run's base, where it lies on this machine.", show_default=False),
+        typer.Option(help="Local path of the run's base.", show_default=False),
     ] = None,
     public: Annotated[
         str | None,
-        typer.Option(help="The run's public text, where it lies here.", show_default=False),
+        typer.Option(help="Local path of the run's public text.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where this client's runs are kept.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
+    plugins: Plugins = None,
 ) -> None:
-    """Take part in a run as one client. The text never leaves this machine.
+    """Join a run as a client. Training text never leaves this machine.
 
-    It waits for its server for ever, and goes on where it was after any stop. What travels is
-    printed when it has joined; the run's folder then holds the model.
+    The client keeps retrying until the server answers, and resumes after an interruption. When it
+    joins, it prints what it will upload; its model is saved in the run's folder.
 
         coterie client --server example.org:9092 --key alice.key --data ./my-texts
     """
-    deploy = _deployment()
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
-        raise CoterieError(f"The server is HOST:PORT, as example.org:9092, not {server!r}.")
+        raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
+    kit = _kit(key, name)
+    texts = _checked_texts(kit.name, path=data, train=train, validation=validation, test=test)
+    with imports_for("A deployment", "flower"):
+        from coterie.engines.flower import deploy
     from coterie.engines.deployed.console import ClientBoard
 
-    kit = deploy.Kit.load(key)
-    if name not in (None, kit.name):
-        raise CoterieError(f"The kit {key} is that of {kit.name!r}, not of {name!r}.")
-    given = {"path": data, "train": train, "validation": validation, "test": test}
-    texts = {k: str(Path(v).resolve()) for k, v in given.items() if v is not None}
-    _check_texts(kit.name, texts)
     site = deploy.Site(kit.name, texts, out, _place(base), _place(public))
-    with _stoppable("What is done is kept; the same command goes on."):
-        terminal.say(f"{kit.name}: looking for {server}")
+    with _stoppable("Progress is saved. To resume, run the same command."):
+        terminal.say(f"{kit.name}: connecting to {server}")
         with ClientBoard(terminal.console) as seen:
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.run is not None:
         folder = worker.run.folder.path
-        terminal.say(f"The run is finished; this client's model is in {folder}. Write with it:")
-        terminal.say(f'  coterie generate {folder} --client {kit.name} --prompt "..."')
+        terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
+        given = '--prompt "..."' + terminal.plugin_options(worker.run.config.plugins)
+        terminal.say(f"  coterie generate {folder} --client {kit.name} {given}")
+
+
+def _kit(file: Path, name: str | None) -> "Kit":
+    with imports_for("A deployment", "flower"):
+        from coterie.engines.flower.keys import Kit
+
+    kit = Kit.load(file)
+    if name not in (None, kit.name):
+        raise CoterieError(f"The kit {file} belongs to {kit.name!r}, not {name!r}.")
+    return kit
 
 
 def _place(path: str | None) -> str | None:
@@ -131,24 +146,16 @@ def _place(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _check_texts(name: str, texts: dict[str, str]) -> None:
-    """Raise CoterieError now for what would be an error at the first order."""
-    from coterie.config import parse
+def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
+    """Where a client's texts are; raises CoterieError now for an error at the first order."""
+    from coterie.run_file import check_sections
 
-    parse({"clients": [{"name": name, **texts}]})
+    texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
+    check_sections({"clients": [{"name": name, **texts}]})
     for path in texts.values():
         if not Path(path).exists():
-            raise CoterieError(f"There is no {path}.")
-
-
-def _deployment() -> Any:
-    try:
-        from coterie.engines.flower import deploy
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "coterie":
-            raise
-        raise CoterieError(f"A deployment needs {error.name}: {EXTRA}.") from None
-    return deploy
+            raise CoterieError(f"No such file or folder: {path}.")
+    return texts
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, RunFile, Settings
+from coterie.cli.options import Debug, Plugins, RunFile, Settings
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ WAYS = ("A -> B", "B -> A")
 Tokenizer = Annotated[
     str,
     typer.Argument(
-        help="A folder with, or itself, a tokenizer.json, vocab.json, tokenizer.model or "
-        "NAME.tiktoken; or the name of a base that ships, or on the hub.",
+        help="A tokenizer.json, vocab.json, tokenizer.model or NAME.tiktoken, a folder that "
+        "contains one, or the name of a built-in base or a model on the hub.",
         show_default=False,
     ),
 ]
@@ -31,16 +31,21 @@ Tokenizer = Annotated[
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="Show this method's settings.", show_default=False)
+        str | None, typer.Argument(help="Show the settings of this method.", show_default=False)
     ] = None,
+    plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """List every method, its paper and what it shares; or one method's settings."""
+    """List all methods with their papers and what they share, or show one method's settings."""
+    from coterie.methods.registry import POOLED, check_name
+
+    if name not in (None, POOLED):
+        check_name(name)
     from coterie.report.settings import method_table, methods_table
 
     if name is None:
         terminal.console.print(methods_table())
-        terminal.say("\n`coterie methods NAME` shows a method's settings.")
+        terminal.say("\n`coterie methods NAME` shows the settings of a method.")
         return
     table = method_table(name)
     terminal.console.print(table)
@@ -52,88 +57,104 @@ def methods(
         terminal.say(f"On the command line:  --set method={name} --set method.{key}={value}")
 
 
-def audit(file: RunFile = None, settings: Settings = None, debug: Debug = False) -> None:
-    """Show everything that leaves a client in a round, and everything that never does.
+def audit(
+    file: RunFile = None,
+    settings: Settings = None,
+    plugins: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Show what leaves a client in a round, what never does, and how many bytes each takes.
 
-    Read off the method's declaration and measured on the real messages of one short round. Where
-    clients have no path, as in a deployment, a text of the demo stands in for theirs.
+    The list comes from the method's declaration; the sizes are measured on real messages of one
+    short round. A client without a path, as in a deployment, is given a text of the demo.
     """
-    from coterie.config import load_with_any_text
+    from coterie.run_file import load_with_any_text
+
+    config = load_with_any_text(file, settings or ())
     from coterie.report.audit import audit_run
 
-    for table in audit_run(load_with_any_text(file, settings or ())):
+    for table in audit_run(config):
         terminal.console.print(table)
 
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="Runs' folders, or folders that hold some."),
+        typer.Argument(metavar="RUN", help="Run folders, or folders that contain them."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Default: `report` in the first RUN.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder of the report. Default: `report` in the first RUN.", show_default=False
+        ),
     ] = None,
     layer: Annotated[
         str | None,
         typer.Option(
             metavar="N|first|last",
-            help="Colour texts by this layer's experts; default first and last.",
+            help="Layer whose experts colour the texts. Default: first and last.",
             show_default=False,
         ),
     ] = None,
     texts: Annotated[
         bool,
-        typer.Option("--texts/--no-texts", help="Show clients' texts, with each expert's part."),
+        typer.Option(
+            "--texts/--no-texts",
+            help="Include clients' texts, with each token coloured by its expert.",
+        ),
     ] = False,
+    plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Draw what runs have measured: one page that opens offline, and each figure as SVG and PNG.
+    """Plot the metrics of runs: one self-contained HTML page, and each figure as SVG and PNG.
 
-    A run may still be in progress. Runs of the same method that differ in their seed are averaged.
+    Unfinished runs are included. Runs of a method that differ only in their seed are averaged.
 
     Example:
 
         coterie report runs/compare-mine --out report
     """
+    for run in runs:
+        if not run.is_dir():
+            raise CoterieError(f"{run} is neither a run's folder nor one that holds runs.")
     try:
         from coterie.report.page import PRIVATE, write_report
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "jinja2"):
             raise
         raise CoterieError(
-            f"Reports need {error.name}: install the extra, pip install 'coterie[report]'."
+            f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
         ) from None
 
     written = write_report(runs, out or runs[0] / "report", texts, layer)
     for section in written.sections:
         terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
         for item in section.left_out:
-            terminal.say(f"  left out: {item.title}: {item.why}")
+            terminal.say(f"  omitted: {item.title}: {item.why}")
     if texts:
         terminal.say(PRIVATE)
-    terminal.say(f"\nThe page is {written.page}; its figures are in {written.figures}.")
+    terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 
 
 def align(
     tokenizer_a: Tokenizer,
     tokenizer_b: Tokenizer,
-    worst: Annotated[
-        int, typer.Option(min=0, help="Show so many of the tokens that are furthest apart.")
-    ] = 10,
+    worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to show.")] = 10,
     json: Annotated[
-        Path | None, typer.Option(help="Also write the figures here.", show_default=False)
+        Path | None,
+        typer.Option(help="Also write the results to this JSON file.", show_default=False),
     ] = None,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Find maps anew, and keep none.")
+        bool, typer.Option("--no-cache", help="Compute the maps again, and do not cache them.")
     ] = False,
 ) -> None:
-    """Compare two tokenizers: for each token of one, the nearest token of the other.
+    """Compare two tokenizers: map each token of one to the nearest token of the other.
 
-    Models with different tokenizers teach each other through such maps (FedMKT). The nearest token
-    is the one whose bytes need the fewest edits: " the" is " the" in any tokenizer that has it, and
-    0 edits away. The more tokens are exact, the more of a teacher's predictions arrive unharmed.
+    FedMKT uses these maps for distillation between models with different tokenizers. The nearest
+    token has the smallest edit distance in bytes; an exact match has distance 0. The more tokens
+    match exactly, the more of a teacher's predictions are preserved.
 
-    A map is found once and kept in ~/.cache/coterie, or in $COTERIE_CACHE.
+    Maps are cached in ~/.cache/coterie, or in $COTERIE_CACHE.
 
     Example:
 
@@ -144,7 +165,8 @@ def align(
 
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
     terminal.say(
-        f"A is {tokenizer_a}: {len(a.tokens):,} tokens\nB is {tokenizer_b}: {len(b.tokens):,}"
+        f"A is {tokenizer_a}: {len(a.tokens):,} tokens\nB is {tokenizer_b}: {len(b.tokens):,} "
+        "tokens"
     )
     pairs = ((a, b), (b, a))
     found = [
@@ -167,7 +189,7 @@ def align(
         write_json(
             json, {"tokenizers": names, "tokens": tokens, **dict(zip(WAYS, ways, strict=True))}
         )
-        terminal.say(f"\nAlso in {json}.")
+        terminal.say(f"\nSaved to {json}.")
 
 
 def _map(
@@ -228,8 +250,8 @@ def _figures(ways: list[dict[str, Any]]) -> "Table":
 
     edits = [*map(str, range(LAST)), f"{LAST}+"]
     return Table(
-        "Tokens by the bytes that are edited on the way to the nearest",
-        ["", "exact", *edits, "mean", "found in"],
+        "Tokens by edit distance in bytes to the nearest token",
+        ["", "exact", *edits, "mean", "time"],
         [
             [
                 name,
@@ -240,7 +262,7 @@ def _figures(ways: list[dict[str, Any]]) -> "Table":
             ]
             for name, way in zip(WAYS, ways, strict=True)
         ],
-        "Special tokens apart. Exact: the other tokenizer has the same token.",
+        "Special tokens are excluded. Exact: the other tokenizer has the same token.",
     )
 
 
@@ -248,7 +270,7 @@ def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
     from coterie.results.tables import Table
 
     rows = [[_short(c["token"]), _short(c["nearest"]), str(c["edited"])] for c in cases]
-    return Table(f"Furthest apart, {way}", ["token", "nearest", "edits"], rows)
+    return Table(f"Worst matches, {way}", ["token", "nearest", "edits"], rows)
 
 
 def _roles(a: "Vocabulary", b: "Vocabulary", maps: list["VocabularyMap"]) -> "Table":
@@ -264,7 +286,7 @@ def _roles(a: "Vocabulary", b: "Vocabulary", maps: list["VocabularyMap"]) -> "Ta
             other = None if own is None or found.ids[own] < 0 else int(found.ids[own])
             row.append("-" if own is None else f"{own} -> {_id(other)}")
         rows.append(row)
-    note = "Of special tokens, only these are mapped; -: there is none."
+    note = "Only these special tokens are mapped; -: no such token."
     return Table("Special tokens (ids)", ["role", "A", "B", *WAYS], rows, note)
 
 

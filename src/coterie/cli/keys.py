@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import terminal
-from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.engines.flower.keys import Keys
@@ -17,18 +16,18 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Keep a server's keys: its certificate, and the clients that it lets in.",
+    help="Manage a server's keys: its certificate and the clients it accepts.",
 )
 DEFAULT = Path("keys")
 
-Folder = Annotated[Path, typer.Argument(help="The server's folder of keys.")]
-FolderOption = Annotated[Path, typer.Option("--keys", help="The server's folder of keys.")]
+Folder = Annotated[Path, typer.Argument(help="The server's key folder.")]
+FolderOption = Annotated[Path, typer.Option("--keys", help="The server's key folder.")]
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
         "--host",
         metavar="NAME|ADDRESS",
-        help="By which clients reach the server: coterie.example.org, 192.0.2.7. Repeatable.",
+        help="Host name or IP address of the server: coterie.example.org, 192.0.2.7. Repeatable.",
         show_default=False,
     ),
 ]
@@ -37,25 +36,25 @@ Name = Annotated[str, typer.Argument(help="The client's name.", show_default=Fal
 
 @app.command()
 def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
-    """Begin a deployment: make the server's certificate and the authority that signs it.
+    """Create the server's key folder: a certificate authority and the server's certificate.
 
     Example:
 
         coterie keys init --host coterie.example.org
     """
     made = _keys().create(folder, host or ())
-    terminal.say(f"The server's keys are in {folder}. It holds private keys: show them to nobody.")
-    terminal.say(f"Its certificate is for {', '.join(made.hosts())}.")
+    terminal.say(
+        f"The server's keys are in {folder}. The folder contains private keys: keep it secret."
+    )
+    terminal.say(f"The certificate is valid for {', '.join(made.hosts())}.")
     if not host:
-        terminal.say(
-            "So it works on this machine only; for clients elsewhere add the server's name:"
-        )
+        terminal.say("Clients on other machines cannot connect yet. Add the server's host name:")
         terminal.say(f"  coterie keys certify {folder} --host NAME")
 
 
 @app.command()
 def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
-    """Renew the server's certificate for two years, and add hosts to it; clients' kits stay good.
+    """Renew the server's certificate for two years and add hosts. Clients' kits stay valid.
 
     Example:
 
@@ -64,7 +63,7 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     server = _keys()(folder)
     server.certify(host or ())
     terminal.say(_certificate(server))
-    terminal.say("The server uses it from its next start.")
+    terminal.say("The server will use it after a restart.")
 
 
 @app.command()
@@ -73,10 +72,10 @@ def add(
     keys: FolderOption = DEFAULT,
     out: Annotated[
         Path | None,
-        typer.Option(help="The kit's file; default NAME.key.", show_default=False),
+        typer.Option(help="File of the kit. Default: NAME.key.", show_default=False),
     ] = None,
 ) -> None:
-    """Let a client in: make its kit, one small file to carry to the client's machine.
+    """Add a client: create its kit, a small file to transfer to the client's machine.
 
     Example:
 
@@ -84,47 +83,43 @@ def add(
     """
     kit = _keys()(keys).add(name, out or Path(f"{name}.key"))
     terminal.say(
-        f"The kit of {name} is {kit}. It holds a private key, which the server does not keep:"
+        f"The kit of {name} is {kit}. It contains a private key that the server does not keep."
     )
     terminal.say(
-        f"carry it to the machine of {name} by a way that nobody else can read, and delete it here."
+        f"Transfer it to the machine of {name} over a secure channel, then delete it here."
     )
 
 
 @app.command("list")
 def show(folder: Folder = DEFAULT) -> None:
-    """Show the clients that the server lets in, and its certificate's hosts and end."""
+    """List the accepted clients, and the hosts and expiry date of the server's certificate."""
     server = _keys()(folder)
     from coterie.engines.flower.keys import fingerprint
     from coterie.results.tables import Table
 
     clients = [(name, fingerprint(key)) for name, key in server.clients().items()]
-    rows = clients or [("none yet", "`coterie keys add NAME` lets one in")]
+    rows = clients or [("none yet", "add one with `coterie keys add NAME`")]
     terminal.console.print(Table(f"Clients in {folder}", ("client", "fingerprint (SHA-256)"), rows))
     terminal.say(f"\n{_certificate(server)}")
 
 
 @app.command()
 def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
-    """Forget a client: the server no longer lets it in."""
+    """Remove a client: the server rejects it from now on."""
     _keys()(keys).remove(name)
-    terminal.say(f"From now on the server refuses the kit of {name}.")
+    terminal.say(f"The server now rejects the kit of {name}.")
 
 
 def _certificate(server: "Keys") -> str:
     return (
-        f"The server's certificate is for {', '.join(server.hosts())}, until"
-        f" {server.expires():%Y-%m-%d}."
+        f"The server's certificate is valid for {', '.join(server.hosts())}, until "
+        f"{server.expires():%Y-%m-%d}."
     )
 
 
 def _keys() -> "type[Keys]":
-    try:
+    from coterie.engines.flower import imports_for
+
+    with imports_for("Deployment", "flower"):
         from coterie.engines.flower.keys import Keys
-    except ModuleNotFoundError as error:
-        if error.name != "cryptography":
-            raise
-        raise CoterieError(
-            "Deployment needs cryptography: install the extra, pip install 'coterie[flower]'."
-        ) from None
     return Keys

@@ -1,9 +1,12 @@
 """Arguments and options that several commands take."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from coterie.errors import CoterieError
 
 debug = False
 """Whether errors are to be shown with their traceback."""
@@ -15,21 +18,48 @@ def _remember_debug(value: bool) -> bool:
     return value
 
 
+def _load(files: Sequence[Path] | None) -> Sequence[Path] | None:
+    if files:
+        from coterie.methods.plugins import load_plugin
+
+        for file in files:
+            load_plugin(file)
+    return files
+
+
+def check_run(folder: Path) -> None:
+    """Say at once that a folder holds no run: to look closer, torch is imported."""
+    if not folder.exists():
+        raise CoterieError(f"There is no folder {folder}.")
+    if not (folder / "run.json").is_file():
+        raise CoterieError(f"{folder} is not a run folder (it has no run.json).")
+
+
 RunFile = Annotated[
     Path | None,
     typer.Argument(
-        help="A run file (YAML); without one, the embedded demo. `who-wrote-this` is an embedded "
-        "one on instructions."
+        help="A run file (YAML). Default: the built-in demo. `who-wrote-this` is a built-in "
+        "demo on instructions."
     ),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change a key of the run file: training.batch=4. Repeatable."),
+    typer.Option("--set", help="Override a key of the run file: training.batch=4. Repeatable."),
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="The run's folder; default runs/NAME.", show_default=False)
+    Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.", show_default=False)
+]
+Plugins = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        callback=_load,
+        help="Register the methods defined in this Python file. Repeatable.",
+        show_default=False,
+    ),
 ]
 Debug = Annotated[
     bool,
-    typer.Option("--debug", callback=_remember_debug, help="Show the traceback of an error."),
+    typer.Option("--debug", callback=_remember_debug, help="Show the full traceback of an error."),
 ]

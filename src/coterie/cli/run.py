@@ -1,17 +1,17 @@
 """The command `coterie run`."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Out, RunFile, Settings
+from coterie.cli.options import Debug, Out, Plugins, RunFile, Settings, check_run
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.api import Run
+    from coterie.config import RunConfig
 
 
 def run(
@@ -20,23 +20,27 @@ def run(
     out: Out = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Continue the stopped run in this folder.", show_default=False),
+        typer.Option(help="Resume the interrupted run in this folder.", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a run in the folder.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite an existing run in the folder.")
+    ] = False,
     engine: Annotated[
         Literal["local", "flower-simulation"] | None,
         typer.Option(
-            help="local: clients work in turn, in this process; flower-simulation: in several "
-            "processes of this machine. Default local, or as the run began.",
+            help="local: clients run one after another in this process. flower-simulation: "
+            "clients run in parallel processes on this machine. Default: local, or the "
+            "engine of the resumed run.",
             show_default=False,
         ),
     ] = None,
+    plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Learn together: run a method and its baselines, and show each client's result.
+    """Run a method and its baselines, and show each client's results.
 
-    Without a file it runs the embedded demo: minutes on two cores, nothing to download. For a run
-    of your own write a run file, such as
+    Without a run file, this runs the built-in demo: a few minutes on two cores, no downloads. For
+    your own data, write a run file, such as
 
         method: comigs-1g1s
         rounds: 10
@@ -44,32 +48,45 @@ def run(
           - {name: anna, path: anna.txt}
           - {name: ben, path: ben-notes/}
 
-    and start it, with any of its keys changed by --set:
+    and run it; --set overrides any key:
 
         coterie run mine.yaml --set training.batch=8 --set seed=1
 
-    docs/run-file.md explains every key; `coterie methods` lists what `method` can be.
+    docs/run-file.md lists all keys, `coterie methods` all methods.
     """
-    from coterie import api
-    from coterie.config import load_config
-    from coterie.runs import ConsoleWatch
+    import coterie
+    from coterie.run_file import check_texts
 
-    watch = partial(ConsoleWatch, terminal.console)
     if resume is None:
-        config = load_config(file, settings or ())
+        check_texts(file, settings or ())  # at once; torch takes seconds to import
+        config = coterie.load_config(file, settings or ())
+        _remark(config)
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
-            finished = api.run(
-                config, out=folder, force=force, watch=watch, engine=engine or "local"
+            finished = coterie.run(
+                config, out=folder, force=force, watch=terminal.watch, engine=engine or "local"
             )
     else:
         if file is not None or settings or out is not None or force:
             raise CoterieError(
-                "A run continues as it began: --resume takes no run file, --set, --out or --force."
+                "--resume uses the saved configuration; it takes no run file, --set, --out or "
+                "--force."
             )
+        check_run(resume)
         with terminal.stoppable(resume):
-            finished = api.resume(resume, watch=watch, engine=engine)
+            finished = coterie.resume(resume, watch=terminal.watch, engine=engine)
     _show(finished)
+
+
+def _remark(config: "RunConfig") -> None:
+    """What a user may not expect of a short run."""
+    every = getattr(getattr(config.method, "router", None), "every", 0)
+    steps = config.rounds * config.training.steps
+    if every > steps:
+        terminal.say(
+            f"Note: the routers of {config.label} are first updated after {every} steps, and this "
+            f"run has {steps}. Set method.router.every, or more rounds."
+        )
 
 
 def _show(finished: "Run") -> None:
@@ -78,8 +95,9 @@ def _show(finished: "Run") -> None:
 
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
-    terminal.say(f"\nThe run is in {finished.path}. Write with a client's model:")
+    terminal.say(f"\nThe run is saved in {finished.path}. To generate text with a client's model:")
     given = '--prompt "..."'
     if (instructions := finished.config.data.instructions) is not None:
         given = " ".join(f'--field {name}="..."' for name in fields(instructions.template))
+    given += terminal.plugin_options(finished.config.plugins)
     terminal.say(f"  coterie generate {finished.path} --client {client} {given}")

@@ -1,12 +1,16 @@
 """How commands speak: to the console, about errors, and when they are stopped."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from coterie.runs import Watch
 
 console = Console()
 errors = Console(stderr=True)
@@ -20,6 +24,19 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Print it where errors go."""
     errors.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def watch() -> "Watch":
+    """What shows a run's progress here."""
+    from coterie.runs import ConsoleWatch
+
+    return ConsoleWatch(console)
+
+
+def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:
+    """What a command needs to know the plugins of a run, as run.json has them."""
+    files = dict.fromkeys(plugin["file"] for plugin in plugins.values())
+    return "".join(f" --plugin {file}" for file in files)
 
 
 def stopped(how: str) -> NoReturn:
@@ -39,5 +56,6 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         again = "the same command"
         if folder is not None and (folder / "run.json").exists():
-            again = f"`coterie run --resume {folder}`"
-        stopped(f"Finished rounds are kept; continue with {again}.")
+            plugins = json.loads((folder / "run.json").read_text(encoding="utf-8"))["plugins"]
+            again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
+        stopped(f"Finished rounds are saved; resume with {again}.")

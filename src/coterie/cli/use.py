@@ -7,48 +7,52 @@ from typing import Annotated
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug
+from coterie.cli.options import Debug, Plugins, check_run
 from coterie.cli.writing import Writing, answer, write
 from coterie.errors import CoterieError
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    client: Annotated[str, typer.Option(help="Whose model writes.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    client: Annotated[str, typer.Option(help="Client whose model to use.")],
     prompt: Annotated[
-        str | None, typer.Option(help="What it goes on from.", show_default=False)
+        str | None, typer.Option(help="Text to continue.", show_default=False)
     ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="Instead of a prompt, in a run on instructions: a field of its template. "
+            help="For a run on instructions, instead of --prompt: a field of its template. "
             "Repeatable.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 80,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 80,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="0: the likeliest token. Default 0.8, with --field 0.",
+            help="Sampling temperature; 0 is greedy decoding. Default: 0.8, or 0 with --field.",
             show_default=False,
         ),
     ] = None,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Other seeds write other texts.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
+    plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Write with a client's personal model.
+    """Generate text with a client's model.
 
     Example, after the demo:
 
         coterie generate runs/demo --client poet --prompt "I sing of"
 
-    After a run on instructions it answers:
+    After a run on instructions, fill in its template:
 
         coterie generate runs/mine --client anna --field instruction="Name a sea."
     """
+    check_run(run)
     if (prompt is None) == (not field):
         raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
     if temperature is None:

@@ -45,7 +45,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     instructions = RunFolder(run).description["config"]["data"].get("instructions")
     if instructions is None:
         raise CoterieError(
-            f"The run {run} is on plain text, so it has no template to fill in; use --prompt."
+            f"The run {run} is on plain text and has no template to fill in; use --prompt."
         )
     prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
     encoder: Any = tokenizer(run, client)
@@ -65,8 +65,8 @@ def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -
     longest = context_length(model)
     if longest is not None and len(ids) + how.tokens > longest:
         raise CoterieError(
-            f"The prompt's {len(ids)} tokens and {how.tokens} more do not fit in the base's "
-            f"context of {longest} tokens; ask for fewer by --tokens."
+            f"The prompt's {len(ids)} tokens and {how.tokens} new ones exceed the base's "
+            f"context of {longest} tokens; lower --tokens."
         )
     torch.manual_seed(how.seed)
     warm = how.temperature > 0

@@ -111,8 +111,8 @@ def _evenly(spec: DivideSpec, items: Sequence[Any], fractions: Fractions) -> Div
     size = (len(items) - start) // parts
     if not size or not all(held.values()):
         raise CoterieError(
-            f"divide: {len(items)} records do not suffice for {parts} parts and, of"
-            " data.fractions, validation and test; give more records or lower divide.clients."
+            f"divide: {len(items)} records are too few for {parts} parts with the validation "
+            "and test splits of data.fractions; add records or lower divide.clients."
         )
     dealt = [
         Texts(train=list(items[first : first + size]), **held)
@@ -149,8 +149,8 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
         name = re.sub(r"[^a-z0-9._]+", "-", ascii_label)[:64].strip(".-") or f"label-{number}"
         if name in names:
             raise CoterieError(
-                f"divide: the labels {names[name]!r} and {label!r} would both be client {name};"
-                " rename one."
+                f"divide: the labels {names[name]!r} and {label!r} both give the client name "
+                f"{name}; rename one of them."
             )
         names[name] = label
     return list(names)
@@ -171,9 +171,9 @@ def _hold_out_uniform(
         for label, pool in pools.items():
             if not 0 < each * clients < len(pool):
                 raise CoterieError(
-                    f"divide: held_out uniform would take {each} records of label {label} for the"
-                    f" {split} text of each of {clients} clients, and {len(pool)} are left of it;"
-                    " change data.fractions, or set divide.held_out to own."
+                    f"divide: held_out uniform needs {each} records of label {label} for the "
+                    f"{split} text of each of {clients} clients, and {len(pool)} are left; "
+                    "change data.fractions, or set divide.held_out to own."
                 )
             for part in parts:
                 part += pool[:each]
@@ -218,9 +218,9 @@ def _by_dirichlet(
         if min(len(part) for part in parts) >= MINIMUM:
             return parts
     raise CoterieError(
-        f"divide: in {DRAWS} draws with alpha {alpha}, {records} records never gave each of"
-        f" {clients} clients {MINIMUM}; raise divide.alpha, lower divide.clients, or give more"
-        " records."
+        f"divide: {DRAWS} draws with alpha {alpha} never gave each of {clients} clients "
+        f"{MINIMUM} of the {records} records; raise divide.alpha, lower divide.clients, or "
+        "add records."
     )
 
 
@@ -231,7 +231,7 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     rarest label sets that size.
     """
     if len(pools) == 1:
-        raise CoterieError("divide: a mixture needs two labels, and there is only one.")
+        raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
     size = min(len(pool) for pool in pools.values())
     own = round(own_share * size)
     other = (size - own) // (len(pools) - 1)
@@ -251,8 +251,8 @@ def _asked(mixtures: Mapping[str, Mapping[str, float]], pools: Pools) -> list[Ma
         for label in shares:
             if label not in pools:
                 raise CoterieError(
-                    f"divide: client {client} asks for a share of label {label!r}, which no record"
-                    f" has (labels: {', '.join(pools)}); correct divide.mixtures."
+                    f"divide: client {client} requests the label {label!r}, which no record has "
+                    f"(labels: {', '.join(pools)}); correct divide.mixtures."
                 )
     return [mixtures[client] for client in sorted(mixtures)]
 

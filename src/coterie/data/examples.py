@@ -99,10 +99,10 @@ def examples(
     kept = [number for number, fit in enumerate(fits) if fit][:limit]
     if not kept:
         raise CoterieError(
-            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); raise "
-            "data.window, or take a shorter template."
+            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
+            "raise data.window or shorten the template."
             if items
-            else f"{owner} has no samples; give it more, or raise its data.fractions."
+            else f"{owner} has no samples; add text or raise its data.fractions."
         )
     ids: list[int] = []
     starts, answers = [0], []

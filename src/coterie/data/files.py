@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from rapidfuzz import process
 
 from coterie.errors import CoterieError
@@ -38,10 +36,10 @@ class Record:
         if field not in self.fields:
             names = ", ".join(self.fields) or "none"
             near = process.extractOne(field, list(self.fields), score_cutoff=60)
-            hint = f" (perhaps {near[0]} is meant)" if near else ""
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise CoterieError(
-                f"{self.where} has no field {field}{hint}; its fields are: {names}. Name the right"
-                " one in the run file."
+                f"{self.where} has no field {field}{hint}; its fields are: {names}. Correct the "
+                "field name in the run file."
             )
         return self.fields[field]
 
@@ -51,16 +49,16 @@ class Record:
         for field, value in zip(fields, values, strict=True):
             if not isinstance(value, str):
                 raise CoterieError(
-                    f"{self.where}: field {field} holds {type(value).__name__} rather than text;"
-                    " mend the record or name another field."
+                    f"{self.where}: field {field} contains {type(value).__name__}, not text; "
+                    "fix the record or name another field."
                 )
         text = "\n".join(values)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise CoterieError(
-                f"{self.where} holds half a character (a lone surrogate) at character"
-                f" {error.start} of its text; mend or remove it."
+                f"{self.where} contains half a character (a lone surrogate) at character "
+                f"{error.start} of its text; fix or remove it."
             ) from error
         return text
 
@@ -94,8 +92,8 @@ def find_files(path: Path, owner: str) -> list[Path]:
         ]
         if not files:
             raise CoterieError(
-                f"{owner}: the folder {path} has no {_SUFFIX_LIST} file; put the text there or name"
-                " another folder."
+                f"{owner}: the folder {path} contains no {_SUFFIX_LIST} file; add one or name "
+                "another folder."
             )
         return sorted(files, key=Path.as_posix)
     if not path.exists():
@@ -104,7 +102,8 @@ def find_files(path: Path, owner: str) -> list[Path]:
         )
     if path.suffix.lower() not in SUFFIXES:
         raise CoterieError(
-            f"{owner}: {path} is not a {_SUFFIX_LIST} file; convert it, or rename it if it is one."
+            f"{owner}: {path} is not a {_SUFFIX_LIST} file; convert it, or correct its file "
+            "extension."
         )
     return [path]
 
@@ -116,10 +115,11 @@ def read_text(file: Path, owner: str) -> str:
     """A file's text, exactly, but for a byte order mark; it must be UTF-8."""
     raw = _read_bytes(file, owner)
     if not raw.strip():
-        raise CoterieError(f"{owner}: {file} is empty; put text into it or remove it.")
+        raise CoterieError(f"{owner}: {file} is empty; add text or remove the file.")
     if b"\0" in raw:
         raise CoterieError(
-            f"{owner}: {file} is not text (it has NUL bytes); export it as plain text in UTF-8."
+            f"{owner}: {file} is not text (it contains NUL bytes); export it as plain text in "
+            "UTF-8."
         )
     try:
         return raw.decode().removeprefix("\ufeff")
@@ -134,7 +134,7 @@ def _read_bytes(file: Path, owner: str) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise CoterieError(
-            f"{owner}: {file} cannot be read ({error.strerror}); check who may read it."
+            f"{owner}: {file} cannot be read ({error.strerror}); check its permissions."
         ) from error
 
 
@@ -146,7 +146,7 @@ def read_records(file: Path, owner: str) -> Iterator[Record]:
         empty = False
         yield record
     if empty:
-        raise CoterieError(f"{owner}: {file} has no records; put some into it or remove it.")
+        raise CoterieError(f"{owner}: {file} has no records; add some or remove the file.")
 
 
 def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
@@ -159,7 +159,7 @@ def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
             raise CoterieError(
-                f"{where} is not JSON ({error.msg} at column {error.colno}); mend that line."
+                f"{where} is not valid JSON ({error.msg} at column {error.colno}); fix that line."
             ) from error
         if not isinstance(fields, dict):
             raise CoterieError(f"{where} is not a JSON object; write it as {{field: value, ...}}.")
@@ -167,6 +167,8 @@ def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
 
 
 def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
+    import pyarrow.parquet  # slow to import, and finding files does not need it
+
     number = 0
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
@@ -175,5 +177,5 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
                 yield Record(f"{owner}: record {number} of {file}", fields)
     except (pyarrow.ArrowException, OSError) as error:
         raise CoterieError(
-            f"{owner}: {file} cannot be read as Parquet ({error}); write it again."
+            f"{owner}: {file} cannot be read as Parquet ({error}); export it again."
         ) from error

@@ -11,11 +11,12 @@ from coterie.errors import CoterieError
 def read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Record]:
     """The records of one split; numbers in class labels' fields become the classes' names."""
     missing = (
-        f"divide: {name} is neither a file or folder under {root} nor a data set that the hub gives"
+        f"divide: {name} is neither a file or folder under {root} nor an available data set "
+        "on the hub"
     )
     remedy = (
-        "correct divide.source, subset or split, or, without a network, download the records and"
-        " name that file"
+        "correct divide.source, subset or split, or, when offline, download the records and "
+        "set divide.source to the file"
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")

@@ -45,8 +45,8 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
     for file in files:
         if file.suffix.lower() == ".txt":
             raise CoterieError(
-                f"{owner}: {file} is plain text, which has no fields for data.instructions; give"
-                " .jsonl or .parquet records, or leave data.instructions out."
+                f"{owner}: {file} is plain text without the fields that data.instructions "
+                "needs; give .jsonl or .parquet records, or remove data.instructions."
             )
     return [record for file in files for record in read_records(file, owner)]
 
@@ -63,8 +63,8 @@ def _text(record: Record, field: str, value: Any) -> str:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise CoterieError(
-            f"{record.where}: field {field} holds {value!r:.60} rather than an answer (a text or a"
-            " number); mend the record or name another field in data.instructions."
+            f"{record.where}: field {field} contains {value!r:.60}, not an answer (a text or "
+            "a number); fix the record or name another field in data.instructions."
         )
     return Record(record.where, {field: value.strip()}).text([field])
 
@@ -77,13 +77,13 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
         values = record[given] if isinstance(given, str) else given
     if not isinstance(values, list):
         raise CoterieError(
-            f"{record.where}: field {given} holds {values!r:.60} rather than a list of answers;"
-            " mend the record or set data.instructions.choices."
+            f"{record.where}: field {given} contains {values!r:.60}, not a list of answers; "
+            "fix the record or set data.instructions.choices."
         )
     choices = tuple(dict.fromkeys(_text(record, str(given), value) for value in values))
     if answer not in choices:
         raise CoterieError(
-            f"{record.where}: the answer {answer!r:.60} is none of the choices"
-            f" ({', '.join(choices)}); mend the record or data.instructions.choices."
+            f"{record.where}: the answer {answer!r:.60} is not one of the choices "
+            f"({', '.join(choices)}); fix the record or data.instructions.choices."
         )
     return choices

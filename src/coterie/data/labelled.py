@@ -69,7 +69,7 @@ def _sources(spec: DivideSpec) -> dict[str, SourceSpec]:
 
 def _some(labelled: list[tuple[str, str]], source: str) -> list[tuple[str, str]]:
     if not labelled:
-        raise CoterieError(f"divide: the records of {source} hold no text; name another field.")
+        raise CoterieError(f"divide: the records of {source} contain no text; name another field.")
     return labelled
 
 
@@ -81,8 +81,8 @@ def _records(source: str, spec: DivideSpec, root: Path) -> list[Record]:
     for file in files:
         if file.suffix.lower() == ".txt":
             raise CoterieError(
-                f"divide: {file} is plain text, which has no labels to divide by; give .jsonl or"
-                " .parquet records, name a source for each label, or list clients instead."
+                f"divide: {file} is plain text without labels; give .jsonl or .parquet records, "
+                "name a source for each label, or list clients instead."
             )
     return [record for file in files for record in read_records(file, "divide")]
 
@@ -91,8 +91,8 @@ def _label(record: Record, field: str) -> str:
     value = record[field]
     if not isinstance(value, str | int) or value == "":
         raise CoterieError(
-            f"{record.where}: field {field} holds {value!r} rather than a label (a text or a whole"
-            " number); mend the record or set divide.label."
+            f"{record.where}: field {field} contains {value!r}, not a label (a text or a "
+            "whole number); fix the record or set divide.label."
         )
     return str(value)
 

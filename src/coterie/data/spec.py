@@ -24,16 +24,22 @@ class Limits(_Spec):
     """
 
     train: int | None = Field(
-        default=None, ge=1, description="Training tokens (of instructions: samples) kept at most."
+        default=None,
+        ge=1,
+        description="maximum number of training tokens (with instructions: samples); default: all",
     )
     validation: int | None = Field(
-        default=None, ge=1, description="Validation tokens (or samples) kept at most."
+        default=None,
+        ge=1,
+        description="maximum number of validation tokens (or samples); default: all",
     )
     test: int | None = Field(
-        default=None, ge=1, description="Test tokens (or samples) kept at most."
+        default=None, ge=1, description="maximum number of test tokens (or samples); default: all"
     )
     public: int | None = Field(
-        default=None, ge=1, description="Tokens (or samples) of the public text kept at most."
+        default=None,
+        ge=1,
+        description="maximum number of tokens (or samples) of the public set; default: all",
     )
 
 
@@ -41,9 +47,9 @@ class Fractions(_Spec):
     """The shares that are set aside, of a text's characters or of samples; the rest is to train."""
 
     validation: float = Field(
-        default=0.1, gt=0, lt=1, description="Share set aside for validation."
+        default=0.1, gt=0, lt=1, description="fraction set aside for validation"
     )
-    test: float = Field(default=0.1, gt=0, lt=1, description="Share set aside for testing.")
+    test: float = Field(default=0.1, gt=0, lt=1, description="fraction set aside for testing")
 
     @model_validator(mode="after")
     def _leave_some_to_train(self) -> Self:
@@ -64,19 +70,19 @@ class InstructionSpec(_Spec):
     template: str = Field(
         default="alpaca",
         min_length=1,
-        description="The prompt: alpaca, snli or plain; Jinja text over a record's fields, such as"
-        " '{{ question }} Answer:'; or a .jinja file.",
+        description="prompt template: alpaca, snli or plain; the path of a .jinja file; or "
+        "Jinja text over a record's fields, such as '{{ question }} Answer:'",
     )
     answer: str = Field(
         default="output",
         min_length=1,
-        description="Field of a record that holds the answer, or Jinja text that makes it.",
+        description="field that contains the answer, or Jinja text that renders it",
     )
     choices: Annotated[list[Choice], Field(min_length=2)] | str | None = Field(
         default=None,
-        description="Answers to choose from, for accuracy: a list, or the field that holds it, or"
-        " Jinja text that makes one a line;"
-        " without it, the 2 to 20 answers of a source's records with the same `instruction`.",
+        description="answers to choose from, for accuracy: a list, a field that contains one, "
+        "or Jinja text that renders one per line; default: the distinct answers of "
+        "a source's records with the same `instruction`, if there are 2 to 20",
     )
 
     @field_validator("choices", mode="before")
@@ -84,8 +90,8 @@ class InstructionSpec(_Spec):
     def _are_text(cls, choices: Any) -> Any:
         if isinstance(choices, list) and any(isinstance(choice, bool) for choice in choices):
             raise ValueError(
-                "data.instructions.choices holds true or false, which is how YAML reads yes and no;"
-                ' put them in quotes: ["yes", "no"]'
+                "data.instructions.choices contains true or false, which is how YAML reads yes "
+                'and no; quote them: ["yes", "no"]'
             )
         return choices
 
@@ -96,28 +102,30 @@ class DataSpec(_Spec):
     window: int = Field(
         default=128,
         ge=1,
-        description="Tokens that a training sample predicts; of instructions, the most tokens that"
-        " a prompt with its answer may have.",
+        description="predicted tokens per training sample; with instructions, the maximum "
+        "length of a prompt with its answer",
     )
     text: str | list[Annotated[str, Field(min_length=1)]] = Field(
         default="text",
         min_length=1,
-        description="Field(s) of a record that hold its text; several are joined by newline."
-        " Unused with instructions.",
+        description="field or fields that contain a record's text, joined by newlines; unused "
+        "with instructions",
     )
     instructions: InstructionSpec | None = Field(
         default=None,
-        description="Records are prompts with answers, and only the answers are learnt.",
+        description="treat records as prompts with answers, and train on the answers only; "
+        "default: plain text",
     )
     fractions: Fractions = Field(
         default=Fractions(),
-        description="Shares of a text, or of samples, set aside where splits are not given.",
+        description="fractions of text (or samples) set aside where no split is given",
     )
     limits: Limits = Field(
-        default=Limits(), description="Tokens (of instructions: samples) of each split at most."
+        default=Limits(),
+        description="maximum size of each split in tokens (with instructions: samples)",
     )
     public: str | None = Field(
-        default=None, description="File or folder that everybody may see, for methods that need it."
+        default=None, description="file or folder of the public set, for methods that need one"
     )
 
     @property
@@ -139,8 +147,8 @@ class DataSpec(_Spec):
 def _plain(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
         raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and underscores,"
-            " and not start with a dot or dash"
+            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
+            "underscores, and must not start with a dot or dash"
         )
     return name
 
@@ -154,33 +162,33 @@ class ClientSpec(_Spec):
     """One entry of the run file's list `clients:`: a client's name and its own text files."""
 
     name: ClientName = Field(
-        description="The client's name: letters, digits, dots, dashes, underscores."
+        description="client name: letters, digits, dots, dashes and underscores"
     )
     path: str | None = Field(
         default=None,
-        description="File or folder of .txt, .jsonl or .parquet, split by data.fractions.",
+        description="file or folder of .txt, .jsonl or .parquet, split by data.fractions",
     )
     train: str | None = Field(
-        default=None, description="File or folder to train on, instead of path."
+        default=None, description="file or folder to train on, instead of path"
     )
     validation: str | None = Field(
-        default=None, description="File or folder for validation; without it, a fraction of train."
+        default=None, description="file or folder for validation; default: a fraction of train"
     )
     test: str | None = Field(
-        default=None, description="File or folder for testing; without it, a fraction of train."
+        default=None, description="file or folder for testing; default: a fraction of train"
     )
 
     @model_validator(mode="after")
     def _path_or_splits(self) -> Self:
         if (self.path is None) == (self.train is None):
             raise ValueError(
-                f"client {self.name} needs either path (to be split) or train (splits given),"
-                f" and {'has neither' if self.path is None else 'cannot have both'}"
+                f"client {self.name} needs either path (to be split) or train (splits given), "
+                f"but has {'neither' if self.path is None else 'both'}"
             )
         if self.path is not None and (self.validation is not None or self.test is not None):
             raise ValueError(
-                f"client {self.name} gives validation or test beside path; say train instead of"
-                " path where splits are given"
+                f"client {self.name} gives validation or test together with path; replace path "
+                "with train"
             )
         return self
 
@@ -188,67 +196,66 @@ class ClientSpec(_Spec):
 class SourceSpec(_Spec):
     """A label's source in `divide.source`, where it is a subset of a hub data set."""
 
-    source: str = Field(description="File, folder, or hub name of a data set.")
-    subset: str | None = Field(default=None, description="Its subset (configuration) on the hub.")
+    source: str = Field(description="file, folder, or hub name of a data set")
+    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
 
 
 class DivideSpec(_Spec):
     """The run file's section `divide:`: one labelled data set, divided among clients."""
 
     source: str | dict[Label, str | SourceSpec] = Field(
-        description="File, folder, or hub name of a data set; or a mapping of each label to one,"
-        " or to its `source` and `subset`."
+        description="file, folder, or hub name of a data set; or a mapping of each label to "
+        "one, or to its `source` and `subset`"
     )
-    subset: str | None = Field(
-        default=None, description="Subset (configuration) of a hub data set."
-    )
-    split: str = Field(default="train", description="Split of a hub data set that is read.")
+    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
+    split: str = Field(default="train", description="split of a hub data set to read")
     by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
-        description="One label per client; Dirichlet shares; mostly one label per client; the"
-        " mixtures given; or equal parts at random."
+        description="one label per client; Dirichlet shares; mostly one label per client; "
+        "given mixtures; or equal random parts"
     )
     label: str = Field(
-        default="label", description="Field of a record that holds its label (unused with even)."
+        default="label", description="field that contains a record's label (not used by even)"
     )
     clients: int | None = Field(
-        default=None, ge=1, description="Number of clients (dirichlet and even only)."
+        default=None, ge=1, description="number of clients (dirichlet and even only)"
     )
     alpha: float | None = Field(
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="Evenness of the shares (dirichlet only).",
+        description="Dirichlet concentration; larger values give more even shares (dirichlet only)",
     )
     balanced: bool = Field(
         default=False,
-        description="A client that has its even part of the records gets none of the labels that"
-        " follow (dirichlet only).",
+        description="give no further labels to clients that have their even share of the "
+        "records (dirichlet only)",
     )
     share: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Share of a client's own label in its text (mixture only).",
+        description="share of a client's own label in its text (mixture only)",
     )
     mixtures: dict[ClientName, dict[Label, Share]] | None = Field(
         default=None,
-        description="Each client's labels and their shares of its characters, or samples (mixtures"
-        " only).",
+        description="label shares of each client, in characters (with instructions: samples) "
+        "(mixtures only)",
     )
     piece: int = Field(
         default=PIECE,
         ge=20,
-        description="Characters, up to twice as many, of the pieces that a label's .txt files are"
-        " cut into.",
+        description="minimum length, in characters, of the pieces that .txt files are cut "
+        "into; the maximum is twice that",
     )
     held_out: Literal["own", "uniform"] = Field(
         default="own",
-        description="Validation and test: as the client's training text, or of all labels (not with"
-        " even).",
+        description="labels of validation and test: as in the client's training text, or all "
+        "labels equally (not with even)",
     )
     public: bool = Field(
         default=False,
-        description="One part more, as large as a client's, is what everybody may see (even only).",
+        description="set aside one extra part, the size of a client's, as the public set (even "
+        "only)",
     )
 
     @model_validator(mode="after")
@@ -263,7 +270,7 @@ class DivideSpec(_Spec):
         for option in ("clients", "alpha", "share", "mixtures"):
             given = getattr(self, option) is not None
             if given and option not in needed:
-                raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
+                raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
             if not given and option in needed:
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
         for option, refused in (
@@ -272,7 +279,7 @@ class DivideSpec(_Spec):
             ("held_out", self.held_out != "own" and self.by == "even"),
         ):
             if refused:
-                raise ValueError(f"dividing by {self.by} takes no {option}; leave it out")
+                raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
         return self
 
     @model_validator(mode="after")
@@ -281,14 +288,15 @@ class DivideSpec(_Spec):
             raise ValueError("divide.source is empty; name a file, a folder or a hub data set")
         if not isinstance(self.source, str) and self.subset is not None:
             raise ValueError(
-                "divide.subset goes with one source; give it beside the source of its label"
+                "divide.subset needs a single source; with one source per label, give each "
+                "label its own `subset`"
             )
         return self
 
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:
         if self.mixtures is not None and not self.mixtures:
-            raise ValueError("divide.mixtures names no client")
+            raise ValueError("divide.mixtures has no clients")
         for client, shares in (self.mixtures or {}).items():
             total = sum(shares.values())
             if abs(total - 1) > 1e-6:

@@ -36,15 +36,14 @@ def inlined(template: str, root: Path) -> str:
         file = resolve(root, template)
         if not file.is_file():
             raise CoterieError(
-                f"data.instructions.template: there is no file {file}; correct the path, name one"
-                f" of the shipped templates ({', '.join(SHIPPED)}), or write Jinja text, such as"
-                " '{{ question }} Answer:'."
+                f"data.instructions.template: there is no file {file}; correct the path, use a "
+                f"built-in template ({', '.join(SHIPPED)}), or write Jinja text, such as "
+                f"'{{{{ question }}}} Answer:'."
             )
         template = read_text(file, "data.instructions.template").removesuffix("\n")
         if not is_text(template):
             raise CoterieError(
-                f"The template {file} names no field; write one where it belongs, such as"
-                " {{ question }}."
+                f"The template {file} uses no field; insert one, such as {{{{ question }}}}."
             )
     _compiled(template)
     return template
@@ -65,12 +64,14 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
             if str(error).startswith(f"{name!r} is"):
                 record[name]  # raises, and says which fields there are
         raise CoterieError(
-            f"{where} does not fit the template ({error}); mend one of them."
+            f"{where} does not fit the template ({error}); fix one of them."
         ) from error
     except Exception as error:  # whatever an expression of the template can raise
-        raise CoterieError(f"{where} does not fit the template ({error}); mend one.") from error
+        raise CoterieError(
+            f"{where} does not fit the template ({error}); fix one of them."
+        ) from error
     if not prompt.strip():
-        raise CoterieError(f"{where} gives an empty prompt; mend it or the template.")
+        raise CoterieError(f"{where} gives an empty prompt; fix it or the template.")
     return Record(where, {"prompt": prompt}).text(["prompt"])
 
 
@@ -90,12 +91,14 @@ def _compiled(template: str) -> tuple[Template, frozenset[str]]:
     if file := SHIPPED.get(template):
         template = file.read_text(encoding="utf-8").removesuffix("\n")
     elif not is_text(template):
-        raise CoterieError(f"There is no template {template!r}; shipped are {', '.join(SHIPPED)}.")
+        raise CoterieError(
+            f"There is no template {template!r}; the built-in templates are {', '.join(SHIPPED)}."
+        )
     try:
         names = find_undeclared_variables(_JINJA.parse(template))
         return _JINJA.from_string(template), frozenset(names)
     except TemplateSyntaxError as error:
         raise CoterieError(
-            f"The template is not Jinja, line {error.lineno}: {(error.message or '').rstrip('.')};"
-            " mend that line."
+            f"The template is not valid Jinja, line {error.lineno}: "
+            f"{(error.message or '').rstrip('.')}; fix that line."
         ) from error

@@ -82,8 +82,9 @@ def encoded(
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
     tokens = _encode(items, encoder, end, limit)
-    public = split == "public"
-    remedy = "data.limits.public" if public else "its data.limits or data.fractions"
+    remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
+    if limit is not None or split == "public":
+        remedy = f"raise data.limits.{split}"
     _suffice(tokens.ids, data.window, owner, remedy)
     return tokens
 
@@ -101,8 +102,8 @@ def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
 def _suffice(ids: Tensor, window: int, text: str, remedy: str) -> None:
     if len(ids) <= window:
         raise CoterieError(
-            f"{text} has {len(ids)} tokens, but a window of {window} needs at least"
-            f" {window + 1}; give it more text, raise {remedy}, or set a smaller data.window."
+            f"{text} has {len(ids)} tokens, but a window of {window} needs at least "
+            f"{window + 1}; add text, {remedy}, or lower data.window."
         )
 
 
@@ -134,13 +135,13 @@ def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise CoterieError(
-            f"The tokenizer {tokenizer.name_or_path} has no tokenizer.json, which is needed to"
-            " map its tokens to the text; take a base that has one."
+            f"The tokenizer {tokenizer.name_or_path} has no tokenizer.json, which is needed "
+            "to map tokens to text; use a base that has one."
         )
     if not isinstance(tokenizer.eos_token_id, int):
         raise CoterieError(
-            f"The tokenizer {tokenizer.name_or_path} has no end-of-text token to put between"
-            " documents; set eos_token in its tokenizer_config.json."
+            f"The tokenizer {tokenizer.name_or_path} has no end-of-text token to separate "
+            "documents; set eos_token in its tokenizer_config.json."
         )
     encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     encoder.post_processor = None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coterie.bases import Base
-from coterie.data import ClientData, Split
+from coterie.data.tokens import ClientData, Split
 from coterie.exchange import Json
 from coterie.training.spec import TrainingSpec
 

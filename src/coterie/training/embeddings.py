@@ -12,7 +12,10 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data import Batch, Examples, Split, sample_batch
+from coterie.data.batch import Batch
+from coterie.data.examples import Examples
+from coterie.data.tokens import Split
+from coterie.data.windows import sample_batch
 from coterie.training.loss import hidden_states
 
 

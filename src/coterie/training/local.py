@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
 from coterie.chance import generator
-from coterie.data import sample_batch
+from coterie.data.windows import sample_batch
 from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.loss import language_model_loss

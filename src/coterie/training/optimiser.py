@@ -1,24 +1,18 @@
-"""Which optimiser makes the updates of a training, as a run file chooses it.
+"""The optimiser of a training: a class of `torch.optim`, checked and built."""
 
-`training.optimiser` is the name of a class of `torch.optim`, in any case, or a mapping of `name`
-and that class's own keyword arguments. The learning rate is not among them: it has a schedule.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
-from typing import Any, Self
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, model_validator
 from rapidfuzz.process import extractOne
 from torch import Tensor
 
 from coterie.errors import CoterieError
+from coterie.training.spec import ADAMW, OptimiserSpec
 
-ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-"""What adamw has where a run file does not say otherwise; others have torch's defaults."""
-REFUSED = {"lbfgs": "asks for many gradients of one batch", "sparseadam": "takes sparse gradients"}
+REFUSED = {"lbfgs": "needs several gradients per batch", "sparseadam": "needs sparse gradients"}
 """Classes that cannot be chosen, since an update here is one gradient of dense values."""
 
 
@@ -29,85 +23,66 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
     return {k.__name__.lower(): k for k in optimisers if k is not torch.optim.Optimizer}
 
 
-class OptimiserSpec(BaseModel):
-    """Key `training.optimiser` of a run file; keys beside `name` are the class's own."""
+def check(spec: OptimiserSpec) -> None:
+    """Say at once, and not after hours of data, what the class does not take.
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    Raises CoterieError.
+    """
+    if spec.name == "adamw" and spec.settings == ADAMW:
+        return
+    known = dict(signature(_class(spec.name)).parameters)
+    known = {key: known[key].default for key in known if key not in ("params", "lr")}
+    for key, value in spec.settings.items():
+        if key == "lr":
+            raise CoterieError("Set training.learning_rate instead of training.optimiser.lr.")
+        if key not in known:
+            raise _unknown(key, list(known))
+        if wanted := _wanted(known[key], value):
+            raise CoterieError(
+                f"training.optimiser.{key} should be {wanted}, not {_written(value)!r:.60}."
+            )
+    weight = torch.zeros(2, 2, requires_grad=True)
+    weight.grad = torch.ones(2, 2)
+    optimiser = build(spec, [weight], 1e-3)
+    with _blamed(spec):
+        optimiser.step()
 
-    name: str = "adamw"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, values: Any) -> Any:
-        """A name alone is a mapping, too; names are in lower case and numbers are numbers."""
-        values = {"name": values} if isinstance(values, str) else values
-        if not isinstance(values, Mapping):
-            raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
-        name = str(values.get("name", "adamw")).lower()
-        given = {str(key): _read(value) for key, value in values.items() if key != "name"}
-        return {"name": name, **(ADAMW if name == "adamw" else {}), **given}
+def build(
+    spec: OptimiserSpec, parameters: Iterable[Tensor], learning_rate: float
+) -> torch.optim.Optimizer:
+    """An optimiser of these parameters; its groups' `lr` may be changed before every step.
 
-    @model_validator(mode="after")
-    def _works(self) -> Self:
-        """Said at once, and not after hours of data: what the class does not take."""
-        if self.name == "adamw" and self.settings == ADAMW:
-            return self
-        known = dict(signature(_class(self.name)).parameters)
-        known = {key: known[key].default for key in known if key not in ("params", "lr")}
-        for key, value in self.settings.items():
-            if key == "lr":
-                raise CoterieError(
-                    "The learning rate is training.learning_rate, with its schedule; leave"
-                    " training.optimiser.lr out."
-                )
-            if key not in known:
-                raise _unknown(key, list(known))
-            if wanted := _wanted(known[key], value):
-                raise CoterieError(
-                    f"training.optimiser.{key} should be {wanted}, not {_written(value)!r:.60}."
-                )
-        weight = torch.zeros(2, 2, requires_grad=True)
-        weight.grad = torch.ones(2, 2)
-        optimiser = self.build([weight], 1e-3)
-        with self._blamed():
-            optimiser.step()
-        return self
+    Raises CoterieError if it cannot deal with its settings or with the parameters' shapes.
+    """
+    kind: Any = _class(spec.name)
+    with _blamed(spec):
+        return kind(list(parameters), lr=learning_rate, **spec.settings)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments, without the learning rate."""
-        return dict(self.model_extra or {})
 
-    def build(self, parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:
-        """An optimiser of these parameters; its groups' `lr` may be changed before every step.
-
-        Raises CoterieError if it cannot deal with its settings or with the parameters' shapes.
-        """
-        kind: Any = _class(self.name)
-        with self._blamed():
-            return kind(list(parameters), lr=learning_rate, **self.settings)
-
-    @contextmanager
-    def _blamed(self) -> Iterator[None]:
-        """What torch says against the optimiser, as one sentence."""
-        try:
-            yield
-        except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split()).rstrip(".")
-            raise CoterieError(f"training.optimiser: {self.name} cannot work: {said}.") from error
+@contextmanager
+def _blamed(spec: OptimiserSpec) -> Iterator[None]:
+    """What torch says against the optimiser, as one sentence."""
+    try:
+        yield
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise CoterieError(
+            f"training.optimiser: {spec.name} rejected its settings: {said}."
+        ) from error
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
     found = classes()
     if name in REFUSED:
         raise CoterieError(
-            f"training.optimiser cannot be {name}, which {REFUSED[name]}: an update here is one"
-            " gradient of dense values."
+            f"training.optimiser cannot be {name}, which {REFUSED[name]}; choose an optimiser "
+            "that uses one dense gradient per update."
         )
     if name not in found:
         names = sorted(found.keys() - REFUSED)
         near = extractOne(name, names, score_cutoff=60)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(names)}."
+        hint = f"Did you mean {near[0]!r}?" if near else f"Available: {', '.join(names)}."
         raise CoterieError(f"training.optimiser: torch has no optimiser {name!r}. {hint}")
     return found[name]
 
@@ -131,16 +106,6 @@ def _wanted(default: Any, value: Any) -> str | None:
             fits = isinstance(value, tuple) and len(value) == len(default)
             return None if fits else f"a list of {len(default)} numbers"
     return None
-
-
-def _read(value: Any) -> Any:
-    """A value of YAML, in which 1e-8 is text, as torch takes it."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_read, value))
-    if isinstance(value, str):
-        with suppress(ValueError):
-            return float(value)
-    return value
 
 
 def _written(value: Any) -> Any:

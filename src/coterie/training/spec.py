@@ -1,10 +1,51 @@
 """A client's local work, and how models are scored, as a run file describes them."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.training.optimiser import OptimiserSpec
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+"""What adamw has where a run file does not say otherwise; others have torch's defaults."""
+
+
+class OptimiserSpec(BaseModel):
+    """Key `training.optimiser` of a run file: the name of a class of `torch.optim`, in any case.
+
+    Or a mapping of `name` and that class's own keyword arguments. The learning rate is not among
+    them: it has a schedule. Whether the class takes them, `optimiser.check` says.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = "adamw"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """A name alone is a mapping, too; names are in lower case and numbers are numbers."""
+        values = {"name": values} if isinstance(values, str) else values
+        if not isinstance(values, Mapping):
+            raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
+        name = str(values.get("name", "adamw")).lower()
+        given = {str(key): _read(value) for key, value in values.items() if key != "name"}
+        return {"name": name, **(ADAMW if name == "adamw" else {}), **given}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments, without the learning rate."""
+        return dict(self.model_extra or {})
+
+
+def _read(value: Any) -> Any:
+    """A value of YAML, in which 1e-8 is text, as torch takes it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_read, value))
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 class TrainingSpec(BaseModel):
@@ -12,38 +53,43 @@ class TrainingSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(default=10, ge=1, description="local optimiser steps in a round")
-    batch: int = Field(
-        default=64, ge=1, description="samples in a step, each of data.window tokens"
+    steps: int = Field(default=10, ge=1, description="local optimiser steps per round")
+    batch: int = Field(default=64, ge=1, description="samples per step")
+    learning_rate: float = Field(
+        default=2e-3, gt=0, description="learning rate at the first step of the run"
     )
-    learning_rate: float = Field(default=2e-3, gt=0, description="at the first step of the run")
     final_learning_rate: float = Field(
-        default=2e-4, ge=0, description="at its last step; a cosine leads from one to the other"
+        default=2e-4,
+        ge=0,
+        description="learning rate at the last step, reached on a cosine schedule",
     )
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={},
-        description="by client, or `server`: a learning rate in place of learning_rate, with which"
-        " the final one scales",
+        description="learning rates by client name (or `server`), in place of learning_rate; "
+        "final_learning_rate scales with them",
     )
     learning_rate_decay: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="in place of the cosine: the rate's factor from round to round",
+        description="factor by which the learning rate changes every round, in place of the "
+        "cosine schedule",
     )
     reset_optimiser: bool = Field(
-        default=False, description="the optimiser forgets its moments at the start of every round"
+        default=False, description="reset the optimiser's state at the start of every round"
     )
     optimiser: OptimiserSpec = Field(
         default=OptimiserSpec(),
-        description="a class of torch.optim, by its name in any case, or a mapping of `name` and"
-        " that class's own settings; adamw, also if unnamed, has these where none are given",
+        description="name of a torch.optim class, in any case, or a mapping of `name` and its "
+        "arguments; adamw uses the defaults shown for arguments not given",
     )
     max_grad_norm: float | None = Field(
-        default=None, gt=0, description="largest norm of a step's gradient; a longer one is scaled"
+        default=None,
+        gt=0,
+        description="maximum gradient norm per step, by clipping; default: no clipping",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="bf16: autocast, with weights and optimiser in fp32"
+        default="bf16", description="bf16: autocast, with fp32 weights and optimiser state"
     )
 
     def of(self, name: str) -> "TrainingSpec":
@@ -62,19 +108,24 @@ class EvaluationSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: int | None = Field(
-        default=None, ge=1, description="rounds between evaluations; the last always"
+        default=None,
+        ge=1,
+        description="rounds between evaluations, besides the last round; default: last round only",
     )
-    batch: int = Field(default=16, ge=1, description="windows at once; does not change the result")
+    batch: int = Field(
+        default=16, ge=1, description="windows per evaluation batch; does not affect scores"
+    )
     split: Literal["test", "validation"] = Field(
-        default="test", description="the held-out text that models are scored on"
+        default="test", description="held-out split that models are scored on"
     )
     generate: int | None = Field(
         default=None,
         ge=1,
-        description="of instructions: models write answers too, of so many tokens at most",
+        description="maximum tokens per generated answer (instructions only); default: no "
+        "answers are generated",
     )
     metric: Literal["perplexity", "accuracy", "exact_match", "rouge_l"] | None = Field(
         default=None,
-        description="what tables and plots show; default: accuracy where answers are chosen from a"
-        " list, else rouge_l where they are written, else perplexity",
+        description="metric in tables and plots; default: accuracy if answers are chosen from "
+        "a list, else rouge_l if they are generated, else perplexity",
     )

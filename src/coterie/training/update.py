@@ -11,6 +11,7 @@ from coterie.bases.precision import autocast
 from coterie.errors import CoterieError
 from coterie.exchange import State
 from coterie.training.context import ClientContext
+from coterie.training.optimiser import build
 from coterie.training.schedule import Penalty
 
 
@@ -46,7 +47,7 @@ class Updater:
             total = value if penalty is None else value + penalty()
         if not math.isfinite(total.item()):
             raise CoterieError(
-                f"The loss of {self.context.name!r} is no longer finite {where}; a lower "
+                f"The loss of {self.context.name!r} is not finite {where}; a lower "
                 "training.learning_rate may help."
             )
         total.backward()
@@ -87,4 +88,4 @@ class Updater:
 
     def _made(self) -> torch.optim.Optimizer:
         training = self.context.training
-        return training.optimiser.build(list(self.parameters.values()), training.learning_rate)
+        return build(training.optimiser, self.parameters.values(), training.learning_rate)

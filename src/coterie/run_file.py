@@ -1,0 +1,189 @@
+"""Reading run files: YAML and `--set key=value`, into one validated description of a run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from coterie.config_errors import sentence
+from coterie.data.files import find_files, resolve
+from coterie.errors import CoterieError
+from coterie.files import path_part
+from coterie.renamed import refuse_renamed
+from coterie.sections import METHOD, Sections
+
+if TYPE_CHECKING:
+    from coterie.config import RunConfig
+
+DEMO = Path(__file__).parent / "assets" / "demo.yaml"
+"""The run file of the embedded demo."""
+DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
+
+
+def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
+    """Read a run file (None: the embedded demo) and apply settings such as `training.batch=4`.
+
+    Raises CoterieError, in one sentence, for anything that is not a valid run.
+    """
+    return _checked(_values(path, settings))
+
+
+def check_texts(path: Path | None, settings: Sequence[str] = ()) -> None:
+    """Raise CoterieError for what is wrong in a run file outside the method, or for a client's file
+    or folder that is not there."""
+    sections = check_sections(_values(path, settings))
+    for client in sections.clients:
+        for source in (client.path, client.train, client.validation, client.test):
+            if source is not None:
+                find_files(resolve(Path(sections.data_root), source), f"Client {client.name}")
+
+
+def load_deployment(
+    path: Path | None, settings: Sequence[str], registered: Sequence[str]
+) -> "RunConfig":
+    """A run file as its server reads it: clients have names, and their texts are elsewhere.
+
+    A run file without `clients` is for all that are registered. Raises CoterieError as
+    `load_config` does, and for clients that are not registered.
+    """
+    values = _values(path, settings)
+    if values.get("divide") is not None:
+        raise CoterieError("In a deployment, clients have their own texts; remove `divide`.")
+    if not values.get("clients"):
+        if not registered:
+            raise CoterieError("No client has a key yet; create one with `coterie keys add NAME`.")
+        values["clients"] = [{"name": name} for name in registered]
+        apply_setting(values, "deployment.anyone=true")
+    config = _checked({**_with_text(values, "-"), "baselines": []})
+    for client in config.clients:
+        if client.name not in registered:
+            raise CoterieError(
+                f"The client {client.name!r} has no key; create one with `coterie keys add "
+                f"{client.name}`."
+            )
+    if config.pooled:
+        raise CoterieError(
+            "A pooled run trains on all clients' text in one place; it cannot be deployed."
+        )
+    quorum, count = config.deployment.quorum, len(config.clients)
+    if quorum is not None and quorum > count and not config.deployment.anyone:
+        raise CoterieError(f"deployment.quorum is {quorum}, but the run has only {count} clients.")
+    return config
+
+
+def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
+    """A run file, with a text of the demo for clients that give none: those of a deployment."""
+    values = _values(path, settings)
+    filled = _with_text(values, str(DEMO_TEXT))
+    if filled != values and isinstance(filled.get("data"), dict):
+        filled["data"] = {k: v for k, v in filled["data"].items() if k != "instructions"}
+    return _checked(filled)
+
+
+def _checked(values: Mapping[str, Any]) -> "RunConfig":
+    """What `parse` makes of it; torch, which takes seconds to import, waits for the sections."""
+    check_sections(values)
+    from coterie.config import parse
+
+    return parse(values)
+
+
+def check_sections(values: Mapping[str, Any]) -> Sections:
+    """All but the method; raises CoterieError with the first thing that is wrong there."""
+    refuse_renamed(values, METHOD)
+    try:
+        return Sections.model_validate(values)
+    except ValidationError as error:
+        raise CoterieError(sentence(error, Sections, values)) from error
+
+
+def _with_text(values: dict[str, Any], path: str) -> dict[str, Any]:
+    """The run with a path for clients that have none; what is not a list, the parser refuses."""
+    listed = values.get("clients")
+    if not isinstance(listed, list):
+        return values
+    lack = [isinstance(c, dict) and not {"path", "train"} & c.keys() for c in listed]
+    clients = [{**c, "path": path} if no else c for c, no in zip(listed, lack, strict=True)]
+    return {**values, "clients": clients}
+
+
+def _values(path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    path = located(path or DEMO)
+    values = read_mapping(path)
+    values.setdefault("name", path_part(path.stem) or "run")
+    values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
+    for setting in settings:
+        apply_setting(values, setting)
+    return values
+
+
+def located(path: Path) -> Path:
+    """The file itself; where there is none, the embedded run file of that name."""
+    if path.exists() or path.name != str(path):
+        return path
+    shipped = DEMO.with_name(f"{path}.yaml")
+    return shipped if shipped.is_file() else path
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping; raises CoterieError, in one sentence, if it does not."""
+    problem = "is not a mapping of keys to values"
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Once)
+        if isinstance(values, dict):
+            return values
+    except FileNotFoundError:
+        raise CoterieError(f"There is no run file {path}.") from None
+    except OSError as error:
+        problem = f"could not be read: {error.strerror}"
+    except UnicodeDecodeError:
+        problem = "is not UTF-8 text"
+    except yaml.YAMLError as error:
+        problem = f"is not valid YAML{_mark(error)}"
+    raise CoterieError(f"The run file {path} {problem}.")
+
+
+class _Once(yaml.SafeLoader):
+    """Plain YAML, in which a key that stands twice is an error: the second would count silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.value != "<<"]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key.value!r}", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _mark(error: yaml.YAMLError) -> str:
+    """Where a file stops being YAML, and why, as far as the parser says."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+def apply_setting(values: dict[str, Any], setting: str) -> None:
+    """Apply one `key.inner=value`; the value is read as YAML."""
+    path, equals, text = setting.partition("=")
+    if not equals or not path:
+        raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
+    *parents, last = path.split(".")
+    target = values
+    for parent in parents:
+        inner = target.get(parent)
+        if parent in ("method", "optimiser") and isinstance(inner, str):
+            inner = {"name": inner}  # what is given by its name alone has settings too
+        elif inner is not None and not isinstance(inner, Mapping):
+            raise CoterieError(
+                f"--set {setting!r}: {parent!r} is not a mapping; set it as a whole."
+            )
+        target[parent] = dict(inner or {})
+        target = target[parent]
+    try:
+        target[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CoterieError(f"--set {setting!r}: the value is not valid YAML.") from error

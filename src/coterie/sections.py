@@ -1,0 +1,192 @@
+"""A run file but for its method: its sections, the keys and values that they may have.
+
+Read without torch, so that a wrong key is told at once.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from coterie.aggregation.spec import AggregationSpec
+from coterie.data.spec import ClientSpec, DataSpec, DivideSpec
+from coterie.methods.registry import POOLED, check_name
+from coterie.training.spec import EvaluationSpec, TrainingSpec
+
+METHOD = "comigs-1g1s"
+"""The method of a run file that names none."""
+
+
+class DeploymentSpec(BaseModel):
+    """Section `deployment` of a run file: what a server does when clients are late or gone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    anyone: bool = Field(
+        default=False,
+        description="let any client with a key join, named or not (implied when `clients` is "
+        "empty)",
+    )
+    quorum: int | None = Field(
+        default=None,
+        ge=1,
+        description="clients needed to complete a round; default: all named clients",
+    )
+    deadline: float = Field(
+        default=3600,
+        gt=0,
+        description="time limit of a round in seconds; without its quorum, a round continues",
+    )
+    share_metrics: bool = Field(
+        default=False,
+        description="send clients' losses and scores to the server; otherwise "
+        "they stay on the clients",
+    )
+    largest_message: int = Field(
+        default=256, ge=1, description="maximum message size in MiB; larger messages are rejected"
+    )
+
+
+class ServerSpec(BaseModel):
+    """Section `server` of a run file: it gives the server a model of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base: str | None = Field(
+        default=None,
+        description="base of the server's own model, which any `server` section creates, even "
+        "`{}`; default: the run's base",
+    )
+    test: str | None = Field(
+        default=None,
+        description="file or folder to score the server's model on; default: the held-out "
+        "splits that divide.public sets aside",
+    )
+
+
+class Sections(BaseModel):
+    """A run file, whose method is not looked at."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="name of the run; default: the run file's name",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of all random draws")
+    threads: int | None = Field(
+        default=None, ge=1, description="number of CPU threads; default: all"
+    )
+    base: str = Field(
+        default="tiny-gpt2",
+        description="base model: a built-in base, a local folder, or a name on the Hugging Face"
+        " hub",
+    )
+    bases: dict[str, str] = Field(
+        default={}, description="bases by client name, for clients whose base is not `base`"
+    )
+    server: ServerSpec | None = None
+    method: Any = Field(
+        default=METHOD, description="name of the method, or a mapping of `name` and its settings"
+    )
+    pooled: bool = Field(default=False, description="train one client on all clients' text")
+    baselines: tuple[str, ...] = Field(
+        default=(),
+        description="methods to run first, on the same data; the run's own method is skipped",
+    )
+    rounds: int = Field(default=20, ge=1, description="number of communication rounds")
+    data_root: str = Field(
+        default="",
+        validate_default=True,
+        description="folder that relative paths start from; default: the run file's folder",
+    )
+    data: DataSpec = DataSpec()
+    clients: tuple[ClientSpec, ...] = Field(
+        default=(), description="clients and their texts; give either `clients` or `divide`"
+    )
+    divide: DivideSpec | None = Field(
+        default=None, description="one data set to divide among clients, instead of `clients`"
+    )
+    training: TrainingSpec = TrainingSpec()
+    aggregation: AggregationSpec = AggregationSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    deployment: DeploymentSpec = DeploymentSpec()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _centralized(cls, values: Any) -> Any:
+        """The name `centralized` stands for local training on one pooled client."""
+        if isinstance(values, Mapping):
+            method = values.get("method")
+            named = method if isinstance(method, Mapping) else {"name": method}
+            if named.get("name") == POOLED:
+                return {**values, "method": {**named, "name": "local"}, "pooled": True}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _template(cls, values: Any) -> Any:
+        """A template's file is read at once: a deployed client has the run and not the file."""
+        match values:
+            case {"data": {"instructions": {"template": str(name)} as instructions} as data}:
+                from coterie.data.templates import inlined
+
+                root = Path(values.get("data_root") or "").expanduser()
+                instructions = {**instructions, "template": inlined(name, root)}
+                return {**values, "data": {**data, "instructions": instructions}}
+        return values
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _named(cls, method: Any) -> Any:
+        """An unknown name is told at once."""
+        named = method.get("name", METHOD) if isinstance(method, Mapping) else method
+        if isinstance(named, str):
+            check_name("local" if named == POOLED else named)
+        return method
+
+    @field_validator("baselines")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            check_name("local" if name == POOLED else name)
+        return names
+
+    @field_validator("data_root")
+    @classmethod
+    def _absolute(cls, folder: str) -> str:
+        return str(Path(folder).expanduser().resolve())
+
+    @model_validator(mode="after")
+    def _who(self) -> Self:
+        if not self.clients and self.divide is None:
+            raise ValueError(
+                "the run has no clients; list them in `clients`, or divide a data set with `divide`"
+            )
+        if self.clients and self.divide is not None:
+            raise ValueError("`clients` and `divide` are mutually exclusive; give one of them")
+        if self.divide is not None and self.divide.public and self.data.public is not None:
+            raise ValueError(
+                "divide.public and data.public both define a public set; give one of them"
+            )
+        names = [client.name for client in self.clients]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the client name {name!r} is used twice in `clients`")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> Self:
+        metric, generate = self.evaluation.metric, self.evaluation.generate
+        if metric not in (None, "perplexity") or generate is not None:
+            what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
+            if self.data.instructions is None:
+                raise ValueError(f"{what} needs prompts with answers; set data.instructions")
+        if metric in ("exact_match", "rouge_l") and generate is None:
+            raise ValueError(
+                f"{metric} scores generated answers; set evaluation.generate to their maximum "
+                "number of tokens"
+            )
+        return self

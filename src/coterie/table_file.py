@@ -1,0 +1,215 @@
+"""Table files: a paper's table as data.
+
+A table file is YAML with the rows (methods) and columns (data sets) of a table and the paper's
+figures. It is read without torch, so that what is wrong is told at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coterie.config_errors import sentence
+from coterie.errors import CoterieError
+from coterie.files import path_part
+from coterie.renamed import refuse_renamed
+from coterie.run_file import apply_setting, check_sections, located, read_mapping
+
+Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RowSpec(_Spec):
+    """One entry of `rows`: a method and the paper's figures for it."""
+
+    name: str = Field(default="", description="name of the row; default: the method's name")
+    method: str | dict[str, Any] = Field(description="the method, as in a run file")
+    paper: tuple[float | None, ...] = Field(
+        default=(),
+        description="the paper's figure for each column, shares in per cent; null: no figure",
+    )
+
+    point: Literal["trained", "aggregated"] | None = Field(
+        default=None, description="evaluation that is scored, in place of the table's"
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The method as a mapping."""
+        return {"name": self.method} if isinstance(self.method, str) else self.method
+
+    @property
+    def label(self) -> str:
+        """The row's name."""
+        return self.name or str(self.settings.get("name"))
+
+
+class ColumnSpec(_Spec):
+    """One entry of `columns`: a data set, or another setting in which all rows are run."""
+
+    name: str = Field(description="name of the column, and of its runs' folder")
+    run: dict[str, Any] = Field(default={}, description="keys of a run file, merged over `run`")
+    methods: dict[str, dict[str, Any]] = Field(
+        default={}, description="method settings by row, merged over the row's method"
+    )
+    note: str = Field(default="", description="note under the table")
+
+
+class TableSpec(_Spec):
+    """A table file."""
+
+    table: str = Field(description="title of the table")
+    paper: str = Field(default="", description="the paper's setting, such as base and data")
+    shows: Shows | None = Field(
+        default=None,
+        description="metric; default: each column's evaluation.metric, or the one that fits "
+        "its data",
+    )
+    seeds: int = Field(default=1, ge=1, description="runs per cell")
+    point: Literal["trained", "aggregated"] | None = Field(
+        default=None, description="evaluation that is scored; default: the one each method reports"
+    )
+    run: dict[str, Any] = Field(default={}, description="keys of a run file for all columns")
+    columns: tuple[ColumnSpec, ...] = Field(
+        min_length=1, description="columns: data sets or settings"
+    )
+    rows: tuple[RowSpec, ...] = Field(
+        default=(), description="rows: methods and the paper's figures"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.rows and self.shows != "jaccard":
+            raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
+        for what, names in (
+            ("rows", [row.label for row in self.rows]),
+            ("columns", [column.name for column in self.columns]),
+        ):
+            slugs = [slug(name) for name in names]
+            for name, short in zip(names, slugs, strict=True):
+                if not short:
+                    raise ValueError(f"the name {name!r} in `{what}` has no letter or digit")
+                if slugs.count(short) > 1:
+                    raise ValueError(
+                        f"two `{what}` have the same or a similar name {name!r}; rename one"
+                    )
+        for row in self.rows:
+            if row.paper and len(row.paper) != len(self.columns):
+                raise ValueError(
+                    f"the row {row.label!r} has {len(row.paper)} paper figures for "
+                    f"{len(self.columns)} columns; give one per column, null for none"
+                )
+        known = [row.label for row in self.rows]
+        for column in self.columns:
+            for name in column.methods.keys() - set(known):
+                raise ValueError(
+                    f"the column {column.name!r} has settings for the unknown row {name!r} "
+                    f"(rows: {', '.join(known)})"
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class ColumnRuns:
+    """A column's runs as plain data, of which all but the methods is checked."""
+
+    spec: ColumnSpec
+    run: Mapping[str, Any]
+    """What its rows have in common."""
+    cells: Mapping[str, Mapping[str, Any]]
+    """The run of each row, by its name."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file describes a table rather than a run."""
+    return not {"rows", "shows"}.isdisjoint(read_mapping(located(path)))
+
+
+def slug(name: str) -> str:
+    """A name as part of a path: "AG News, low" -> ag-news-low."""
+    return path_part(name.lower())
+
+
+def table_folder(path: Path) -> Path:
+    """Where a table's runs are kept by default: recipes/pcl/table4.yaml -> runs/pcl-table4."""
+    return Path("runs") / slug(f"{path.resolve().parent.name}-{path.stem}")
+
+
+def read_table(
+    path: Path,
+    settings: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    columns: Sequence[str] = (),
+) -> tuple[TableSpec, list[ColumnRuns]]:
+    """Read a table file; `settings` (`key=value`) change the run of every column.
+
+    `methods` keeps the rows of those names or methods only, `columns` the columns of those names.
+    Raises CoterieError, in one sentence, for anything that is not valid outside the methods.
+    """
+    values = read_mapping(path)
+    refuse_renamed(values)
+    try:
+        spec = TableSpec.model_validate(values)
+    except ValidationError as error:
+        raise CoterieError(sentence(error, TableSpec, values)) from error
+    rows = _chosen("row", methods, {r.label: (r.label, r.settings.get("name")) for r in spec.rows})
+    kept = _chosen("column", columns, {c.name: (c.name,) for c in spec.columns})
+    chosen = [column for column in spec.columns if column.name in kept]
+    return spec, [_runs(spec, column, path, settings, rows) for column in chosen]
+
+
+def _chosen(what: str, asked: Sequence[str], names: Mapping[str, Sequence[Any]]) -> list[str]:
+    """The keys of which one of the names was asked for; all if nothing was."""
+    for name in asked:
+        if not any(slug(name) in map(slug, map(str, others)) for others in names.values()):
+            raise CoterieError(f"The table has no {what} {name!r} ({what}s: {', '.join(names)}).")
+    wanted = set(map(slug, asked))
+    return [
+        n for n, others in names.items() if not asked or wanted & {slug(str(o)) for o in others}
+    ]
+
+
+def _runs(
+    spec: TableSpec, column: ColumnSpec, path: Path, settings: Sequence[str], rows: Sequence[str]
+) -> ColumnRuns:
+    run = merged(spec.run, column.run)
+    run["data_root"] = str(path.parent / Path(run.get("data_root") or "").expanduser())
+    for setting in settings:
+        apply_setting(run, setting)
+    for key in ("method", "pooled", "baselines"):
+        if key in run:
+            raise CoterieError(f"A table's rows define its methods; remove {key!r} from its runs.")
+    with told_where(f"column {column.name!r}"):
+        check_sections(run)
+    cells = {}
+    for row in spec.rows:
+        if row.label in rows:
+            method = merged(row.settings, column.methods.get(row.label, {}))
+            cells[row.label] = {**run, "name": slug(row.label), "method": method}
+    return ColumnRuns(column, run, cells)
+
+
+@contextmanager
+def told_where(where: str) -> Iterator[None]:
+    """Within the block, what is wrong is told with the place in the table."""
+    try:
+        yield
+    except CoterieError as error:
+        raise CoterieError(f"In {where}: {error}") from error
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two mappings as one; where both have a key, inner mappings are merged and `above` counts."""
+    result = dict(below)
+    for key, value in above.items():
+        under = below.get(key)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            value = merged(under, value)
+        result[key] = value
+    return result

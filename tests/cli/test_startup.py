@@ -1,0 +1,74 @@
+"""What is wrong on a command line is told before anything slow is imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from coterie.cli import main
+try:
+    main()
+finally:
+    print(*sorted(sys.modules))
+"""
+SLOW = {"torch", "transformers", "datasets", "flwr", "ray", "pandas", "matplotlib"}
+
+
+def outcome(folder: Path, command: str) -> tuple[str, set[str]]:
+    """What a command says in a process of its own, and the modules that it imported."""
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *command.split()],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert found.returncode == (0 if "--help" in command or "--version" in command else 2)
+    *said, modules = (found.stderr + found.stdout).splitlines()
+    return "\n".join(said), set(modules.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("--help", "fine-tuning of language models"),
+        ("run --help", "coterie run mine.yaml"),
+        ("--version", "coterie 0."),
+        ("run nofile.yaml", "no run file nofile.yaml"),
+        ("audit nofile.yaml", "no run file nofile.yaml"),
+        ("compare nofile.yaml", "no run file nofile.yaml"),
+        ("run wrong.yaml", "Unknown key 'rouns'. Did you mean 'rounds'?"),
+        ("run lost.yaml", "there is no file or folder"),
+        ("run --set training.bach=4", "Unknown key 'training.bach'"),
+        ("run --set training.batch=few", "training.batch should be a whole number"),
+        ("run --set method=fedavgg", "no method 'fedavgg'"),
+        ("methods fedavgg", "no method 'fedavgg'"),
+        ("compare table.yaml", "In column 'A': Unknown key 'rouns'"),
+        ("compare table.yaml --columns B", "no column 'B'"),
+        ("run --resume nowhere", "nowhere"),
+        ("generate nowhere --client a --prompt b", "nowhere"),
+        ("report nowhere", "nowhere"),
+        ("server nofile.yaml", "coterie keys init"),
+        ("client --server host:1 --key nokey --data texts", "nokey"),
+    ],
+)
+def test_a_mistake_costs_no_import_of_torch(command, said, tmp_path) -> None:
+    (tmp_path / "wrong.yaml").write_text("rouns: 3\n", encoding="utf-8")
+    (tmp_path / "lost.yaml").write_text("clients: [{name: anna, path: lost.txt}]", encoding="utf-8")
+    (tmp_path / "table.yaml").write_text(
+        "table: t\nrows: [{method: local}]\ncolumns: [{name: A, run: {rouns: 3}}]\n",
+        encoding="utf-8",
+    )
+    text, modules = outcome(tmp_path, command)
+    assert said in text
+    assert not SLOW & modules
+
+
+def test_a_wrong_setting_of_a_method_imports_that_method_alone(tmp_path) -> None:
+    text, modules = outcome(tmp_path, "run --set method=fedavg --set method.mlb=2")
+    assert "Did you mean 'method.mlp'?" in text
+    assert "coterie.methods.averaging" in modules
+    families = {"comigs", "pcl", "fedamole", "fedmkt", "fdlora", "ranks", "prompts", "fedit"}
+    assert not modules & {f"coterie.methods.{family}" for family in families}
