@@ -8,15 +8,18 @@ model = coterie.load(run.path, client="poet")
 """
 
 import os
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.api import Run, compare, load, resume, run, tokenizer
-    from coterie.config import RunConfig, load_config
+    from coterie.config import RunConfig
     from coterie.errors import CoterieError
-    from coterie.methods import Method
+    from coterie.methods.contract import Method
+    from coterie.methods.plugins import load_plugin
+    from coterie.methods.registry import register
     from coterie.paper_tables import compare_table
+    from coterie.run_file import load_config
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
@@ -31,6 +34,8 @@ __all__ = [
     "compare_table",
     "load",
     "load_config",
+    "load_plugin",
+    "register",
     "resume",
     "run",
     "tokenizer",
@@ -38,15 +43,19 @@ __all__ = [
 
 _HOMES = {
     "CoterieError": "errors",
-    "Method": "methods",
+    "Method": "methods.contract",
     "RunConfig": "config",
     "compare_table": "paper_tables",
-    "load_config": "config",
+    "load_config": "run_file",
+    "load_plugin": "methods.plugins",
+    "register": "methods.registry",
 }
 
 
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is: torch takes seconds, which `coterie --help` saves."""
+    if name == "__version__":
+        return metadata.version("coterie")
     if name not in __all__:
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
     return getattr(import_module(f"coterie.{_HOMES.get(name, 'api')}"), name)

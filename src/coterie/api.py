@@ -7,13 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from coterie.config import RunConfig, load_config, parse
+from coterie.config import RunConfig, parse
 from coterie.engines.finished import load, model_of, recorded, tokenizer
 from coterie.engines.session import Engine, Session
 from coterie.errors import CoterieError
-from coterie.files import write_json, write_text
-from coterie.methods import Method
+from coterie.files import path_part, write_json, write_text
+from coterie.methods.contract import Method
 from coterie.results import Comparison, Table, run_table
+from coterie.run_file import load_config
 from coterie.runs import RunFolder, Watch
 
 __all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]
@@ -83,8 +84,8 @@ def resume(
     config, began = recorded(folder, method), folder.description
     if "run" in began:
         raise CoterieError(
-            f"{path} is of a deployment; `coterie server --resume`, or the same `coterie client` "
-            "command, goes on with it."
+            f"{path} is a deployed run; continue it with `coterie server --resume`, or with "
+            "the same `coterie client` command."
         )
     session = Session(config, began["threads"], engine or began.get("engine", "local"))
     return _continue(session, folder, watch)
@@ -92,7 +93,7 @@ def resume(
 
 def compare(
     config: Config,
-    methods: Sequence[str],
+    methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     seeds: int = 1,
     out: str | Path | None = None,
@@ -101,22 +102,26 @@ def compare(
 ) -> Comparison:
     """Run several methods on the same data, over `seeds` seeds from the configuration's on.
 
-    Runs are kept in `out` (default `runs/compare-NAME`) under the hash of their configuration:
-    finished ones are used again, an interrupted one is continued. The table is written beside them
-    as Markdown and JSON.
+    A method is a name or an object; a mapping gives each a name in the table, such as
+    `{"rank 4": FedAvg(..), "rank 8": FedAvg(..)}`. Runs are kept in `out` (default
+    `runs/compare-NAME`) under the hash of their configuration: finished ones are used again, an
+    interrupted one is continued. The table is written beside them as Markdown and JSON.
     """
     config = _config(config)
     if not methods:
-        raise CoterieError("Name the methods to compare; `coterie methods` lists them.")
-    cells = [(config.with_method(name), name) for name in dict.fromkeys(methods)]
+        raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
+    cells = [(config.with_method(method), name) for name, method in _named(methods).items()]
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
+    if RunFolder(path).is_run:
+        raise CoterieError(f"{path} holds a run; choose another folder with --out.")
     session = Session(config)
     session.check(*(cell for cell, _ in cells))
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
     split, metric = config.evaluation.split, config.evaluation.metric
     for seed in range(config.seed, config.seed + seeds):
         for cell, name in cells:
-            results[name].append(session.cell(cell, name, seed, path, watch, report))
+            folder = path_part(name)
+            results[name].append(session.cell(cell, folder, seed, path, watch, report))
             write_comparison(Comparison(config.name, _filled(results), split, metric), path)
     return Comparison(config.name, results, split, metric)
 
@@ -145,6 +150,20 @@ def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -
         finished = Run(folder.path, config, results)
         write_text(folder.path / "table.md", finished.table().markdown())
     return finished
+
+
+def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:
+    """What is compared, by its name in the table."""
+    if isinstance(methods, Mapping):
+        return dict(methods)
+    named: dict[str, str | Method] = {}
+    for method in methods:
+        name = method if isinstance(method, str) else method.name
+        if named.setdefault(name, method) != method:
+            raise CoterieError(
+                f"Two methods are called {name!r}; pass a mapping with a name for each."
+            )
+    return named
 
 
 def _config(config: Config) -> RunConfig:

@@ -10,21 +10,13 @@ from torch import nn
 
 from coterie.bases import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data import (
-    ClientData,
-    Examples,
-    Split,
-    Texts,
-    Tokens,
-    client_texts,
-    divided_texts,
-    pooled,
-    tokenise,
-)
-from coterie.data.tokens import encoded, whole_text
+from coterie.data.divide import divided_texts
+from coterie.data.examples import Examples
+from coterie.data.texts import Texts, client_texts
+from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
-from coterie.methods import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.contract import SERVER, Log
+from coterie.methods.contract import SERVER, Log, ServerContext, Setting
+from coterie.training.context import ClientContext, ClientId
 
 EVERYONE = "everyone"
 """The name of the one client of a pooled federation."""
@@ -95,7 +87,7 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
         if client.name == name:
             texts = client_texts(client, config.data, config.root, config.seed)
             return tokenise(texts, tokenizer, config.data, name)
-    raise CoterieError(f"The run file names no client {name!r}.")
+    raise CoterieError(f"The run file has no client {name!r}.")
 
 
 def participants_of(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
@@ -244,7 +236,8 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     """Raise CoterieError if the run's method cannot run with these clients and their bases."""
     if config.server is not None and SERVER in clients:
         raise CoterieError(
-            f"A client is named {SERVER!r}, as is the server with a model of its own; rename it."
+            f"A client is named {SERVER!r}, the name reserved for the server's model; rename "
+            "the client."
         )
     if not config.pooled:
         trained = clients if config.server is None else [*clients, SERVER]
@@ -255,17 +248,27 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled and theirs != {config.base} and not method.mixes_bases:
         told = ", ".join(f"{name}: {base}" for name, base in bases.items())
         raise CoterieError(
-            f"{method.name} needs one base for all clients, the run's, and theirs are {told}; set"
-            " `base` and leave out `bases`, or take a method that shares nothing, such as local."
+            f"{method.name} needs one base, the run's, for all clients, but they have {told}; "
+            "set `base` and remove `bases`, or use a method that shares nothing, such as "
+            "local."
         )
     instructions = config.data.instructions is not None
-    method.check(Setting(tuple(clients), public, bases, config.server is not None, instructions))
+    method.check(
+        Setting(
+            tuple(clients),
+            public,
+            bases,
+            config.server is not None,
+            instructions,
+            config.training.optimiser.name,
+        )
+    )
 
 
 def _check_names(key: str, named: Iterable[str], known: Sequence[str]) -> None:
     for name in named:
         if name not in known:
             raise CoterieError(
-                f"{key} names {name!r}, which takes no part (who does: {', '.join(known)});"
-                " correct the name or leave it out."
+                f"{key} names the unknown client {name!r} (known: {', '.join(known)}); correct "
+                "or remove it."
             )

@@ -14,9 +14,8 @@ from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.alignment.transfer import SoftTargets
 from coterie.bases import Base, load_base
 from coterie.chance import generator
-from coterie.data import ClientData, Examples, Instruction
-from coterie.data.examples import examples
-from coterie.data.tokens import bare_encoder
+from coterie.data.examples import Examples, Instruction, examples
+from coterie.data.tokens import ClientData, bare_encoder
 from coterie.errors import CoterieError
 from coterie.methods.contract import ClientContext
 from coterie.methods.distillation import NOBODY, Distiller
@@ -317,8 +316,8 @@ def test_what_is_not_finite_is_left_out_and_named(poisoned, caplog) -> None:
     known = distiller.knowledge()
     assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3, 4]])
     assert all(tensor.isfinite().all() for tensor in known.tensors().values())
-    assert "ada predicts nothing finite of 1 public samples" in caplog.text
-    assert caplog.text.rstrip().endswith("numbers 3")
+    assert "ada has no finite predictions for 1 public samples" in caplog.text
+    assert caplog.text.rstrip().endswith("window: 3")
     distiller.begin(known)
     assert distiller.own.isinf().tolist() == [False, False, True, False, False]
 

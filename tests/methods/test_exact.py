@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import close, down, joined, step
 from torch import Tensor, nn
 
 import coterie
@@ -16,6 +15,7 @@ from coterie.engines.local import LocalRun
 from coterie.exchange import Message, MessageError
 from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder
+from coterie.testing.rounds import close, down, joined, step
 
 METHODS: list[dict[str, Any]] = [
     {"name": "fedavg"},

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import flat
-from rounds import close, down, joined, one_round, step, take
 
 from coterie.chance import generator
-from coterie.data import sample_batch
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedit import FedIT
+from coterie.testing.loop import flat
+from coterie.testing.rounds import close, down, joined, one_round, step, take
 from coterie.training.loss import language_model_loss
 
 

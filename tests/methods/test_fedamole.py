@@ -6,15 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from pydantic import ValidationError
-from rounds import close, down, joined, one_round, step
 
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError
-from coterie.methods import Setting, method_from
+from coterie.methods.contract import Setting
 from coterie.methods.fedamole import FedAMoLEClient
+from coterie.methods.registry import method_from
+from coterie.testing.rounds import close, down, joined, one_round, step
 
 WRITERS = ("diarist", "poet", "whaler")
 PATHS = ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
@@ -273,7 +274,7 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
     ("settings", "clients", "sentence"),
     [
         ({"experts": 30}, 3, "30 experts"),
-        ({"clients_per_expert": 5}, 3, "5 of 3 clients"),
+        ({"clients_per_expert": 5}, 3, "choose 5 clients, but there are only 3"),
         ({"experts": 2}, 10, "2 experts"),
     ],
 )
@@ -284,9 +285,9 @@ def test_what_cannot_be_assigned_is_refused_at_the_start(settings, clients, sent
 
 
 def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValidationError, match="top_k is 9, but there are 6 experts"):
+    with pytest.raises(ValidationError, match="top_k is 9, but there are only 6 experts"):
         method_from({"name": "fedamole", "experts": 6, "router": {"top_k": 9}})
-    with pytest.raises(ValidationError, match="vanilla router gives no embeddings"):
+    with pytest.raises(ValidationError, match="vanilla router has no embeddings"):
         method_from({"name": "fedamole", "router": {"kind": "vanilla"}})
 
 

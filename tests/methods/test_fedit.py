@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import down, joined, one_round, step
 from torch import nn
 
 from coterie.adapters import detach
 from coterie.engines.local import LocalRun
 from coterie.methods.fedit import FedIT, FedITFT
+from coterie.testing.rounds import down, joined, one_round, step
 
 LAYERS = {"gpt2": {"c_attn"}, "llama": {"q_proj", "v_proj"}}
 

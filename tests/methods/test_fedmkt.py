@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import down, joined, one_round, step
 from torch import Tensor
 
 import coterie
@@ -15,12 +14,13 @@ from coterie.adapters import Adapter, detach, pairs_of
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
 from coterie.bases import load_tokenizer
-from coterie.data import Examples
+from coterie.data.examples import Examples
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError, Tensors
 from coterie.methods.fedmkt import FedMKTClient, FedMKTServer, _read, _spelt
 from coterie.runs import RunFolder
+from coterie.testing.rounds import down, joined, one_round, step
 
 
 @dataclass
@@ -143,7 +143,7 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
     ]
     shared = torch.isin(clients["poet"].distiller.positions.samples, torch.cat(keys))
     assert shared.any()
-    assert f"poet holds {int(shared.sum())} of the public samples itself" in caplog.text
+    assert f"poet has {int(shared.sum())} of the public samples in its own data" in caplog.text
     told = uploads["poet"]["knowledge"]["samples"]
     assert not torch.isin(told, torch.cat(keys)).any()
     assert len(told) == int((~shared).sum())
@@ -231,14 +231,14 @@ def test_a_client_s_base_that_is_not_there_is_named(teachers, tmp_path) -> None:
 
 def test_other_bases_cannot_average_their_adapters(teachers, other, tmp_path) -> None:
     run = teachers(method={"name": "fedmkt-fedavg"}, bases={"poet": other})
-    with pytest.raises(CoterieError, match="one base for all clients"):
+    with pytest.raises(CoterieError, match="needs one base, the run's, for all clients"):
         coterie.run(run, out=tmp_path / "run")
 
 
 def test_a_common_base_must_be_the_run_s_to_be_averaged(teachers, other, tmp_path) -> None:
     bases = {"poet": other, "diarist": other}
     run = teachers(method={"name": "fedmkt-fedavg"}, bases=bases)
-    with pytest.raises(CoterieError, match="set `base` and leave out `bases`"):
+    with pytest.raises(CoterieError, match="set `base` and remove `bases`"):
         coterie.run(run, out=tmp_path / "run")
 
 
@@ -275,7 +275,7 @@ def test_another_public_text_is_noticed(teachers, caplog) -> None:
     others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
         clients["poet"].take(others)
-    assert "has none of them: is the public text the same?" in caplog.text
+    assert "none of which it has: is the public set the same?" in caplog.text
 
 
 def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import down, joined, one_round
 
 import coterie
 from coterie.chance import generator
 from coterie.config import parse
-from coterie.data import sample_batch
+from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import top_logits
+from coterie.testing.rounds import down, joined, one_round
 from coterie.training.loss import language_model_loss
 
 NAMES = ("diarist", "poet", "whaler")
@@ -71,7 +71,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
             assert torch.allclose(mixed, expected, atol=1e-6)
     # The second time, the updates count from the mixture.
     assert torch.equal(
-        local.clients["poet"].start["dense/transformer.h.0.attn.c_attn.B"],
+        local.clients["poet"].kept["start"]["dense/transformer.h.0.attn.c_attn.B"],
         adapter(local.clients["poet"])["dense/transformer.h.0.attn.c_attn.B"],
     )
 
@@ -145,14 +145,14 @@ def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:
 
 def test_what_is_missing_is_said(config) -> None:
     run = config(method="pcl-3")
-    with pytest.raises(CoterieError, match="public text"):
+    with pytest.raises(CoterieError, match="public set"):
         Session(run).check(run)
     run = config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 1.0}}})
     with pytest.raises(CoterieError, match="add diarist, whaler to its `mixtures`"):
         Session(run).check(run)
     with pytest.raises(CoterieError, match=r"sum to 0\.9"):
         config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})
-    with pytest.raises(CoterieError, match="exclude each other"):
+    with pytest.raises(CoterieError, match="are mutually exclusive"):
         config(method={"name": "pcl-1", "trusted": {"top": 2, "threshold": 0.5}})
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import down, joined, one_round, step
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -12,9 +11,10 @@ from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.errors import CoterieError
-from coterie.methods import ServerContext
+from coterie.methods.contract import ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
+from coterie.testing.rounds import down, joined, one_round, step
 from coterie.training.loss import language_model_loss, token_losses
 
 METHODS = {
@@ -211,7 +211,7 @@ def test_bf16_and_a_restored_model(values, config, bases, method) -> None:
 
 def test_a_base_without_room_for_the_prompt_is_refused(config) -> None:
     sides(config(), FedPrompt(virtual_tokens=48))
-    with pytest.raises(CoterieError, match=r"16 tokens .* 49 more, .* at most 64"):
+    with pytest.raises(CoterieError, match=r"16 tokens\) .*\(49\) exceeds the 64 tokens"):
         sides(config(), FedPTuning(virtual_tokens=49))
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import flat
-from rounds import close, down, joined, step
 from torch import Tensor
 
 import coterie
@@ -23,6 +21,8 @@ from coterie.exchange import Message, MessageError, State, Tensors
 from coterie.methods.ranks import HetLora, HetLoraClient, present_rank
 from coterie.methods.settings import SharedSets
 from coterie.runs import RunFolder
+from coterie.testing.loop import flat
+from coterie.testing.rounds import close, down, joined, step
 
 RANKS = {"diarist": 2, "poet": 3, "whaler": 7}
 TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}

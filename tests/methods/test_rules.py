@@ -4,21 +4,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import loop
 import pytest
 import torch
 from every_method import FEW, METHODS, each_method, run_of
-from rounds import close, joined, one_round, step, take
 from torch import Tensor
 
 import coterie
-from coterie.aggregation import Contribution, Rule
+from coterie.aggregation.mean import Contribution, Rule
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.exchange import Groups, Message, MessageError
 from coterie.methods.fedamole import FedAMoLEServer
 from coterie.runs import RunFolder, Watch
+from coterie.testing import loop
+from coterie.testing.rounds import close, joined, one_round, step, take
 
 TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
 

@@ -22,7 +22,8 @@ import coterie
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.exchange import Schema
-from coterie.methods import Method, available
+from coterie.methods.contract import Method
+from coterie.methods.registry import available
 from coterie.privacy import secrets
 from coterie.runs import RunFolder, Watch
 

@@ -11,7 +11,9 @@ import pytest
 import coterie.methods
 from coterie.methods.contract import ClientSide, Method, ServerSide
 
-FILES = sorted(Path(coterie.methods.__path__[0]).rglob("*.py"))
+NAMES = {"registry.py", "plugins.py"}
+"""Files that find methods by their names, and are none themselves."""
+FILES = [f for f in sorted(Path(coterie.methods.__path__[0]).rglob("*.py")) if f.name not in NAMES]
 PARSING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition"}
 PARSING |= {"fnmatch", "fnmatchcase"}
 MEANS = {"PaddedMean", "LowRankSum"}
@@ -67,7 +69,7 @@ def test_no_method_parses_names_or_keeps_a_mean(file: Path) -> None:
         name
         for module, name in imported
         if name == "weighted_mean" or name.endswith(("Mean", "Sum"))
-        if not (module == "coterie.aggregation" and name in MEANS)
+        if not (module.startswith("coterie.aggregation") and name in MEANS)
     }
     assert not kept
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from rounds import down, joined, one_round
 
-from coterie.data import sample_batch
+from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.testing.rounds import down, joined, one_round
 from coterie.training.loss import language_model_loss
 
 

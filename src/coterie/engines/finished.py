@@ -6,11 +6,11 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config import RunConfig, parse
-from coterie.data import ClientData
+from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
-from coterie.methods import Method
-from coterie.methods.contract import SERVER
+from coterie.methods.contract import SERVER, Method
+from coterie.methods.plugins import check_plugins
 from coterie.runs import RunFolder
 
 
@@ -51,7 +51,7 @@ def _load_server(folder: RunFolder, config: RunConfig) -> PreTrainedModel:
     side.restore(state)
     model = side.model()
     if model is None:
-        raise CoterieError(f"By {config.label} the server gets no model of its own to load.")
+        raise CoterieError(f"{config.label} does not train a model on the server.")
     return model
 
 
@@ -64,11 +64,17 @@ def _empty(config: RunConfig, name: str) -> Participant:
 def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
     """The tokenizer of a run's base; of a client's (or the server's), where that may be another."""
     values = RunFolder(Path(path)).description["config"]
-    config = parse({**values, "method": "local"})  # its own need not be registered
+    config = parse({**values, "method": "local", "baselines": []})  # they may not be registered
     return load_tokenizer(config.base_of(client or EVERYONE), config.root)
 
 
-def recorded(folder: RunFolder, method: Method | None) -> RunConfig:
-    """The configuration that a run began with; `method` stands for one that is not registered."""
-    values = folder.description["config"]
+def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
+    """The configuration that a run began with; `method` stands for one that is not registered.
+
+    Raises CoterieError if a plugin is not loaded, or not the one that the run began with.
+    """
+    values, plugins = folder.description["config"], dict(folder.description.get("plugins", {}))
+    if method is not None:
+        plugins.pop(method.name, None)
+    check_plugins(f"The run in {folder.path}", plugins)
     return parse({**values, "method": method or values["method"]})

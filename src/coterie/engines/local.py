@@ -13,17 +13,17 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from coterie.aggregation import Aggregation, Contribution, Rule, weighted_mean
+from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.data import tokens_per_sample
+from coterie.data.windows import tokens_per_sample
 from coterie.engines.part import ClientPart, contribution, result, score_server
 from coterie.exchange import Json, State
 from coterie.federation import Participant, server_context
 from coterie.files import writing
-from coterie.methods import ClientId
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.scoring.metrics import metric_of
+from coterie.training.context import ClientId
 
 
 class Rounds(ABC):

@@ -5,13 +5,13 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from coterie.aggregation import Aggregation, Contribution
+from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.exchange import Json, Message, MessageError
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
-from coterie.methods import ServerSide
+from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
 
@@ -96,7 +96,7 @@ class ClientPart:
         parts, sends = self.side.parts(), self.config.method.sends
         for _, group, name, _ in message.tensors():
             if name in parts and not sends(parts[name]):
-                raise MessageError(f"The tensor {name!r} of {group!r} stays with its client.")
+                raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
         return self.schema.send(way, self.aggregation.sent(message, tokens))
 

@@ -13,8 +13,9 @@ from coterie.config import RunConfig
 from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
 from coterie.federation import Federation, Participant, check, gathered
-from coterie.methods import Method, available
-from coterie.methods.contract import SERVER
+from coterie.methods.contract import SERVER, Method
+from coterie.methods.plugins import plugin_of
+from coterie.methods.registry import is_installed
 from coterie.runs import RunFolder, Watch, describe
 
 Engine = Literal["local", "flower-simulation"]
@@ -78,7 +79,7 @@ class Session:
         clients = {p.name: p.described() for p in participants}
         own = self.federation(config).server
         server = {} if own is None else {SERVER: own.described()}
-        return describe(config.as_dict(), clients, engine=self.engine, **server)
+        return describe(config.as_dict(), clients, config.plugins, engine=self.engine, **server)
 
     def cell(
         self,
@@ -104,9 +105,9 @@ class Session:
         if folder.is_run:
             if not _changed(folder, self.federation(config)):
                 if folder.result is not None:
-                    report(f"{config.name}: already there")
+                    report(f"{config.name}: already finished")
                 return folder
-            report(f"{config.name}: the texts have changed, running it again")
+            report(f"{config.name}: the texts have changed; running it again")
         return RunFolder.create(folder.path, description, force=True)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
@@ -116,8 +117,8 @@ class Session:
         for name in _changed(folder, self.federation(config)):
             whose = "the server" if name == SERVER else f"client {name!r}"
             raise CoterieError(
-                f"The text of {whose} is not what it was when the run in "
-                f"{folder.path} began; start a new run."
+                f"The text of {whose} has changed since the run in {folder.path} began; start a "
+                "new run."
             )
         self.start(config, folder, watch()).run()
 
@@ -128,22 +129,17 @@ def _rounds(engine: Engine, method: Method) -> type[Rounds]:
         return LocalRun
     if engine not in get_args(Engine):
         raise CoterieError(
-            f"There is no engine {engine!r}; there are {', '.join(get_args(Engine))}."
+            f"There is no engine {engine!r}; choose one of {', '.join(get_args(Engine))}."
         )
-    try:
+    from coterie.engines.flower import imports_for
+
+    with imports_for(f"The engine {engine}", "simulation"):
         from coterie.engines.flower.simulation import SimulatedRun
-    except ModuleNotFoundError as error:
-        if error.name not in ("flwr", "ray"):
-            raise
+    if not (is_installed(type(method)) or plugin_of(type(method))):
         raise CoterieError(
-            f"The engine {engine} needs {error.name}: install the extra, "
-            "pip install 'coterie[simulation]'."
-        ) from None
-    if available().get(method.name) is not type(method):
-        raise CoterieError(
-            f"The engine {engine} finds methods by their names, and {method.name!r} is not "
-            "registered: give it an entry point in the group coterie.methods, or run it with the "
-            "engine local."
+            f"The engine {engine} runs clients in other processes, which cannot import the "
+            f"method {method.name!r}; define it in a file for --plugin, or use the engine "
+            "local."
         )
     return SimulatedRun
 

@@ -14,9 +14,25 @@ from coterie.exchange.schema import plain
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's entries where they are shared."""
 Kind = Literal["join", "step", "finish"]
-Fault = Literal["unknown run", "refused", "failed", "protocol", "base"]
-"""Why a client has no upload: it must join first; it refused what it got; it could not do its work
-(its own log says why); it speaks another protocol, or has another base."""
+Fault = Literal["unknown run", "refused", "failed", "protocol", "base", "plugin"]
+"""Why a client has no upload."""
+TOLD: dict[Fault, str] = {
+    "refused": "it rejected the message; see its log",
+    "failed": "an error occurred on its machine; see its log",
+    "protocol": "it runs another version of Coterie; install the same version on both sides",
+    "base": "its base has different weights than the run's",
+    "plugin": "it lacks the run's plugin, or has another version of it",
+}
+"""What a server says of a fault; who must join first is asked to."""
+
+
+class PluginFile(BaseModel):
+    """The file that a method is from, where that is no part of Coterie; the file stays at home."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    file: str = Field(max_length=255, description="its name, without a path")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class _Header(BaseModel):
@@ -42,6 +58,8 @@ class Order(_Header):
     """What the server speaks; see exchange/formats.py."""
     base: str = ""
     """Hash of the weights that the others have, if anybody has joined."""
+    plugin: PluginFile | None = None
+    """What the method is from; to join only."""
     config: dict[str, Json] | None = None
     """The run, without anybody's paths; to join only."""
 
@@ -96,9 +114,9 @@ def unseal(kind: type[H], data: bytes) -> tuple[H, bytes]:
     """What `seal` wrote; raises MessageError for anything else."""
     end = 4 + int.from_bytes(data[:4], "big")
     if not 4 < end <= min(len(data), LARGEST_HEADER):
-        raise MessageError("Bytes arrived that are not a Coterie envelope.")
+        raise MessageError("The bytes received are not a Coterie envelope.")
     try:
         values: Any = json.loads(data[4:end])
         return kind.model_validate(values), data[end:]
     except (ValidationError, ValueError, RecursionError) as error:
-        raise MessageError("Bytes arrived that are not a Coterie envelope.") from error
+        raise MessageError("The bytes received are not a Coterie envelope.") from error

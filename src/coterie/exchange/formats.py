@@ -34,6 +34,6 @@ def check_stamp(what: str, header: Mapping[str, Any], remedy: str) -> None:
     if found != FORMAT:
         wrote = str(header.get("coterie", "another version"))[:20]
         raise FormatError(
-            f"{what} has format {found!s:.20} (written by Coterie {wrote}), and this is Coterie "
-            f"{VERSION}, which reads format {FORMAT}. {remedy}"
+            f"{what} has format {found!s:.20} (written by Coterie {wrote}), but Coterie "
+            f"{VERSION} reads format {FORMAT}. {remedy}"
         )

@@ -68,7 +68,7 @@ class State:
     @classmethod
     def decode(cls, data: bytes) -> "State":
         """Read what `encode` wrote; raises MessageError for anything else."""
-        found, header = _unpack(data, "A state", "Go on with the version that wrote it.")
+        found, header = _unpack(data, "A state", "Use the version that wrote it.")
         values: dict[str, Json] = header["values"]
         paths = {tuple(path.split(":")) if path else () for path in values}
         names = [name for path in paths for name in path]
@@ -78,7 +78,7 @@ class State:
             or not all(map(NAME.fullmatch, names))
             or not all(isinstance(v, dict) for v in values.values())
         ):
-            raise MessageError("A state holds values that are of no part.")
+            raise MessageError("The state contains values of unknown parts.")
         return _assembled((), paths | found.keys(), found, values)
 
 
@@ -134,16 +134,16 @@ class Message:
     def decode(cls, data: bytes) -> "Message":
         """Read what `encode` wrote; raises MessageError for anything else or too large."""
         if len(data) > LARGEST_MESSAGE:
-            raise MessageError(f"A message of {len(data):,} bytes is larger than is accepted.")
+            raise MessageError(f"The message has {len(data):,} bytes, more than the limit.")
         if _header_size(data) > LARGEST_HEADER:
-            raise MessageError("A message's header is larger than is accepted.")
+            raise MessageError("The message's header exceeds the size limit.")
         found, header = _unpack(data, "A message", "Install the same version on both sides.")
         number = header.get("round")
         if type(number) is not int or not 0 <= number <= LAST_ROUND:
-            raise MessageError("A message has no valid round number.")
+            raise MessageError("The message has no valid round number.")
         own = found.pop((), {})
         if any(len(path) > 1 for path in found):
-            raise MessageError("A message holds parts of other clients' messages.")
+            raise MessageError("The message contains parts of other clients' messages.")
         return cls(number, own, header["values"], {path[0]: g for path, g in found.items()})
 
 
@@ -173,18 +173,18 @@ def _unpack(
         header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
     # RuntimeError: torch's for a shape whose strides overflow, and Python's for deep nesting.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise MessageError("Bytes arrived that are not a Coterie message.") from error
+        raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
-        raise MessageError("A message's header does not hold its values.")
+        raise MessageError("The message's header lacks its values.")
     check_stamp(what, header, remedy)
     found: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
     for key, tensor in tensors.items():
         if tensor.ndim > MOST_DIMENSIONS:
-            raise MessageError("A message holds a tensor of too many dimensions.")
+            raise MessageError("The message contains a tensor with too many dimensions.")
         place, slash, name = key.partition("/")
         *path, group = names = place.split(":")
         if not slash or len(names) > DEEPEST_PART or not all(map(NAME.fullmatch, names)):
-            raise MessageError("A message holds a tensor that is of no group.")
+            raise MessageError("The message contains a tensor that belongs to no group.")
         found.setdefault(tuple(path), {}).setdefault(group, {})[name] = tensor
     return found, header
 

@@ -63,19 +63,19 @@ class Schema:
             declared = (f for f in fields if f.name == group and f.peers == (peer is not None))
             if not any(field.allows(name, dtype) for field in declared):
                 raise MessageError(
-                    f"The tensor {name!r} ({dtype}) of the group {group!r} may not travel ({way})."
+                    f"The tensor {name!r} ({dtype}) of the group {group!r} may not be sent ({way})."
                 )
             if not _finite_tensor(tensor):
                 raise MessageError(
-                    f"The tensor {name!r} of the group {group!r} holds values that are not finite."
+                    f"The tensor {name!r} of the group {group!r} contains non-finite values."
                 )
         for name, value in message.values.items():
             if not any(f.dtype == "json" and f.name == name for f in fields):
-                raise MessageError(f"The value {name!r} may not travel ({way}).")
+                raise MessageError(f"The value {name!r} may not be sent ({way}).")
             if not plain(value):
                 raise MessageError(
-                    f"The value {name!r} holds numbers that are not finite or fit no 64 bits, "
-                    f"or is nested more than {DEEPEST} levels deep."
+                    f"The value {name!r} contains non-finite numbers or integers beyond 64 "
+                    f"bits, or is nested more than {DEEPEST} levels deep."
                 )
 
     def send(self, way: Way, message: Message) -> bytes:
@@ -95,11 +95,11 @@ def check_shapes(tensors: Tensors, expected: Shapes) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(shapes.keys() ^ expected.keys()):
         fault = "is missing from" if name in expected else "was not expected in"
-        raise MessageError(f"The tensor {name!r} {fault} a message.")
+        raise MessageError(f"The tensor {name!r} {fault} the message.")
     for name, shape in shapes.items():
         if shape != tuple(expected[name]):
             raise MessageError(
-                f"The tensor {name!r} has shape {shape} where {tuple(expected[name])} was expected."
+                f"The tensor {name!r} has shape {shape}, but {tuple(expected[name])} was expected."
             )
 
 

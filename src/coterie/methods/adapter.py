@@ -31,11 +31,11 @@ from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
 WHAT: dict[Role, str] = {
-    "dense": "low-rank pairs on single linear layers, attention's as a rule",
-    "generalist": "low-rank pairs of the generalist experts on the MLPs",
-    "specialist": "low-rank pairs of the specialist experts on the MLPs",
-    "router": "routers' weights",
-    "prompt": "the soft prompt, or the encoder that makes it",
+    "dense": "LoRA pairs on single linear layers, usually of attention",
+    "generalist": "LoRA pairs of the generalists on the MLPs",
+    "specialist": "LoRA pairs of the specialists on the MLPs",
+    "router": "router weights",
+    "prompt": "soft prompt, or the encoder that computes it",
 }
 
 
@@ -93,7 +93,7 @@ class AdapterMethod(Method):
             return Schema()
         what = "; ".join(WHAT[role] for role in self.shared_roles)
         adapter = Travels("adapter", what, reduce="mean")
-        shapes = Travels("shapes", "names and shapes of the tensors that will be shared", "json")
+        shapes = Travels("shapes", "names and shapes of the tensors to share", "json")
         schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))
         return with_residuals(schema) if self.averages_exactly else schema
 
@@ -111,13 +111,16 @@ class AdapterMethod(Method):
         empty = [
             layout for layout in layouts.values() if not layout.experts + layout.attention_rank
         ]
-        if empty and "attention" in type(self).model_fields:
-            raise CoterieError(f"The method {self.name!r} is left with nothing to train.")
+        if empty and type(self).adapter is AdapterMethod.adapter:
+            raise CoterieError(
+                f"The method {self.name!r} has nothing to train: it needs one of the parts mlp and "
+                "attention, or an adapter() of its own."
+            )
         ranks = {layout.rank for layout in layouts.values()}
         if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
             raise CoterieError(
                 f"The method {self.name!r} averages experts and needs the same rank for all "
-                f"clients, not {', '.join(map(str, sorted(ranks)))}; give one rank, or take "
+                f"clients, not {', '.join(map(str, sorted(ranks)))}; set one rank, or use "
                 "hetlora or flexlora."
             )
 
@@ -142,6 +145,8 @@ class AdapterClient(ClientSide):
             if method.sends(part)
         }
         """The parameters that travel, by name."""
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        """Groups of tensors beside the adapter that must survive a restart."""
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
     def hello(self) -> Message:
@@ -177,15 +182,19 @@ class AdapterClient(ClientSide):
         return self.adapter.parts()
 
     def state(self) -> State:
-        """The adapter and its optimisers' moments, copied."""
+        """The adapter, its optimisers' moments and what is kept beside it, copied."""
         groups = {"adapter": copied(self.adapter.parameters())}
+        groups |= {group: copied(tensors) for group, tensors in self.kept.items()}
         if self.method.averages_exactly:
             groups["residual"] = copied(self.adapter.residual())
         return State(groups, parts={"training": self.training.state()})
 
     def restore(self, state: State) -> None:
-        """Take back an adapter and its moments."""
+        """Take back an adapter, its moments and what is kept beside it."""
         copy(state["adapter"], self.adapter.parameters())
+        for group in self.kept:
+            mine = {n: t.to(self.context.base.device, copy=True) for n, t in state[group].items()}
+            self.kept[group] = mine
         self.training.restore(state.parts["training"])
         if self.method.averages_exactly:
             self.adapter.set_residual(state["residual"])
@@ -205,6 +214,9 @@ class AdapterServer(ServerSide):
             for name, part in method.adapter(context.base, context.seed, client).parts().items():
                 if method.sends(part) and name not in self.parts:
                     self.parts[name], self.shared[name] = part, part.parameter.detach()
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        """Groups beside the shared tensors that must survive a restart. One that the schema lets
+        down goes to clients too, tensors by the same names."""
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
         self.residuals = Residuals(self.parts) if method.averages_exactly else None
 
@@ -218,11 +230,16 @@ class AdapterServer(ServerSide):
         """Note which shared tensors a client holds; their shapes must be the run's."""
         told = hello.values.get("shapes", {})
         if not isinstance(told, dict) or not all(isinstance(s, list) for s in told.values()):
-            raise MessageError(f"The client {client!r} gives no shapes of what it would share.")
+            raise MessageError(
+                f"The client {client!r} did not send the shapes of its shared tensors."
+            )
         shapes = {name: tuple(shape) for name, shape in told.items()}
         for name, shape in shapes.items():
             if name not in self.shared or shape != self.shape(client, name):
-                raise MessageError(f"The client {client!r} would share {name!r} {shape}: unknown.")
+                raise MessageError(
+                    f"The client {client!r} declares the shared tensor {name!r} {shape}, which the "
+                    "server does not expect; `sends` must choose the same on both sides."
+                )
         self.held[client] = shapes
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
@@ -233,14 +250,17 @@ class AdapterServer(ServerSide):
         """The shared tensors that the client holds."""
         groups: dict[str, Tensors] = {}
         if held := self.held[client]:
-            groups["adapter"] = {name: self.shared[name] for name in held}
+            down = {field.name for field in self.method.schema().down}
+            kept = {group: tensors for group, tensors in self.kept.items() if group in down}
+            for group, tensors in {"adapter": self.shared, **kept}.items():
+                groups[group] = {name: tensors[name] for name in held}
         if self.residuals is not None:
             groups["residual"] = self.residuals.of(held)
         return Message(self.round, groups)
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        """The same, back."""
-        return {"adapter": self.held[client]}
+        """The same, back, in every group of which there is a mean."""
+        return dict.fromkeys(self.method.schema().reduced("mean"), self.held[client])
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Where averages are exact, count products in."""
@@ -255,8 +275,8 @@ class AdapterServer(ServerSide):
         super().close(mean)
 
     def state(self) -> State:
-        """The shared parameters."""
-        groups: dict[str, Tensors] = {"adapter": self.shared}
+        """The shared parameters, and what is kept beside them."""
+        groups: dict[str, Tensors] = {"adapter": self.shared, **self.kept}
         if self.residuals is not None:
             groups["residual"] = self.residuals.tensors
         return State(groups, {"round": self.round})
@@ -265,6 +285,7 @@ class AdapterServer(ServerSide):
         """Take shared parameters back."""
         super().restore(state)
         self.shared = dict(state["adapter"])
+        self.kept = {group: dict(state[group]) for group in self.kept}
         if self.residuals is not None:
             self.residuals.tensors = dict(state["residual"])
 

@@ -23,7 +23,7 @@ class Local(AdapterMethod):
     """Every client fine-tunes alone."""
 
     name: ClassVar[str] = "local"
-    summary: ClassVar[str] = "each client alone; nothing travels"
+    summary: ClassVar[str] = "each client trains alone; nothing is sent"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     mlp: OwnSets | None = OwnSets()
@@ -36,7 +36,7 @@ class FedAvg(AdapterMethod):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "arXiv 1602.05629"
-    summary: ClassVar[str] = "everything trained is averaged; one model for all"
+    summary: ClassVar[str] = "all trained parameters averaged; one model for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     mlp: SharedSets | None = SharedSets()
@@ -49,7 +49,7 @@ class FedAvgFT(FedAvg):
     """Federated averaging, then fine-tuning: the result is the model after local training."""
 
     name: ClassVar[str] = "fedavg-ft"
-    summary: ClassVar[str] = "as fedavg; the result is each client's model after local training"
+    summary: ClassVar[str] = "as fedavg; reports each client's model after local training"
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
 
@@ -58,7 +58,7 @@ class FedProx(FedAvg):
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "arXiv 1812.06127"
-    summary: ClassVar[str] = "as fedavg; clients are held near the averaged parameters"
+    summary: ClassVar[str] = "as fedavg, with a proximal term towards the averaged parameters"
 
     mu: float = Field(default=0.01, ge=0, description="weight of the proximal term")
 
@@ -78,7 +78,7 @@ class FFALora(AdapterMethod):
 
     name: ClassVar[str] = "ffa-lora"
     paper: ClassVar[str] = "arXiv 2403.12313"
-    summary: ClassVar[str] = "B of every pair is averaged; A is frozen, the same for all"
+    summary: ClassVar[str] = "B of each LoRA pair averaged; A frozen and the same for all clients"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     mlp: SharedSets | None = SharedSets(sets=1, rank=16)

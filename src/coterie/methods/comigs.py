@@ -73,7 +73,7 @@ class CoMiGS(MixtureMethod):
 
     name: ClassVar[str] = "comigs-1g1s"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "generalists and attention averaged; specialists and routers stay"
+    summary: ClassVar[str] = "generalists and attention averaged; specialists and routers personal"
 
     mlp: Experts = Experts()
     router: PhasedRouter = PhasedRouter()
@@ -85,7 +85,7 @@ class CoMiGS2G(MixtureMethod):
 
     name: ClassVar[str] = "comigs-2g"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two generalists and attention averaged; routers stay"
+    summary: ClassVar[str] = "two generalists and attention averaged; routers personal"
 
     mlp: Generalists = Generalists()
     router: PhasedRouter = PhasedRouter()
@@ -97,7 +97,7 @@ class CoMiGS2S(MixtureMethod):
 
     name: ClassVar[str] = "comigs-2s"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two specialists; nothing travels"
+    summary: ClassVar[str] = "two specialists; nothing is sent"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     mlp: Specialists = Specialists()
@@ -133,7 +133,7 @@ class LocalMoE(MixtureMethod):
 
     name: ClassVar[str] = "local-moe"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two experts, alone; router trained with the experts"
+    summary: ClassVar[str] = "two experts; router trained with the experts; nothing is sent"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     mlp: Specialists = Specialists()
@@ -145,7 +145,7 @@ class CoMiGSTr(MixtureMethod):
 
     name: ClassVar[str] = "comigs-tr"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-1g1s, but routers learn from training text"
+    summary: ClassVar[str] = "as comigs-1g1s, with routers trained on training text"
     routers_learn: ClassVar[Literal["validation", "train"]] = "train"
 
     mlp: Experts = Experts()
@@ -158,7 +158,7 @@ class FedAvgMoETr(MixtureMethod):
 
     name: ClassVar[str] = "fedavg-moe-tr"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-2g, but routers learn from training text"
+    summary: ClassVar[str] = "as comigs-2g, with routers trained on training text"
     routers_learn: ClassVar[Literal["validation", "train"]] = "train"
 
     mlp: Generalists = Generalists()
@@ -171,7 +171,7 @@ class LocalMoETr(MixtureMethod):
 
     name: ClassVar[str] = "local-moe-tr"
     paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-2s, but routers learn from training text"
+    summary: ClassVar[str] = "as comigs-2s, with routers trained on training text"
     routers_learn: ClassVar[Literal["validation", "train"]] = "train"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 

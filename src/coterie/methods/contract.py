@@ -14,8 +14,8 @@ A complete method of one's own, which shares nothing and changes nothing::
         def server(self, context):
             return ServerSide()
 
-Pass an instance to `coterie.run(config, method=Silent())`, or give the class to the entry point
-group `coterie.methods` to use it by name in run files.
+Pass an instance to `coterie.run(config, method=Silent())`, or put the class in a file for `--plugin
+FILE.py` to use it by its name in run files. docs/add-a-method.md tells all of it.
 """
 
 from collections.abc import Mapping
@@ -47,6 +47,8 @@ class Setting:
     """Whether the server has a model of its own."""
     instructions: bool = False
     """Whether the data are prompts with answers."""
+    optimiser: str = "adamw"
+    """What makes the updates: the name of a class of torch.optim in small letters."""
 
 
 @dataclass(frozen=True)

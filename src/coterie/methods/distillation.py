@@ -18,7 +18,7 @@ from coterie.adapters import Role, Trainable
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
 from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.chance import generator
-from coterie.data import Examples
+from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.training.context import ClientContext
 from coterie.training.loss import soft_target_loss
@@ -71,8 +71,8 @@ class Distiller:
         finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s predicts nothing finite of %d public samples, which are left out; of those "
-                "that fit its window they are numbers %s",
+                "%s has no finite predictions for %d public samples, which are excluded; "
+                "samples that fit its window: %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_NAMED, 0].tolist()),
@@ -94,7 +94,7 @@ class Distiller:
         """
         if not len(own.samples):
             raise CoterieError(
-                f"No prediction of {self.context.name!r} is finite; a lower "
+                f"{self.context.name!r} has no finite predictions; a lower "
                 "training.learning_rate may help."
             )
         known = self.positions.known(own)
@@ -118,7 +118,8 @@ class Distiller:
         known = self.positions.known(theirs)
         if (known < 0).all():
             log.warning(
-                "%s is told of %d samples, and has none of them: is the public text the same?",
+                "%s received predictions on %d samples, none of which it has: is the public "
+                "set the same?",
                 self.context.name,
                 len(theirs.samples),
             )

@@ -13,13 +13,15 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import Part, pairs_of
-from coterie.aggregation import TOKENS, LowRankSum, product_norm
+from coterie.aggregation.low_rank import LowRankSum, product_norm
+from coterie.aggregation.mean import TOKENS
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, Schema, Shapes, Tensors
 
 SETTING: Any = Field(
     default=False,
-    description="average products B A exactly (FedEx-LoRA), at more traffic; else A and B",
+    description="average the products B A exactly, at more traffic (FedEx-LoRA); false: "
+    "average A and B",
 )
 NEGLIGIBLE = 1e-7
 """Singular values of a residual, relative to the update, that float32 does not hold either."""
@@ -28,7 +30,7 @@ NEGLIGIBLE = 1e-7
 def with_residuals(averaged: Schema) -> Schema:
     """What travels: the server needs each client's pairs too, and residuals go down."""
     each = tuple(replace(field, reduce="each") for field in averaged.up)
-    residual = Travels("residual", "what the averaged low-rank pairs miss of the mean update")
+    residual = Travels("residual", "difference of the mean update from the averaged LoRA pairs")
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))
 
 

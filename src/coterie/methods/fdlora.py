@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.bases.precision import autocast
 from coterie.chance import generator
-from coterie.data import sample_batch
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
@@ -49,21 +48,24 @@ class FDLora(AdapterMethod):
 
     name: ClassVar[str] = "fdlora"
     paper: ClassVar[str] = "arXiv 2406.07925"
-    summary: ClassVar[str] = "a shared LoRA is averaged, and fused with a private one"
+    summary: ClassVar[str] = "shared LoRA averaged, then fused with a private LoRA"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     attention: Attention = Attention(targets=TARGETS)
     lora: Lora = Lora(scale="rank")
     local_steps: int | None = Field(
-        default=None, ge=1, description="steps of a client's first stage; none: training.steps"
+        default=None, ge=1, description="steps of a client's first stage; null: training.steps"
     )
     private: Literal["snapshot", "trained"] = Field(
         default="snapshot",
-        description="the private adapter: the shared one as trained here every sync_every rounds, "
-        "as released; or trained by itself in every round, as in the paper",
+        description="private adapter: snapshot of the locally trained shared adapter every "
+        "sync_every rounds, as released; or trained separately in every round, as "
+        "in the paper",
     )
     sync_every: int = Field(default=5, ge=1, description="rounds between snapshots")
-    outer_learning_rate: float = Field(default=1.0, gt=0, description="of the server's SGD")
+    outer_learning_rate: float = Field(
+        default=1.0, gt=0, description="learning rate of the server's SGD"
+    )
     outer_momentum: float = Field(default=0.5, ge=0, lt=1, description="Nesterov's")
 
     @model_validator(mode="after")
@@ -192,7 +194,7 @@ class FDLoraServer(AdapterServer):
 
     def __init__(self, method: FDLora, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.momentum: dict[str, Tensor] = {}
+        self.kept["momentum"] = {}
 
     def close(self, mean: Message) -> None:
         """Take the outer step: with delta = shared - mean, m <- mu m + delta and
@@ -201,23 +203,12 @@ class FDLoraServer(AdapterServer):
         if self.round == 0:
             super().close(mean)
             return
+        momentum = self.kept["momentum"]
         for name, tensor in mean["adapter"].items():
             delta = self.shared[name] - tensor
-            m = self.momentum[name] = (
-                mu * self.momentum[name] + delta if name in self.momentum else delta
-            )
+            m = momentum[name] = mu * momentum[name] + delta if name in momentum else delta
             self.shared[name] = self.shared[name] - lr * (delta + mu * m)
         self.round += 1
-
-    def state(self) -> State:
-        """The momentum too."""
-        state = super().state()
-        return replace(state, groups={**state.groups, "momentum": self.momentum})
-
-    def restore(self, state: State) -> None:
-        """Take the momentum back too."""
-        super().restore(state)
-        self.momentum = dict(state["momentum"])
 
 
 @contextmanager
@@ -241,7 +232,7 @@ def _nevergrad() -> Any:
         import nevergrad
     except ImportError:
         raise CoterieError(
-            "The method 'fdlora' searches its weights with nevergrad; install it with "
+            "The method 'fdlora' searches its fusion weights with nevergrad; install it with "
             "pip install 'coterie[fdlora]'."
         ) from None
     return nevergrad

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
-from coterie.aggregation import Bounds, assign_all, relevance_of_known
+from coterie.aggregation.assignment import Bounds, assign_all, relevance_of_known
 from coterie.bases.sites import chosen_linears
 from coterie.chance import generator
-from coterie.data import Batch
+from coterie.data.batch import Batch
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import copied, copy, shapes_of
@@ -55,7 +55,7 @@ class FedAMoLE(Method):
 
     name: ClassVar[str] = "fedamole"
     paper: ClassVar[str] = "arXiv 2411.19128"
-    summary: ClassVar[str] = "a shared expert; domain experts choose their clients every round"
+    summary: ClassVar[str] = "shared expert averaged; domain experts choose clients every round"
 
     attention: Attention = Attention(targets="q_proj|v_proj|c_attn")
     lora: LoraAlpha = LoraAlpha()
@@ -72,17 +72,18 @@ class FedAMoLE(Method):
     max_experts: int = Field(default=8, ge=1, description="most experts per client and layer (b)")
     assignment: Literal["rsea", "homogeneous", "random", "random-once"] = Field(
         default="rsea",
-        description="experts choose; so, but as many for each client; drawn every round; or once",
+        description="who assigns experts to clients: the experts (rsea), the experts with as many "
+        "for each client (homogeneous), chance in every round, or chance once",
     )
-    shared_expert: bool = Field(default=True, description="false: domain experts alone")
+    shared_expert: bool = Field(default=True, description="add one expert shared by all clients")
     embeddings: Embeddings = Embeddings()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.router.kind == "vanilla" and self.chooses:
             raise ValueError(
-                "a vanilla router gives no embeddings to choose by; set `assignment` to random or "
-                "random-once"
+                "a vanilla router has no embeddings for experts to choose by; set `assignment` "
+                "to random or random-once"
             )
         if not self.chooses:
             refuse_unused(self, f"assignment: {self.assignment}", "embeddings")
@@ -90,8 +91,8 @@ class FedAMoLE(Method):
             refuse_unused(self, "assignment: homogeneous", "min_experts", "max_experts")
         if self.experts is not None and self.router.top_k > self.experts:
             raise ValueError(
-                f"router.top_k is {self.router.top_k}, but there are {self.experts} experts; "
-                "lower router.top_k"
+                f"router.top_k is {self.router.top_k}, but there are only {self.experts} "
+                "experts; lower router.top_k"
             )
         return self
 
@@ -139,17 +140,15 @@ class FedAMoLE(Method):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What is trained both ways, means of embeddings up."""
-        shared = "the shared expert's, and " if self.shared_expert else ""
-        what = f"low-rank pairs: {shared}those of the domain experts the client holds; the routers"
+        shared = "the shared expert's and " if self.shared_expert else ""
+        what = f"LoRA pairs: {shared}those of the domain experts held; router weights"
         adapter = Travels("adapter", what, reduce="mean")
         means = (
-            Travels(
-                "experts", "of each expert held, its mean embedding of some samples", reduce="mean"
-            ),
-            Travels("tokens", "the mean token embedding of the same samples"),
+            Travels("experts", "mean embedding of a few samples, per expert held", reduce="mean"),
+            Travels("tokens", "mean token embedding of the same samples"),
         )
-        count = Travels("count", "how many domain experts there are", "json")
-        held = Travels("held", "which of them the client holds, by layer", "json")
+        count = Travels("count", "number of domain experts", "json")
+        held = Travels("held", "domain experts that the client holds, by layer", "json")
         return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> "FedAMoLEClient":
@@ -191,13 +190,13 @@ class FedAMoLEClient(ClientSide):
         """The experts held, and how many there are, as the server says."""
         count, held = download.values.get("count"), download.values.get("held")
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
-            raise MessageError("The server does not say how many experts there are.")
+            raise MessageError("The server did not send the number of experts.")
         if (
             not isinstance(held, dict)
             or held.keys() != set(self.paths)
             or not all(_are_experts(experts, count) for experts in held.values())
         ):
-            raise MessageError("The server does not say which experts this client holds.")
+            raise MessageError("The server did not send the experts that this client holds.")
         return held, count
 
     def train(self, round: int) -> None:

@@ -18,7 +18,7 @@ class FedIT(AdapterMethod):
 
     name: ClassVar[str] = "fedit"
     paper: ClassVar[str] = "arXiv 2305.05644"
-    summary: ClassVar[str] = "one LoRA pair on queries and values, averaged; one model for all"
+    summary: ClassVar[str] = "one LoRA pair on queries and values averaged; one model for all"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 
@@ -30,5 +30,5 @@ class FedITFT(FedIT):
     """FedIT, then fine-tuning: the result is the model after local training."""
 
     name: ClassVar[str] = "fedit-ft"
-    summary: ClassVar[str] = "as fedit; the result is each client's model after local training"
+    summary: ClassVar[str] = "as fedit; reports each client's model after local training"
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"

@@ -31,7 +31,8 @@ from coterie.alignment.cache import cached_map
 from coterie.alignment.knowledge import Knowledge, sample_keys
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
-from coterie.data import Examples, Split
+from coterie.data.examples import Examples
+from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Json, Message, MessageError, Schema, State
@@ -45,9 +46,8 @@ MOST_TOKENS, LONGEST_TOKEN = 2**20, 2**10
 """Of a client's vocabulary, and bytes of a token: more than any has, and no strain on a map."""
 KNOWLEDGE = Travels(
     "knowledge",
-    "predictions of public samples: hashes of them, how badly each was predicted, where its "
-    "positions begin and how much was read at each, the likeliest tokens there, and their "
-    "log-probabilities",
+    "predictions on public samples: sample hashes, losses, start of each sample, end of the "
+    "text read at each position, most likely tokens and their log-probabilities",
     {
         "samples": "int64",
         "losses": "float32",
@@ -61,10 +61,10 @@ KNOWLEDGE = Travels(
 VOCABULARY = (
     Travels(
         "vocabulary",
-        "the bytes of all tokens, one after another, and how many each has",
+        "bytes of all tokens, concatenated, and the length of each",
         {"spelling": "uint8", "lengths": "int32"},
     ),
-    Travels("roles", "which token begins, ends or pads a text", "json"),
+    Travels("roles", "tokens that begin, end or pad a text", "json"),
 )
 
 
@@ -74,7 +74,7 @@ class FedMKT(AdapterMethod):
     name: ClassVar[str] = "fedmkt"
     paper: ClassVar[str] = "arXiv 2406.02224"
     summary: ClassVar[str] = (
-        "predictions of public samples travel; models and tokenizers may differ"
+        "predictions on public samples exchanged; models and tokenizers may differ"
     )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
@@ -87,22 +87,23 @@ class FedMKT(AdapterMethod):
         default=0.9,
         ge=0,
         le=1,
-        description="weight of the labels in the loss (lambda); the rest is the teachers'",
+        description="weight of the label loss (lambda); the rest is distillation",
     )
     logits: int = Field(default=128, ge=1, description="most likely tokens sent per position (k)")
     temperature: float = Field(
         default=1.0, gt=0, description="temperature of the teachers' distributions"
     )
-    epochs: int = Field(default=1, ge=1, description="passes over the public samples in a round")
+    epochs: int = Field(default=1, ge=1, description="passes over the public set per round")
     own: Literal["labels", "self", "mean"] = Field(
         default="labels",
-        description="where nobody does better, learn labels; `self`: one's own predictions; `mean`:"
-        " those, and elsewhere their mean with the teacher's, weighed by exp(-loss)",
+        description="target where no teacher is better: labels, or the model's own predictions "
+        "(self); mean: as self, and elsewhere a mean of own and teacher's "
+        "predictions weighted by exp(-loss)",
     )
     align: Literal["offsets", "warping"] = Field(
         default="offsets",
-        description="a position's counterpart has read the same characters; or by the paper's"
-        " dynamic programme over edit distances",
+        description="match positions that have read the same characters, or by the paper's "
+        "dynamic programme over edit distances",
     )
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,7 +146,7 @@ class FedMKTFedAvg(FedMKT):
     """The paper's homogeneous setting: clients with one base average their adapters as well."""
 
     name: ClassVar[str] = "fedmkt-fedavg"
-    summary: ClassVar[str] = "as fedmkt, and clients' LoRA pairs are averaged; one base for clients"
+    summary: ClassVar[str] = "as fedmkt, with averaged LoRA pairs; all clients have the same base"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 
 
@@ -153,7 +154,9 @@ class LLM2SLM(FedMKT):
     """The paper's baseline: the server teaches, and learns nothing."""
 
     name: ClassVar[str] = "llm2slm"
-    summary: ClassVar[str] = "as fedmkt, one way: the server's model teaches and stays as it is"
+    summary: ClassVar[str] = (
+        "as fedmkt, in one direction: the server's model teaches and is not trained"
+    )
     teaches: ClassVar[bool] = False
 
 
@@ -174,8 +177,8 @@ class FedMKTClient(AdapterClient):
         keys = _keys(data.train, data.validation, data.test)
         if both := int(torch.isin(self.distiller.positions.samples, keys).sum()):
             log.warning(
-                "%s holds %d of the public samples itself; what it predicts of these stays with "
-                "it, and by that the server can tell which they are",
+                "%s has %d of the public samples in its own data; it keeps its predictions on "
+                "them, so the server can tell which they are",
                 self.context.name,
                 both,
             )
@@ -323,7 +326,7 @@ def _read(vocabulary: Mapping[str, Tensor], roles: Json) -> Vocabulary:
     if not sound or int(lengths.clamp(min=0).long().sum()) != len(spelling):
         raise MessageError("The client sent no vocabulary.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):
-        raise MessageError("A client's vocabulary has roles for tokens that it does not have.")
+        raise MessageError("The client's vocabulary assigns roles to unknown tokens.")
     spelt, sizes = spelling.numpy().tobytes(), lengths.tolist()
     after = accumulate(max(0, size) for size in sizes)
     tokens = (None if n < 0 else spelt[end - n : end] for n, end in zip(sizes, after, strict=True))

@@ -20,7 +20,8 @@ from pydantic import Field, field_validator, model_validator
 
 from coterie.aggregation.trust import cosine, sparse_distance, trust_row
 from coterie.chance import generator
-from coterie.data import Batch, sample_batch
+from coterie.data.batch import Batch
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
@@ -43,15 +44,19 @@ Uploads = Mapping[ClientId, Message]
 class Trusted(Settings):
     """Whom a client trusts at all, of those it has scored."""
 
-    top: int | None = Field(default=None, ge=1, description="trust only so many, the best")
+    top: int | None = Field(
+        default=None, ge=1, description="number of best-scored clients to trust; null: no limit"
+    )
     threshold: float | None = Field(
-        default=None, description="trust only scores above it, and always the best two"
+        default=None,
+        description="score above which clients are trusted (the best two always "
+        "are); null: no limit",
     )
 
     @model_validator(mode="after")
     def _one_choice(self) -> "Trusted":
         if self.top is not None and self.threshold is not None:
-            raise ValueError("`top` and `threshold` exclude each other; give one of them")
+            raise ValueError("`top` and `threshold` are mutually exclusive; give one of them")
         return self
 
     def row(self, own: ClientId, scores: Row) -> Row:
@@ -71,10 +76,10 @@ class PCL(AdapterMethod):
     attention: Attention | None = Attention()
     lora: Lora = Lora()
     warmup: int = Field(default=4, ge=1, description="rounds before the first exchange")
-    every: int = Field(default=2, ge=1, description="rounds from one exchange to the next")
-    mix: bool = Field(default=True, description="false: measure trust, and change no model")
+    every: int = Field(default=2, ge=1, description="rounds between exchanges")
+    mix: bool = Field(default=True, description="mix models by trust; false: measure trust only")
     form: Literal["paper", "released"] = Field(
-        default="paper", description="as in the paper, or as its released code computes"
+        default="paper", description="formulas of the paper, or of its released code"
     )
 
     def due(self, rounds: int) -> bool:
@@ -85,9 +90,9 @@ class PCL(AdapterMethod):
         """Adapters up; everybody else's down, under their names."""
         family = super().schema()
         adapter = replace(family.up[0], reduce="each")
-        update = Travels("update", "their change since the last exchange")
+        update = Travels("update", "change of the adapter since the last exchange")
         up = (adapter, *((update,) if self.form == "paper" else ()), *self.evidence)
-        theirs = (replace(f, what=f"the other clients': {f.what}", peers=True) for f in up)
+        theirs = (replace(f, what=f"from other clients: {f.what}", peers=True) for f in up)
         return Schema(family.hello, up, tuple(theirs))
 
     def client(self, context: ClientContext) -> "PCLClient":
@@ -111,7 +116,7 @@ class PCLWeights(PCL):
     """Strategy 1: cosine similarity of LoRA weights, as one vector (released: mean over rows)."""
 
     name: ClassVar[str] = "pcl-1"
-    summary: ClassVar[str] = "adapters go to all clients; trust by similarity of weights"
+    summary: ClassVar[str] = "adapters sent to all clients; trust by weight similarity"
 
     trusted: Trusted = Trusted()
 
@@ -129,10 +134,12 @@ class PCLValidation(PCL):
     """
 
     name: ClassVar[str] = "pcl-2"
-    summary: ClassVar[str] = "adapters go to all clients; trust by loss on own validation text"
+    summary: ClassVar[str] = "adapters sent to all clients; trust by loss on own validation text"
 
     trusted: Trusted = Trusted()
-    validation_batches: int = Field(default=12, ge=1, description="batches to score a model on")
+    validation_batches: int = Field(
+        default=12, ge=1, description="validation batches per scored model"
+    )
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
@@ -154,26 +161,26 @@ class PCLPredictions(PCL):
     """
 
     name: ClassVar[str] = "pcl-3"
-    summary: ClassVar[str] = "adapters and predictions on a public text go to all clients"
+    summary: ClassVar[str] = "adapters and predictions on a public set sent to all clients"
     evidence: ClassVar[tuple[Travels, ...]] = (
         Travels(
             "logits",
-            "the largest logits on the public text, and their places in the vocabulary",
+            "largest logits on the public set, and their token ids",
             {"values": "float16", "places": "int32"},
         ),
     )
 
     trusted: Trusted = Trusted()
-    public_batches: int = Field(default=4, ge=1, description="batches of the public text")
-    logits: int = Field(default=100, ge=1, description="logits sent for each token, the largest")
+    public_batches: int = Field(default=4, ge=1, description="batches of the public set")
+    logits: int = Field(default=100, ge=1, description="largest logits sent per token")
 
     def check(self, setting: Setting) -> None:
         """There is a public text, too."""
         super().check(setting)
         if not setting.public:
             raise CoterieError(
-                f"The method {self.name!r} compares predictions on a public text; name one with "
-                "`data: {public: FILE}`."
+                f"The method {self.name!r} compares predictions on a public set; set one with "
+                f"`data: {{public: FILE}}`."
             )
 
     def observed(self, context: ClientContext, rounds: int) -> Groups:
@@ -203,7 +210,7 @@ class PCLUniform(PCL):
     """Everybody trusts everybody alike."""
 
     name: ClassVar[str] = "pcl-uniform"
-    summary: ClassVar[str] = "adapters go to all clients; the same trust in all"
+    summary: ClassVar[str] = "adapters sent to all clients; equal trust in all"
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """One over the number of clients."""
@@ -217,10 +224,10 @@ class PCLTheoretical(PCL):
     """
 
     name: ClassVar[str] = "pcl-theoretical"
-    summary: ClassVar[str] = "adapters go to all clients; trust by known mixtures of topics"
+    summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
     mixtures: dict[ClientId, dict[str, float]] = Field(
-        default={}, description="each client's shares of topics, which sum to 1"
+        default={}, description="topic shares of each client; each client's sum to 1"
     )
 
     @field_validator("mixtures")
@@ -231,7 +238,7 @@ class PCLTheoretical(PCL):
         for client, shares in mixtures.items():
             if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
                 raise ValueError(
-                    f"the shares of {client!r} sum to {sum(shares.values()):g}; shares are "
+                    f"the shares of {client!r} sum to {sum(shares.values()):g}; shares must be "
                     "positive and sum to 1"
                 )
         return mixtures
@@ -262,8 +269,7 @@ class PCLClient(AdapterClient):
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.start = copied(self.shared)
-        """The shared parameters after the last exchange."""
+        self.kept["start"] = copied(self.shared)  # as the last exchange left them
 
     def take(self, download: Message) -> None:
         """Score whoever uploaded, and mix."""
@@ -289,7 +295,7 @@ class PCLClient(AdapterClient):
         """What the others learn of this client after so many rounds."""
         groups: dict[str, Tensors] = {"adapter": copied(self.shared)}
         if self.method.form == "paper":
-            start = self.start
+            start = self.kept["start"]
             groups["update"] = {n: p.detach() - start[n] for n, p in self.shared.items()}
         self.model()
         return Message(rounds - 1, {**groups, **self.method.observed(self.context, rounds)})
@@ -297,14 +303,14 @@ class PCLClient(AdapterClient):
     @torch.no_grad()
     def _mix(self, row: Row, uploads: Uploads) -> None:
         """The mean of all updates (released: of all weights), weighted by trust."""
-        paper = self.method.form == "paper"
+        paper, start = self.method.form == "paper", self.kept["start"]
         for name, parameter in self.shared.items():
-            total = self.start[name].clone() if paper else torch.zeros_like(parameter)
+            total = start[name].clone() if paper else torch.zeros_like(parameter)
             for peer, weight in row.items():
                 theirs = uploads[peer]["update" if paper else "adapter"][name]
                 total.add_(theirs.to(total.device), alpha=weight)
             parameter.copy_(total)
-            self.start[name] = total
+            start[name] = total
 
     def losses(self, uploads: Uploads, batch: Batch) -> dict[ClientId, float]:
         """Mean loss of everybody's model on samples, in nats per token."""
@@ -315,16 +321,6 @@ class PCLClient(AdapterClient):
             found[peer] = mean_loss(self.context.base, batch, self.context.training.batch)
         copy(mine, self.shared)
         return found
-
-    def state(self) -> State:
-        """The adapter, its moments, and what it was after the last exchange."""
-        state = super().state()
-        return replace(state, groups={**state.groups, "start": copied(self.start)})
-
-    def restore(self, state: State) -> None:
-        """Take all three back."""
-        super().restore(state)
-        self.start = copied(state["start"])
 
 
 class PCLServer(AdapterServer):
@@ -355,7 +351,7 @@ class PCLServer(AdapterServer):
         for field in self.method.evidence:
             names = field.dtype if held else ()
             if upload[field.name].keys() != set(names):
-                raise MessageError(f"The tensors of {field.name!r} are missing from a message.")
+                raise MessageError(f"The tensors of {field.name!r} are missing from the message.")
         self._coming[client] = upload.groups
 
     def close(self, mean: Message) -> None:

@@ -13,7 +13,7 @@ class Pretrained(Method):
     """Trains nothing, shares nothing."""
 
     name: ClassVar[str] = "pretrained"
-    summary: ClassVar[str] = "the base alone; nothing is trained, nothing travels"
+    summary: ClassVar[str] = "the base alone; nothing is trained or sent"
 
     def client(self, context: ClientContext) -> "PretrainedClient":
         """The bare base."""

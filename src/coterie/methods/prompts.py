@@ -18,7 +18,7 @@ from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
 """Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""
-TOKENS: Any = Field(default=20, ge=1, description="vectors before the text")
+TOKENS: Any = Field(default=20, ge=1, description="number of soft-prompt vectors before the text")
 
 
 class PromptClient(AdapterClient):
@@ -28,9 +28,9 @@ class PromptClient(AdapterClient):
         longest = getattr(context.base.model.config, "max_position_embeddings", None)
         if longest is not None and context.window + method.virtual_tokens > longest:
             raise CoterieError(
-                f"data.window is {context.window} tokens and the method's virtual_tokens are "
-                f"{method.virtual_tokens} more, but the base reads at most {longest}; lower one "
-                "of them."
+                f"data.window ({context.window} tokens) plus virtual_tokens "
+                f"({method.virtual_tokens}) exceeds the {longest} tokens that the base can "
+                "read; lower one of them."
             )
         super().__init__(method, context)
 
@@ -44,7 +44,7 @@ class FedPrompt(AdapterMethod):
 
     name: ClassVar[str] = "fedprompt"
     paper: ClassVar[str] = "arXiv 2208.12268"
-    summary: ClassVar[str] = "a soft prompt is averaged; one model for all"
+    summary: ClassVar[str] = "soft prompt averaged; one model for all"
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
@@ -52,7 +52,8 @@ class FedPrompt(AdapterMethod):
     init_text: str | None = Field(
         default="Answer the question.",
         min_length=1,
-        description="the prompt begins as this text, repeated or cut; none: as random vectors",
+        description="text that initialises the prompt, repeated or cut to length; null: random "
+        "vectors",
     )
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
@@ -75,7 +76,7 @@ class FedPromptFT(FedPrompt):
     """FedPrompt, then fine-tuning: the result is the model after local training."""
 
     name: ClassVar[str] = "fedprompt-ft"
-    summary: ClassVar[str] = "as fedprompt; the result is each client's model after local training"
+    summary: ClassVar[str] = "as fedprompt; reports each client's model after local training"
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
 
@@ -84,13 +85,13 @@ class FedPTuning(AdapterMethod):
 
     name: ClassVar[str] = "fedptuning"
     paper: ClassVar[str] = "arXiv 2103.10385"
-    summary: ClassVar[str] = "the encoder of a soft prompt is averaged; one model for all"
+    summary: ClassVar[str] = "soft-prompt encoder averaged; one model for all"
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = TOKENS
     encoder_hidden_size: int | None = Field(
-        default=None, ge=1, description="width of the prompt's encoder; none: the base's"
+        default=None, ge=1, description="hidden size of the prompt encoder; null: the base's"
     )
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
@@ -106,5 +107,5 @@ class FedPTuningFT(FedPTuning):
     """Federated P-tuning, then fine-tuning: the result is the model after local training."""
 
     name: ClassVar[str] = "fedptuning-ft"
-    summary: ClassVar[str] = "as fedptuning; the result is each client's model after local training"
+    summary: ClassVar[str] = "as fedptuning; reports each client's model after local training"
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coterie.adapters import Part, Trainable, pairs_of
-from coterie.aggregation import TOKENS, LowRankSum, PaddedMean, product_norm
+from coterie.aggregation.low_rank import LowRankSum, PaddedMean, product_norm
+from coterie.aggregation.mean import TOKENS
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer, shapes_of
@@ -142,7 +143,9 @@ class FlexLora(AdapterMethod):
 
     name: ClassVar[str] = "flexlora"
     paper: ClassVar[str] = "arXiv 2402.11505"
-    summary: ClassVar[str] = "a rank per client; full updates are averaged and cut to it by SVD"
+    summary: ClassVar[str] = (
+        "client-specific ranks; full updates averaged and truncated to each rank by SVD"
+    )
     reports: ClassVar[REPORTS] = "aggregated"
     mixes_ranks: ClassVar[bool] = True
 
@@ -185,7 +188,7 @@ class FlexLoraServer(RankServer):
         """Note the client's weight."""
         tokens = hello.values.get(TOKENS.name)
         if type(tokens) is not int or tokens < 1:
-            raise MessageError(f"The client {client!r} gives no number of training tokens.")
+            raise MessageError(f"The client {client!r} did not send its number of training tokens.")
         super().join(client, hello)
         self.tokens[client] = tokens
 
@@ -226,16 +229,20 @@ class HetLora(AdapterMethod):
 
     name: ClassVar[str] = "hetlora"
     paper: ClassVar[str] = "arXiv 2401.06432"
-    summary: ClassVar[str] = "a rank per client that can shrink; zero-padded pairs are averaged"
+    summary: ClassVar[str] = (
+        "client-specific ranks that can shrink; zero-padded LoRA pairs averaged"
+    )
     reports: ClassVar[REPORTS] = "aggregated"
     mixes_ranks: ClassVar[bool] = True
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    gamma: float = Field(default=0.99, gt=0, le=1, description="share of the rank that is kept")
+    gamma: float = Field(
+        default=0.99, gt=0, le=1, description="fraction of the rank kept when pruning"
+    )
     penalty_weight: float = Field(
-        default=5e-4, ge=0, description="weight of the tails' norms in the loss"
+        default=5e-4, ge=0, description="weight of the pruning penalty in the loss"
     )
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -22,9 +22,9 @@ class Settings(BaseModel):
 
 
 class Mlp(Settings):
-    """Low-rank pairs on every linear layer of every MLP, in sets."""
+    """Sets of LoRA pairs on all linear layers of all MLPs."""
 
-    rank: PerClient = Field(default=8, description="rank of the MLPs' pairs (r)")
+    rank: PerClient = Field(default=8, description="LoRA rank on MLP layers (r)")
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """A client's generalists and specialists: sets that are averaged, and that stay."""
@@ -32,9 +32,11 @@ class Mlp(Settings):
 
 
 class SharedSets(Mlp):
-    """Low-rank pairs on every linear layer of every MLP, in sets that are averaged over clients."""
+    """Sets of LoRA pairs on all linear layers of all MLPs, averaged over clients."""
 
-    sets: PerClient = Field(default=2, description="LoRA sets, whose outputs are averaged")
+    sets: PerClient = Field(
+        default=2, description="number of LoRA sets, whose outputs are averaged"
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """See `Mlp`."""
@@ -42,9 +44,11 @@ class SharedSets(Mlp):
 
 
 class OwnSets(Mlp):
-    """Low-rank pairs on every linear layer of every MLP, in sets that nobody else sees."""
+    """Sets of LoRA pairs on all linear layers of all MLPs, kept by their client."""
 
-    sets: PerClient = Field(default=2, description="LoRA sets, whose outputs are averaged")
+    sets: PerClient = Field(
+        default=2, description="number of LoRA sets, whose outputs are averaged"
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """See `Mlp`."""
@@ -52,9 +56,11 @@ class OwnSets(Mlp):
 
 
 class Generalists(Mlp):
-    """Low-rank experts on every MLP, which a router weighs, all of them averaged over clients."""
+    """Routed experts on every MLP, all averaged over clients."""
 
-    generalists: PerClient = Field(default=2, description="experts averaged over clients")
+    generalists: PerClient = Field(
+        default=2, description="number of generalists (experts averaged over clients)"
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """See `Mlp`."""
@@ -62,9 +68,11 @@ class Generalists(Mlp):
 
 
 class Specialists(Mlp):
-    """Low-rank experts on every MLP, which a router weighs, all of them personal."""
+    """Routed experts on every MLP, all personal."""
 
-    specialists: PerClient = Field(default=2, description="experts that stay with their client")
+    specialists: PerClient = Field(
+        default=2, description="number of specialists (experts that stay on the client)"
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """See `Mlp`."""
@@ -72,10 +80,14 @@ class Specialists(Mlp):
 
 
 class Experts(Mlp):
-    """Low-rank experts on every MLP, which a router weighs, averaged ones and personal ones."""
+    """Routed experts on every MLP, averaged (generalists) and personal (specialists)."""
 
-    generalists: PerClient = Field(default=1, description="experts averaged over clients")
-    specialists: PerClient = Field(default=1, description="experts that stay with their client")
+    generalists: PerClient = Field(
+        default=1, description="number of generalists (experts averaged over clients)"
+    )
+    specialists: PerClient = Field(
+        default=1, description="number of specialists (experts that stay on the client)"
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """See `Mlp`."""
@@ -86,50 +98,52 @@ class Experts(Mlp):
 
 
 class Attention(Settings):
-    """One low-rank pair on each of some linear layers."""
+    """One LoRA pair on each targeted linear layer."""
 
-    rank: int = Field(default=8, ge=1, description="rank of the pairs (r)")
+    rank: int = Field(default=8, ge=1, description="LoRA rank (r)")
     targets: str | None = Field(
         default=None,
-        description="regular expression for the names of the layers; null: all of attention's",
+        description="regular expression for layer names; null: all linear layers of attention",
     )
 
 
 class LoraAlpha(Settings):
-    """The scale of low-rank products where it is alpha / r."""
+    """Scale of LoRA pairs by alpha / r."""
 
-    alpha: float = Field(default=16.0, gt=0, description="LoRA's alpha")
+    alpha: float = Field(default=16.0, gt=0, description="LoRA alpha")
 
 
 class Lora(LoraAlpha):
-    """The scale of low-rank products."""
+    """Scale of LoRA pairs."""
 
     scale: Literal["sqrt", "rank"] = Field(
-        default="sqrt", description="scale of a product: alpha / sqrt(r), or alpha / r"
+        default="sqrt", description="scale of a LoRA pair: alpha / sqrt(r), or alpha / r"
     )
 
 
 class Router(Settings):
-    """How experts are weighed; the router is trained with them."""
+    """Routing of tokens to experts; the router is trained with the experts."""
 
     top_k: int | None = Field(
-        default=None, ge=1, description="experts per token (k); default min(2, experts)"
+        default=None, ge=1, description="experts per token (k); null: min(2, number of experts)"
     )
     load_balance: Literal["none", "uniform", "generalist"] = Field(
         default="generalist",
-        description="load-balance loss; generalist: half of the load to expert 0",
+        description="load-balancing loss; generalist: half of the load on expert 0",
     )
     load_balance_weight: float = Field(
-        default=0.01, ge=0, description="weight of that loss (lambda)"
+        default=0.01, ge=0, description="weight of the load-balancing loss (lambda)"
     )
 
 
 class PhasedRouter(Router):
-    """How experts are weighed; the router is trained in phases of its own."""
+    """Routing of tokens to experts; the router is trained in separate phases."""
 
-    every: int = Field(default=30, ge=1, description="steps between two router phases (tau)")
-    steps: int = Field(default=10, ge=1, description="updates of the router in a phase (s)")
-    learning_rate: float = Field(default=2e-3, gt=0, description="of these updates, constant")
+    every: int = Field(default=30, ge=1, description="steps between router phases (tau)")
+    steps: int = Field(default=10, ge=1, description="router updates per phase (s)")
+    learning_rate: float = Field(
+        default=2e-3, gt=0, description="learning rate of router updates (constant)"
+    )
 
 
 class Privacy(Settings):
@@ -138,38 +152,49 @@ class Privacy(Settings):
     It says nothing of the trained adapters, which travel too.
     """
 
-    epsilon: float = Field(gt=0, description="over all rounds, for one sample of the embedding set")
-    delta: float = Field(default=1e-5, gt=0, lt=1, description="the chance that epsilon fails")
+    epsilon: float = Field(
+        gt=0, description="privacy budget over all rounds, per sample of the embedding set"
+    )
+    delta: float = Field(
+        default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
+    )
     clip: float = Field(
-        default=1.0, gt=0, description="largest l2 norm of one sample's embeddings, all layers'"
+        default=1.0,
+        gt=0,
+        description="maximum l2 norm of a sample's embeddings, all layers together",
     )
 
 
 class Embeddings(Settings):
-    """What experts choose clients by: mean embeddings of a few training samples."""
+    """Mean embeddings of a few training samples, by which experts choose clients."""
 
-    share: float = Field(default=0.05, gt=0, le=1, description="share of the training samples used")
-    samples: int = Field(default=200, ge=1, description="most samples used")
-    privacy: Privacy | None = Field(default=None, description="noise on the mean embeddings")
+    share: float = Field(
+        default=0.05, gt=0, le=1, description="fraction of the training samples to use"
+    )
+    samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
+    privacy: Privacy | None = Field(
+        default=None, description="differential privacy of the mean embeddings"
+    )
 
 
 class AmoleRouter(Settings):
-    """How the domain experts that a client holds are weighed per token."""
+    """Routing of tokens to the domain experts that a client holds."""
 
     kind: Literal["token", "vanilla"] = Field(
         default="token",
-        description="by the experts' own embeddings; or a gate with a row for each of all experts",
+        description="scores from the experts' own embeddings, or from a gate with one row per "
+        "expert",
     )
     top_k: int = Field(default=2, ge=1, description="domain experts per token (k)")
     score_scale: Literal["rank", "dim"] = Field(
         default="rank",
-        description="a token router's scores are divided by sqrt(r); in the paper by sqrt(dim)",
+        description="divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper",
     )
     renormalise: bool = Field(
-        default=True, description="a token's weights sum to 1; not so in the paper"
+        default=True, description="normalise each token's weights to sum to 1 (unlike the paper)"
     )
     load_balance_weight: float = Field(
-        default=1e-3, ge=0, description="weight of the load-balance loss (beta)"
+        default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
     )
 
     @model_validator(mode="after")
@@ -183,7 +208,7 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
     """Raise ValueError for a key that was changed although it does nothing beside another."""
     for key in keys:
         if getattr(settings, key) != type(settings).model_fields[key].get_default():
-            raise ValueError(f"{key} does nothing with `{beside}`; leave it out")
+            raise ValueError(f"{key} has no effect with `{beside}`; remove it")
 
 
 def layout_of(
@@ -213,10 +238,10 @@ def for_client(counts: PerClient, client: ClientId, what: str) -> int:
     count = counts if isinstance(counts, int) else counts.get(client, counts.get("others"))
     if count is None:
         raise CoterieError(
-            f"The method gives no {what} for the client {client!r}; add its name or `others`."
+            f"The method has no {what} for the client {client!r}; add its name or `others`."
         )
     if count < 0:
-        raise CoterieError(f"The client {client!r} cannot have a {what} of {count}.")
+        raise CoterieError(f"The {what} of the client {client!r} cannot be {count}.")
     return count
 
 

@@ -30,13 +30,17 @@ LEFT = (".lock", ".run.json.*tmp")
 
 
 def describe(
-    config: Mapping[str, Json], clients: Mapping[str, Json], **more: Json
+    config: Mapping[str, Json],
+    clients: Mapping[str, Json],
+    plugins: Mapping[str, Json],
+    **more: Json,
 ) -> dict[str, Json]:
     """What a run folder must say so that the run can be repeated: with what it ran, and what."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         **more,
+        "plugins": plugins,
         "clients": clients,
         "config": config,
     }
@@ -68,12 +72,13 @@ class RunFolder:
         if self.is_run:
             if not force:
                 raise CoterieError(
-                    f"{self.path} already holds a run. Continue it with `coterie run --resume "
-                    f"{self.path}`, choose another folder with --out, or overwrite it with --force."
+                    f"{self.path} already contains a run. Continue it with `coterie run "
+                    f"--resume {self.path}`, choose another folder with --out, or overwrite it "
+                    "with --force."
                 )
         elif self.path.exists() and not self._is_empty():
             raise CoterieError(
-                f"{self.path} exists and is not a run folder; choose another with --out."
+                f"{self.path} exists and is not a run folder; choose another folder with --out."
             )
 
     @property
@@ -104,10 +109,10 @@ class RunFolder:
         """What `create` was given; raises CoterieError if there is no run of this format."""
         description = self._read("run.json")
         if "config" in description:  # else it is no run's at all
-            remedy = "Go on with the version that wrote it, or start a new run in another folder."
+            remedy = "Use the version that wrote it, or start a new run in another folder."
             check_stamp(f"The run in {self.path}", description, remedy)
         if not {"clients", "config", "threads"} <= description.keys():
-            raise CoterieError(f"{self.path} is not the folder of a run (run.json).")
+            raise CoterieError(f"{self.path} is not a run folder (it has no run.json).")
         return description
 
     @property
@@ -128,7 +133,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CoterieError(f"Another process is working in {self.path}.") from None
+                raise CoterieError(f"Another process is using {self.path}.") from None
             yield
 
     def save(
@@ -179,7 +184,7 @@ class RunFolder:
         try:
             return State.decode(path.read_bytes())
         except FileNotFoundError:
-            raise CoterieError(f"{self.path} holds no state of {name!r}.") from None
+            raise CoterieError(f"{self.path} has no state for {name!r}.") from None
 
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Add figures to metrics.jsonl."""
@@ -213,7 +218,7 @@ class RunFolder:
         except (OSError, ValueError):
             values = None
         if not isinstance(values, dict):
-            raise CoterieError(f"{self.path} is not the folder of a run ({name}).")
+            raise CoterieError(f"{self.path} is not a run folder ({name}).")
         return values
 
 

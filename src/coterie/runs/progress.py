@@ -69,7 +69,7 @@ class ConsoleWatch(Watch):
         self.live.start()
         if not self.console.is_terminal:
             what = f"{title}: {_count(rounds, 'round')}, {_count(clients, 'client')}"
-            self._line(what + (f", going on after round {done}" if done else ""))
+            self._line(what + (f", resuming after round {done}" if done else ""))
 
     def seen(self, client: str | None, name: str, value: Json) -> None:
         """Show a loss."""

@@ -28,6 +28,8 @@ from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, participants_of
+from coterie.methods.plugins import plugin_of
+from coterie.methods.registry import kind_of, names
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class Site:
         """The run as this client sees it: with its own text and nobody else's."""
         data = described.get("data", {})
         if not isinstance(data, dict):
-            raise MessageError("The server describes no run.")
+            raise MessageError("The server sent no run.")
         if self.public is not None:
             data = {**data, "public": self.public}
         return parse(
@@ -98,7 +100,7 @@ class Worker:
 
     def _obey(self, order: Order, body: bytes) -> bytes:
         if order.client != self.site.name:
-            raise MessageError(f"The server takes this client for {order.client!r}.")
+            raise MessageError(f"The server mistook this client for {order.client!r}.")
         if order.kind == "join":
             return self._join(order)
         if self.run is None or self.run.id != order.run:
@@ -112,21 +114,26 @@ class Worker:
 
     def _join(self, order: Order) -> bytes:
         if order.protocol != PROTOCOL:
-            return self._unlike(order, "protocol", "another protocol", f"{PROTOCOL}")
+            how = f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
+            return self._unlike(order, "protocol", how)
+        if why := _another_plugin(order):
+            return self._unlike(order, "plugin", why)
         config = self.site.config(order.config or {})
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
-            return self._unlike(order, "base", "another base", config.base)
+            return self._unlike(
+                order, "base", f"has a base with different weights than {config.base}"
+            )
         if self.run is None or self.run.id != order.run:
             self.close()
             self.run = SiteRun(order.run, config, base, self.site, self.seen)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
-    def _unlike(self, order: Order, fault: Fault, theirs: str, mine: str) -> bytes:
+    def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
         """Refuse to join those who run something else."""
-        why = f"the run has {theirs} than this client ({mine})"
+        why = f"the run {how}"
         log.error(why)
         self.seen("fault", why)
         return self._reply(order, fault=fault)
@@ -162,6 +169,23 @@ class Worker:
         return seal(reply, body)
 
 
+def _another_plugin(order: Order) -> str | None:
+    """How the run's method is not this client's; None if they are the same."""
+    match order.config:
+        case {"method": {"name": str(name)}} if name in names():
+            here = plugin_of(kind_of(name))
+        case _:
+            here = None
+    theirs = order.plugin
+    if (here and here.sha256) == (theirs and theirs.sha256):
+        return None
+    if theirs is None:
+        return "has a method without a plugin; start this client without --plugin"
+    if here is None:
+        return f"needs the plugin {theirs.file}; start this client with --plugin and the same file"
+    return f"has a different version of the plugin {theirs.file}; both sides need the same file"
+
+
 class SiteRun:
     """One client's part of one deployed run, in a folder of its own."""
 
@@ -190,10 +214,12 @@ class SiteRun:
         folder = RunFolder(site.out / f"{self.config.name}-{site.name}-{self.id[:8]}")
         clients = {site.name: participant.described()}
         if not folder.is_run:
-            description = describe(self.config.as_dict(), clients, run=self.id)
+            description = describe(self.config.as_dict(), clients, self.config.plugins, run=self.id)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():
-            raise CoterieError(f"The text is not what it was when the run in {folder.path} began.")
+            raise CoterieError(
+                f"The client's text has changed since the run in {folder.path} began."
+            )
         return folder
 
     def step(self, order: Order, download: bytes) -> tuple[bytes, Entries]:
@@ -201,7 +227,7 @@ class SiteRun:
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
-            log.info("round %d: answered from store", order.round + 1)
+            log.info("round %d: sent the stored answer again", order.round + 1)
             path = self.folder.checkpoint(order.round + 1)
             return (path / "upload").read_bytes(), newest.entries
         began = time.monotonic()
@@ -255,13 +281,13 @@ class SiteRun:
         if newest.round == counted:
             self._count(newest)
         elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
-            log.warning("round %d did not count and is undone", newest.round + 1)
+            log.warning("round %d was not counted and has been undone", newest.round + 1)
             if len(self.folder.checkpoints()) > 1:
                 self.folder.drop([self.folder.checkpoint(newest.round + 1)])
                 self.part.side.restore(self.folder.load(self._state))
                 newest = self._about()
         if newest.round < counted:
-            log.warning("the state of round %d is not here; going on without it", counted + 1)
+            log.warning("the state of round %d is missing; continuing without it", counted + 1)
         return newest
 
     def _count(self, newest: "About") -> None:

@@ -58,7 +58,7 @@ class Board(LiveDisplay, ServerWatch):
     def start(self, title: str, rounds: int, done: int) -> None:
         """Note what runs."""
         self.title, self.rounds, self.done, self.first = title, rounds, done, done
-        self._say(f"{title}: {rounds} rounds" + (f", {done} are done" if done else ""))
+        self._say(f"{title}: {rounds} rounds" + (f", {done} already done" if done else ""))
         self.began = time.monotonic()
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
@@ -112,7 +112,7 @@ class ClientBoard(LiveDisplay):
     """A line for every event of a client's part, and on a terminal one that lives."""
 
     def __init__(self, console: Console) -> None:
-        self.live = Status("looking for the server", console=console)
+        self.live = Status("connecting to the server", console=console)
         super().__init__(console, self.live)
         self.rounds, self.done, self.began = 0, 0, time.monotonic()
         self.losses: list[float] = []
@@ -124,7 +124,7 @@ class ClientBoard(LiveDisplay):
             case "connected":
                 self._say(f"connected to {value}")
             case "away":
-                self._say(f"{value}; trying again")
+                self._say(f"{value}; retrying")
             case "joined":
                 self.rounds, self.began = value.config.rounds, time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
@@ -133,7 +133,7 @@ class ClientBoard(LiveDisplay):
                     for field in fields:
                         self._say(f"  leaves this machine {when}: {field.what}")
             case "fault":
-                self._say(f"could not do what the server asked: {value}")
+                self._say(f"could not process the server's request: {value}")
             case "step":
                 self._step(value)
             case "bytes/up" | "bytes/down":

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from coterie.aggregation import Aggregation, Contribution
+from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.config import RunConfig
 from coterie.engines.part import contribution, result, score_server
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import Entry, Kind, Order, Reply, seal, unseal
+from coterie.exchange.envelope import TOLD, Entry, Kind, Order, PluginFile, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
 from coterie.files import write_bytes
+from coterie.methods.plugins import plugin_of
 from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class ServerRun:
     def _round(self, spool: Path) -> int:
         """One round, of whom is there at its start; how many uploads counted."""
         if len(self._ready()) < self.quorum:
-            self._note(f"round {self.round + 1} waits for {self.quorum} clients")
+            self._note(f"round {self.round + 1}: waiting for {self.quorum} clients")
         while len(self._ready()) < self.quorum:
             self._turn(spool)
         members = self._ready()
@@ -169,13 +170,13 @@ class ServerRun:
             counted = len(done) - len(refused)
             if counted >= self.quorum:
                 break
-            self._note(f"round {self.round + 1}: {counted} uploads are too few; asking again")
+            self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
                 self._failed(self.seats[name])
             self.server.open(self.round, members)  # what was counted is counted anew
         for name in sorted(self.waiting):
-            self._note(f"round {self.round + 1}: {name} was left out")
+            self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
         self._record_entries(set(done) - refused)
@@ -201,7 +202,7 @@ class ServerRun:
                 upload = self.schema.receive("up", (spool / name).read_bytes())
                 found = contribution(self.server, self.aggregation, name, upload)
             except Exception as error:  # whatever it is, one client cannot stop a run
-                self._refuse(f"round {self.round + 1}: refused the upload of {name}", error)
+                self._refuse(f"round {self.round + 1}: rejected the upload of {name}", error)
                 refused.add(name)
                 continue
             self.seats[name].counted = self.round
@@ -219,7 +220,7 @@ class ServerRun:
                 break
             self._turn(spool)
         for name in sorted(self.waiting):
-            self._note(f"{name} did not take in the end; continue with --resume when it is back")
+            self._note(f"{name} did not receive the result; use --resume when it is back")
         self._record_entries(self.hellos.keys() - self.waiting)
         told = list(self.folder.metrics())  # some already, if a kill came before the result
         self.folder.append([line for line in self.recorder.take() if line not in told])
@@ -251,7 +252,7 @@ class ServerRun:
                 self.seats[name] = Seat()
             elif name not in self.strangers:
                 self.strangers.add(name)
-                self._note(f"{name} has a key, but no part in this run")
+                self._note(f"{name} has a key but is not part of this run")
         for name, seat in sorted(self.seats.items()):
             mark = present.get(name)
             if mark != seat.present:
@@ -282,7 +283,8 @@ class ServerRun:
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.base,
-            config=self._described(name) if kind == "join" else None,
+            plugin=self._plugin() if kind == "join" else None,
+            config=self.config.told_to(name) if kind == "join" else None,
         )
         body = b"" if kind == "join" else self.schema.send("down", self.server.download(name))
         data = seal(order, body)
@@ -292,13 +294,10 @@ class ServerRun:
             self.recorder.log(name, "bytes/down", len(body), of)
         self.watch.moved(name, 0, len(data))
 
-    def _described(self, name: str) -> dict[str, Any]:
-        """The run as a client may know it: without names, paths and bases of others."""
-        values = self.config.as_dict()
-        for key in ("clients", "divide", "data_root", "baselines", "bases", "server"):
-            values.pop(key)
-        training = self.config.training_of(name).model_dump(mode="json")
-        return {**values, "base": self.config.base_of(name), "training": training}
+    def _plugin(self) -> PluginFile | None:
+        """The file that the method is from; clients must have the same."""
+        plugin = plugin_of(type(self.config.method))
+        return plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
 
     def _reply(self, name: str, data: bytes | None, spool: Path) -> None:
         """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
@@ -311,29 +310,29 @@ class ServerRun:
         try:
             reply, body = unseal(Reply, data)
             if (reply.run, reply.client) != (self.run, name):
-                raise MessageError("It is of another run or client.")
+                raise MessageError("The message belongs to another run or client.")
             if reply.fault == "unknown run":
                 seat.joined, seat.again, seat.failed = False, 0.0, False
             elif reply.fault is not None:
-                self._note(f"{name} could not {reply.kind}: {reply.fault}; its own log says more")
+                self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
             elif reply.kind == "join":
                 self._join(name, reply, body)
             elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
                 self._done(name, reply, body, spool)
         except Exception as error:  # whatever it is, one client cannot stop a run
-            self._refuse(f"refused what {name} sent", error)
+            self._refuse(f"rejected a message from {name}", error)
 
     def _join(self, name: str, reply: Reply, hello: bytes) -> None:
         if not self.config.method.mixes_bases:
             self.base = self.base or reply.base
             if reply.base != self.base:
-                raise MessageError("Its base has other weights than that of the others.")
+                raise MessageError("Its base has different weights than the other clients'.")
         if self.hellos.get(name) != hello:
             self._take_hello(name, hello)
             self.hellos[name] = hello
         seat = self.seats[name]
         seat.joined, seat.again, seat.failed = True, 0.0, False
-        self._note(f"{name} has joined")
+        self._note(f"{name} joined")
 
     def _take_hello(self, name: str, data: bytes) -> None:
         hello = self.schema.receive("hello", data)

@@ -12,9 +12,10 @@ import httpx
 import torch
 
 from coterie.bases import load_skeleton
-from coterie.config import RunConfig, parse
+from coterie.config import RunConfig
 from coterie.engines.deployed.client import Seen, Site, Worker
 from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.engines.finished import recorded
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
@@ -34,7 +35,8 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
     earlier = RunFolder(out)
     if earlier.checkpoints():
         raise CoterieError(
-            f"{out} already holds a run. Go on with it by --resume, or take another by --out."
+            f"{out} already contains a run; continue it with --resume, or choose another "
+            "folder with --out."
         )
     names = tuple(sorted(client.name for client in config.clients))
     check(config, names, config.data.public is not None)
@@ -43,7 +45,7 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
     described = {} if own is None else {SERVER: own.described()}
     clients = {name: {} for name in names}
     id = secrets.token_hex(8)  # by which clients know it, whatever becomes of this process
-    description = describe(config.as_dict(), clients, run=id, **described)
+    description = describe(config.as_dict(), clients, config.plugins, run=id, **described)
     # A start that came to nothing has left a run without a round; it is begun anew.
     folder = RunFolder.create(out, description, force=earlier.is_run)
     return _bring_to_its_end(folder, config, own, keys, address, watch)
@@ -52,13 +54,13 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
 def serve_again(out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
     """Go on with a run of which the server has stopped; clients that wait for it go on too."""
     folder = RunFolder(out)
-    config = parse(folder.description["config"])
+    config = recorded(folder)
     torch.set_num_threads(folder.description["threads"])
     own = served(config)
     if own is not None and own.digest() != folder.description[SERVER]["data"]:
         raise CoterieError(
-            f"The public text or server.test is not what it was when the run in {out} began; put"
-            " it back, or start a new run."
+            f"The public set or server.test has changed since the run in {out} began; restore "
+            "it, or start a new run."
         )
     return _bring_to_its_end(folder, config, own, keys, address, watch)
 
@@ -73,7 +75,7 @@ def _bring_to_its_end(
 ) -> RunFolder:
     if keys.expires() < datetime.now(UTC):
         raise CoterieError(
-            "The server's certificate has ended; `coterie keys certify` makes a new one."
+            "The server's certificate has expired; renew it with `coterie keys certify`."
         )
     skeleton = load_skeleton(config.base, config.root)
     with (
@@ -86,8 +88,8 @@ def _bring_to_its_end(
             ServerRun(config, skeleton, folder, link, watch, own).rounds()
         except httpx.HTTPError as error:
             raise CoterieError(
-                f"Flower's SuperLink does not answer ({error}); continue with --resume. "
-                f"{superlink.folder / 'superlink.log'} may say why."
+                f"Flower's SuperLink does not respond ({error}); continue with --resume. See "
+                f"{superlink.folder / 'superlink.log'}."
             ) from error
     return folder
 

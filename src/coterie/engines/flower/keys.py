@@ -76,16 +76,21 @@ class Kit:
             raise CoterieError(f"Could not read the kit {path}: {error.strerror}.") from None
         except (*UNREADABLE, CoterieError):
             raise CoterieError(
-                f"{path} is not a client's kit; use the file that `coterie keys add` wrote."
+                f"{path} is not a client's kit; use the file written by `coterie keys add`."
             ) from None
 
     def encode(self) -> bytes:
         """The kit's file: text that a person can recognise."""
         head = (
-            "# A Coterie client's kit. It holds a private key: show it to nobody.\n"
-            f"Client: {self.name}\n"
+            "# A Coterie client's kit. It contains a private key: keep it secret.\nClient: "
+            f"{self.name}\n"
         )
         return head.encode() + self.ca + _private_pem(self.key)
+
+    @property
+    def public(self) -> bytes:
+        """The key by which the server knows the client (PEM, SubjectPublicKeyInfo)."""
+        return _public_pem(self.key.public_key())
 
 
 class Keys:
@@ -104,8 +109,8 @@ class Keys:
         files = (self.ca, self.certificate, self.key)
         if not (self._clients.is_dir() and all(file.is_file() for file in files)):
             raise CoterieError(
-                f"{folder} is not a server's folder of keys; make one with `coterie keys init"
-                f" {folder}`."
+                f"{folder} is not a server's key folder; create one with `coterie keys init "
+                f"{folder}`."
             )
 
     @classmethod
@@ -117,8 +122,8 @@ class Keys:
         """
         if folder.exists():
             raise CoterieError(
-                f"{folder} exists already; choose another folder, or, if it holds keys, renew their"
-                f" certificate or add hosts to it with `coterie keys certify {folder}`."
+                f"{folder} already exists; choose another folder. If it contains keys, use "
+                f"`coterie keys certify {folder}` to renew their certificate or add hosts."
             )
         authority_key = ec.generate_private_key(ec.SECP256R1())
         authority = _authority(authority_key)
@@ -164,15 +169,17 @@ class Keys:
         public = self._public(name)
         if public.exists():
             raise CoterieError(
-                f"There is a client {name!r} already; choose another name, or first forget that"
-                f" one with `coterie keys remove {name}`."
+                f"There is already a client {name!r}; choose another name, or remove that "
+                f"client with `coterie keys remove {name}`."
             )
         if out.exists():
-            raise CoterieError(f"{out} exists already; delete it, or choose another with --out.")
+            raise CoterieError(
+                f"{out} already exists; delete it, or choose another file with --out."
+            )
         kit = Kit(name, self.ca.read_bytes(), ec.generate_private_key(ec.SECP384R1()))
         write_private(out, kit.encode())
         try:
-            write_bytes(public, _public_pem(kit.key.public_key()))
+            write_bytes(public, kit.public)
         except CoterieError:
             out.unlink()
             raise
@@ -184,8 +191,8 @@ class Keys:
             self._public(name).unlink()
         except FileNotFoundError:
             raise CoterieError(
-                f"There is no client {name!r} in {self._folder}; `coterie keys list"
-                f" {self._folder}` shows them."
+                f"There is no client {name!r} in {self._folder}; `coterie keys list "
+                f"{self._folder}` lists all clients."
             ) from None
 
     def clients(self) -> dict[str, bytes]:
@@ -304,7 +311,9 @@ def _load(path: Path, load: Callable[[bytes], T]) -> T:
     try:
         return load(path.read_bytes())
     except UNREADABLE:
-        raise CoterieError(f"{path} is damaged: it is not what `coterie keys` wrote.") from None
+        raise CoterieError(
+            f"{path} is damaged; it is not a file written by `coterie keys`."
+        ) from None
 
 
 def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:

@@ -147,7 +147,7 @@ class Proxy:
             if process.poll() is not None:
                 raise CoterieError(_complaint(process.communicate()[1]))
             if time.monotonic() > deadline:
-                raise CoterieError(f"nginx did not listen on {self.address} in time.")
+                raise CoterieError(f"nginx did not start listening on {self.address} in time.")
             time.sleep(0.02)
 
     def _stop(self) -> None:
@@ -173,8 +173,8 @@ def _find_nginx() -> str:
     found = shutil.which("nginx") or shutil.which("nginx", path=PLACES)
     if found is None:
         raise CoterieError(
-            "A server that faces the network needs nginx: install it, e.g. with "
-            "`apt install nginx-light`."
+            "Listening on a network address requires nginx; install it, e.g. with `apt "
+            "install nginx-light`."
         )
     return found
 
@@ -189,15 +189,17 @@ def _check_address(address: str) -> None:
         valid = False
     if not valid or "%" in host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise CoterieError(
-            f"The address {address!r} is not an IP address and a port, as in 0.0.0.0:9092 or "
-            f"[::]:9092."
+            "--address takes an IP address and a port, such as 0.0.0.0:9092 or [::]:9092, "
+            f"not {address!r}."
         )
 
 
 def _quoted(path: Path) -> str:
     text = str(path.resolve())
     if re.search(r'["$\\\x00-\x1f]', text):
-        raise CoterieError(f"nginx cannot take the path {text!r}: move it to a plainer name.")
+        raise CoterieError(
+            f"nginx cannot use the path {text!r}; move the folder to a path of plain characters."
+        )
     return f'"{text}"'
 
 

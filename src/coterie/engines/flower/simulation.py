@@ -38,20 +38,19 @@ import ray
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import PARTITION_ID_KEY, SUPERLINK_NODE_ID
-from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
-from flwr.supercore.task_identity import TaskIdentity
 
 from coterie.bases import Bases, load_tokenizer
 from coterie.config import parse
+from coterie.engines.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
 from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.federation import participants_of
 from coterie.files import write_bytes, writing
-from coterie.methods import ClientId
+from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder
+from coterie.training.context import ClientId
 
 log = logging.getLogger(__name__)
 LOG = "simulation.log"
@@ -64,7 +63,8 @@ PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
 """For Ray's sockets, whose paths may not be long, and its own logs."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""The run's folder, the client, what to do (hello, step or finish), the round, and a download."""
+"""The run's folder and plugins, the client, what to do (hello, step or finish), the round, and a
+download."""
 Answer = dict[str, Any]
 """The upload or hello, and entries in JSON; or a complaint."""
 Entries = list[tuple[str | None, str, Json, int | None]]
@@ -115,6 +115,7 @@ class SimulatedRun(Rounds):
                 yield self._answered(*waiting.popleft())
             run, body = str(self.folder.path.resolve()), download(name)
             order = {"run": run, "client": name, "do": do, "round": round, "body": body}
+            order["plugins"] = json.dumps(self.config.plugins)
             waiting.append((name, self.ask(order)))
         while waiting:
             yield self._answered(*waiting.popleft())
@@ -123,10 +124,8 @@ class SimulatedRun(Rounds):
         try:
             answer = future.result()
         except Exception as error:  # whatever happened in the actor, or to it
-            log.exception("the work of %s failed", name)
-            raise CoterieError(
-                f"The work of client {name!r} failed; {self.folder.path / LOG} says why."
-            ) from error
+            log.exception("client %s failed", name)
+            raise CoterieError(f"Client {name!r} failed; see {self.folder.path / LOG}.") from error
         if answer["complaint"]:
             raise CoterieError(answer["complaint"])
         for entry in json.loads(answer["entries"]):
@@ -173,7 +172,7 @@ def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answ
 def _ask(backend: RayBackend, order: Order) -> Answer:
     """Have the next free actor carry out an order."""
     content = RecordDict({RECORD: ConfigRecord(order)})
-    context = Context(1, 1, {PARTITION_ID_KEY: 0}, RecordDict(), {})
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     reply, _ = backend.process_message(Message(content, 1, MessageType.QUERY), context)
     return dict(reply.content.config_records[RECORD])
 
@@ -192,7 +191,7 @@ def obey(message: Message, context: Context) -> Message:
     order: Order = dict(message.content.config_records[RECORD])
     answer: Answer = {"body": b"", "entries": "[]", "complaint": ""}
     try:
-        body, entries = _actor(order["run"]).work(**order)
+        body, entries = _actor(order.pop("run"), order.pop("plugins")).work(**order)
         answer |= {"body": body, "entries": json.dumps(entries)}
     except CoterieError as error:
         answer["complaint"] = str(error)
@@ -200,7 +199,9 @@ def obey(message: Message, context: Context) -> Message:
 
 
 @cache
-def _actor(run: str) -> "Actor":
+def _actor(run: str, plugins: str) -> "Actor":
+    for plugin in json.loads(plugins).values():
+        load_plugin(plugin["file"], expected=plugin["sha256"])
     return Actor(RunFolder(Path(run)))
 
 
@@ -215,9 +216,7 @@ class Actor:
         words = load_tokenizer(config.base, config.root)
         self.participants = {p.name: p for p in participants_of(config, words)}
 
-    def work(
-        self, *, do: str, client: ClientId, round: int, body: bytes, run: str
-    ) -> tuple[bytes, Entries]:
+    def work(self, *, do: str, client: ClientId, round: int, body: bytes) -> tuple[bytes, Entries]:
         """One order's answer and the entries that were logged meanwhile."""
         entries: Entries = []
         participant, base = self.participants[client], self.bases[self.config.base_of(client)]
