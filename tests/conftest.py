@@ -12,8 +12,6 @@ import torch
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,6 +20,7 @@ from transformers import (
 import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.config import parse
+from coterie.testing.small import small_values, write_base, write_texts
 
 WRITERS = EMBEDDED / "demo-writers"
 
@@ -43,9 +42,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `gpt2` and `llama`: two layers of width 32 with random weights."""
     folder = tmp_path_factory.mktemp("bases")
     tokenizer = load_tokenizer("tiny-gpt2")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer)}
-    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, **sizes)
+    write_base(folder / "gpt2")
     llama = LlamaConfig(
         num_hidden_layers=2,
         hidden_size=32,
@@ -53,22 +50,17 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        **sizes,
+        vocab_size=len(tokenizer),
     )
-    for name, model in (("gpt2", GPT2LMHeadModel(gpt2)), ("llama", LlamaForCausalLM(llama))):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
     return folder
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a little of three writers."""
-    folder = tmp_path_factory.mktemp("texts")
-    for name in ("diarist", "poet", "whaler"):
-        text = (WRITERS / f"{name}.txt").read_text(encoding="utf-8")
-        (folder / f"{name}.txt").write_text(text[:30_000], encoding="utf-8")
-    return folder
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="session")
@@ -113,20 +105,8 @@ def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
     """A run as plain data, of seconds; keyword arguments replace its keys."""
 
     def make(**changes: Any) -> dict[str, Any]:
-        run: dict[str, Any] = {
-            "name": "small",
-            "threads": 1,
-            "base": str(bases / "gpt2"),
-            "method": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
-            "rounds": 3,
-            "data_root": str(texts),
-            "data": {"window": 16, "limits": {"train": 2000, "validation": 400, "test": 400}},
-            "clients": [
-                {"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet", "whaler")
-            ],
-            "training": {"steps": 2, "batch": 2, "precision": "fp32"},
-        }
-        return run | changes
+        method = {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}}
+        return small_values(bases / "gpt2", texts, **{"method": method} | changes)
 
     return make
 

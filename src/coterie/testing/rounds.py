@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coterie.aggregation import Rule, weighted_mean
+from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution

@@ -14,7 +14,7 @@ from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.exchange import Message, State
 from coterie.exchange.envelope import Order, unseal
 from coterie.federation import served
-from coterie.runs import RunFolder
+from coterie.runs import RunFolder, describe
 
 RUN = "0123456789abcdef"
 
@@ -25,7 +25,7 @@ class Loop:
 
     workers: dict[str, Worker]
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
-    """What happens at the so-manieth turn."""
+    """What happens, by the number of the turn."""
     away: set[str] = field(default_factory=set)
     lose: Callable[[str, Order], bool] = lambda *_: False
     """Whether the reply to an order is lost."""
@@ -39,10 +39,12 @@ class Loop:
     under_way: dict[str, tuple[str, bytes]] = field(default_factory=dict)
 
     def present(self) -> dict[str, str]:
+        """See `Link`."""
         here = self.workers.keys() - self.away
         return {name: str(self.lives.get(name, 0)) for name in here}
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+        """See `Link`."""
         ticket = f"{client}-{self.turns}"
         self.under_way[ticket] = client, data
         self.orders.append((client, unseal(Order, data)[0]))
@@ -50,6 +52,7 @@ class Loop:
         return ticket
 
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+        """See `Link`."""
         for ticket in list(tickets):
             name, data = self.under_way.pop(ticket, ("", b""))
             if not name or name in self.away:
@@ -60,6 +63,7 @@ class Loop:
                 yield ticket, self.change(name, reply)
 
     def wait(self) -> None:
+        """See `Link`."""
         self.turns += 1
         assert self.turns < 1000, "the run does not end"
         if self.turns in self.events:
@@ -93,7 +97,7 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
     folder = RunFolder(out)
     if not folder.is_run:
         names: dict[str, Any] = {client.name: {} for client in run.clients}
-        description = {"run": RUN, "clients": names, "config": run.as_dict(), "threads": 1}
+        description = {**describe(run.as_dict(), names, run.plugins, run=RUN), "threads": 1}
         folder = RunFolder.create(out, description)
     skeleton = load_skeleton(run.base, run.root)
     return ServerRun(run, skeleton, folder, loop, watch or ServerWatch(), served(run))
@@ -118,6 +122,7 @@ def assert_same_states(one: RunFolder, other: RunFolder) -> None:
 
 
 def assert_same_state(one: RunFolder, other: RunFolder, side: str) -> None:
+    """One side ended in the same bits."""
     assert_equal(one.load(side), other.load(side), side)
 
 

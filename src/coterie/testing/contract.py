@@ -1,0 +1,168 @@
+"""What every method must keep, whatever it does: the contract that engines rely on, as tests."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import coterie
+from coterie.config import RunConfig
+from coterie.engines.local import LocalRun
+from coterie.engines.part import contribution
+from coterie.engines.session import Session
+from coterie.exchange import Message, MessageError
+from coterie.exchange.schema import Way
+from coterie.methods.contract import Method
+from coterie.methods.registry import is_installed, register
+from coterie.runs import RunFolder, Watch
+from coterie.testing import loop
+from coterie.testing.rounds import close, down, joined, one_round, step, take, up
+from coterie.testing.small import small_run
+from coterie.testing.work import worked
+
+REFUSED = r"must stay on its client|may not be sent"
+
+
+class Stop(Watch):
+    """Ends a run after its first round, as Ctrl-C would."""
+
+    def round_over(self, round: int, note: str) -> None:
+        """Ends it."""
+        raise KeyboardInterrupt
+
+
+class MethodContract:
+    """The tests; inherit from it, give it a method, and let pytest run them."""
+
+    method: ClassVar[Method]
+    changes: ClassVar[dict[str, Any]] = {}
+    """Keys of a run file to change in the small run, where the method needs it: `server`, ..."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunConfig:
+        """The run on which the method is tested: three clients, two rounds, a public text."""
+        if not is_installed(type(self.method)):
+            register(type(self.method))
+        (folder := tmp_path / "texts").mkdir()
+        return small_run(folder, **{"method": self.method, **self.changes})
+
+    def test_a_deployment_gives_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
+        """A server and clients that exchange bytes end in the same models as one process."""
+        local = coterie.run(run, out=tmp_path / "local")
+        loop.deploy(run, tmp_path)
+        loop.assert_as_local(run, tmp_path, RunFolder(local.path))
+
+    def test_a_stopped_run_continues_to_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
+        """`state()` holds all that a restart needs, and draws do not depend on what came before."""
+        whole = coterie.run(run, out=tmp_path / "whole")
+        session = Session(run)
+        description = session.description(run, session.participants(run))
+        folder = RunFolder.create(tmp_path / "stopped", description)
+        with pytest.raises(KeyboardInterrupt):
+            session.start(run, folder, Stop()).run()
+        coterie.resume(folder.path)
+        loop.assert_same_states(folder, RunFolder(whole.path))
+
+    def test_the_order_of_clients_does_not_matter(self, run: RunConfig, tmp_path: Path) -> None:
+        """Nothing is drawn or summed in the order in which clients happen to be listed."""
+        session = Session(run)
+        who = session.federation(run)
+        folders = []
+        for name, order in (("one", who.clients), ("other", who.clients[::-1])):
+            folder = RunFolder.create(tmp_path / name, session.description(run, who.clients))
+            LocalRun(run, session.base, order, folder, Watch(), who.server).run()
+            folders.append(folder)
+        loop.assert_same_states(*folders)
+
+    def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
+        """Parts for which `sends` is false, and states, are in no message and would be refused."""
+        local = joined(run)
+        local.server.open(0, sorted(local.clients))
+        declared = {field.name for field in local.schema.up}
+        for name, client in local.clients.items():
+            part, download = local.parts[name], down(local, name)
+            upload = step(local, name, 0, download)
+            kept = {n: p.parameter for n, p in client.parts().items() if not run.method.sends(p)}
+            messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}
+            for way, message in messages.items():
+                local.schema.send(way, message)
+                assert not kept.keys() & {tensor for _, _, tensor, _ in message.tensors()}
+            # ... nor may they be: they are refused, whatever group a method would put them in.
+            for tensor, parameter in kept.items():
+                for group in declared:
+                    with pytest.raises(MessageError, match=REFUSED):
+                        part._sent("up", Message(0, {group: {tensor: parameter}}))
+            for path, state in client.state().walk():
+                for group, tensors in state.groups.items():
+                    if tensors and (path or group not in declared):
+                        hidden = {path[0]: {group: tensors}} if path else {}
+                        bare = Message(0, {} if path else {group: tensors}, peers=hidden)
+                        with pytest.raises(MessageError, match=REFUSED):
+                            part._sent("up", bare)
+
+    def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
+        """A round that is repeated from its state gives the same upload, and uploads change
+        nothing."""
+        local = joined(run)
+        local.server.open(0, sorted(local.clients))
+        for name, client in local.clients.items():
+            download = down(local, name)
+            before = client.state()
+            first = step(local, name, 0, download)
+            client.restore(before)
+            second = step(local, name, 0, download)
+            assert first.encode() == second.encode()
+            after = client.state().encode()
+            assert up(local, name, 0).encode() == second.encode()  # asked again, it says the same
+            assert client.state().encode() == after
+
+    def test_clients_may_miss_rounds_and_join_late(self, run: RunConfig) -> None:
+        """Rounds of some clients leave all states finite."""
+        local = joined(run)
+        names = sorted(local.clients)
+        for round, present in enumerate((names[:1], names[1:], names)):
+            one_round(local, round, present)
+        take(local)
+        for name in names:
+            for _, state in local.clients[name].state().walk():
+                assert all(torch.isfinite(t).all() for t in loop.flat(state).values())
+
+    def test_poisoned_uploads_are_refused(self, run: RunConfig) -> None:
+        """Values that are not finite, wrong shapes and missing groups; the round goes on."""
+        local = joined(run)
+        if not local.schema.up:
+            pytest.skip("nothing is uploaded")
+        server, names = local.server, sorted(local.clients)
+        server.open(0, names)
+        uploads = {name: step(local, name, 0) for name in names}
+        upload = uploads.pop(names[0])
+        group, key, tensor = next(
+            (g, n, t) for _, g, n, t in upload.tensors() if t.is_floating_point()
+        )
+
+        def changed(value: torch.Tensor) -> Message:
+            return Message(0, {**upload.groups, group: {**upload[group], key: value}})
+
+        nan = changed(torch.full_like(tensor, float("nan"))).encode()
+        with pytest.raises(MessageError, match="non-finite"):
+            local.schema.receive("up", nan)
+        for wrong, fault in ((changed(tensor[:1]), "shape"), (Message(0), "missing")):
+            with pytest.raises(MessageError, match=fault):
+                contribution(server, local.aggregation, names[0], wrong)
+        close(local, 0, uploads)
+        for _, state in server.state().walk():
+            assert all(torch.isfinite(t).all() for t in loop.flat(state).values())
+
+    def test_an_evaluation_adds_no_work(
+        self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same calls and forward passes, however often models are scored."""
+        often = worked(run, 1, tmp_path / "often", monkeypatch)
+        never = worked(run, None, tmp_path / "never", monkeypatch)
+        assert often.done == never.done
+        assert often.scores > never.scores
+        takes = run.rounds + bool(run.method.schema().down)  # the last word is taken in, too
+        for client in run.clients:
+            calls = [never.done[f"{step} {client.name}"] for step in ("take", "train", "upload")]
+            assert calls == [takes, run.rounds, run.rounds]
