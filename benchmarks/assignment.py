@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from coterie.aggregation import Bounds, assign, assign_all, relevance
+from coterie.aggregation.assignment import Bounds, assign, assign_all, relevance
 
 BOUNDS = Bounds(clients_per_expert=2, least=1, most=8)
 RANK, MODULES = 8, 64

@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from coterie.aggregation import Aggregation
+from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config import RunConfig, parse
 from coterie.engines.deployed.server import ServerRun, ServerWatch

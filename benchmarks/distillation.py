@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import autocast, prepare
 from coterie.chance import generator
-from coterie.data import Batch
+from coterie.data.batch import Batch
 from coterie.results.tables import Table
 from coterie.training.loss import soft_target_loss
 

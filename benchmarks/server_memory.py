@@ -20,12 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie.aggregation import Aggregation, AggregationSpec, Contribution
+from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.aggregation.spec import AggregationSpec
 from coterie.chance import generator
 from coterie.engines.part import contribution
 from coterie.exchange import Message
-from coterie.methods import ServerContext, method_from
 from coterie.methods.adapter import AdapterMethod, AdapterServer
+from coterie.methods.contract import ServerContext
+from coterie.methods.registry import method_from
 
 MIB = 2**20
 METHODS = ("fedavg", "hetlora", "flexlora")

@@ -29,9 +29,11 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.chance import generator
-from coterie.data import ClientData, DataSpec, Texts, sample_batch, tokenise
 from coterie.data.files import Document
-from coterie.data.texts import split_by_fractions
+from coterie.data.spec import DataSpec
+from coterie.data.texts import Texts, split_by_fractions
+from coterie.data.tokens import ClientData, tokenise
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import State
 from coterie.files import write_bytes, write_folder

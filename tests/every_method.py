@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from coterie.config import RunConfig, parse
-from coterie.methods import available
 from coterie.methods.fedmkt import FedMKT
+from coterie.methods.registry import available
 
 MIXED = {
     "diarist": {"prose": 1.0},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data import DataSpec
+from coterie.data.spec import DataSpec
 from coterie.data.tokens import Split, encoded, whole_text
 
 

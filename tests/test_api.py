@@ -117,7 +117,7 @@ def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
     again = coterie.resume(run.path)
     assert again.results == run.results
     assert counted == ["comigs-1g1s-0"]
-    with pytest.raises(CoterieError, match="already holds a run"):
+    with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(rounds=1), out=run.path)
     assert coterie.run(config(rounds=1), out=run.path, force=True).results.keys()
     assert len(counted) == 2
@@ -128,7 +128,7 @@ def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> 
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
     change(own_texts, "poet")
-    with pytest.raises(CoterieError, match="text of client 'poet' is not what it was"):
+    with pytest.raises(CoterieError, match="text of client 'poet' has changed"):
         coterie.resume(tmp_path / "run")
 
 
@@ -160,14 +160,14 @@ def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted
     assert counted == ["comigs-1g1s-0", "pretrained-0"]
     more = coterie.compare(run, ["pretrained", "local"], seeds=2, out=out, report=said.append)
     assert counted[2:] == ["local-0", "pretrained-1", "local-1"]
-    assert said == ["pretrained-seed0: already there"]
+    assert said == ["pretrained-seed0: already finished"]
     assert [len(results) for results in more.results.values()] == [2, 2]
     assert "| local |" in (out / "compare.md").read_text()
     assert (out / "compare.json").exists()
     change(own_texts, "poet")
     changed = coterie.compare(run, ["pretrained"], out=out, report=said.append)
     assert counted[5:] == ["pretrained-0"]
-    assert said[1:] == ["pretrained-seed0: the texts have changed, running it again"]
+    assert said[1:] == ["pretrained-seed0: the texts have changed; running it again"]
     before, after = more.results["pretrained"][0], changed.results["pretrained"][0]
     assert before["trained"]["poet"] != after["trained"]["poet"]
     assert before["trained"]["whaler"] == after["trained"]["whaler"]
@@ -187,7 +187,7 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
 
 
 def test_a_comparison_of_nothing_is_refused(config, tmp_path) -> None:
-    with pytest.raises(CoterieError, match="Name the methods"):
+    with pytest.raises(CoterieError, match="Name at least one method"):
         coterie.compare(config(), [], out=tmp_path)
 
 

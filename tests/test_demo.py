@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.config import load_config
 from coterie.results.tables import mean
+from coterie.run_file import load_config
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ import pytest
 import typer
 
 from coterie.cli import app
-from coterie.config import DeploymentSpec, load_deployment
 from coterie.errors import CoterieError
+from coterie.run_file import load_deployment
+from coterie.sections import DeploymentSpec
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")

@@ -12,10 +12,10 @@ from public_text import public_text
 import coterie
 from coterie.bases import load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data import Examples
+from coterie.data.examples import Examples
 from coterie.engines.session import Session
 from coterie.federation import EVERYONE, Participant, client_context, participants_of
-from coterie.methods import Setting
+from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 
 Config = Callable[..., RunConfig]

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from coterie.bases import load_tokenizer
-from coterie.config import load_config
-from coterie.data import Examples
+from coterie.data.examples import Examples
 from coterie.data.files import Record
 from coterie.data.instructions import instructions
 from coterie.federation import check, participants_of
-from coterie.methods import Setting, available
-from coterie.paper_tables import is_table, load_table
+from coterie.methods.contract import Setting
+from coterie.methods.registry import available
+from coterie.paper_tables import load_table
+from coterie.run_file import load_config
+from coterie.table_file import is_table
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

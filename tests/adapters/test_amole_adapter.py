@@ -373,7 +373,7 @@ def test_what_is_refused(base: PreTrainedModel) -> None:
     with pytest.raises(CoterieError, match="missing"):
         AmoleAdapter(base, LAYOUT, 3, dict.fromkeys(paths[1:], (0,)))
     for wrong in ([9], [1, 0], [1, 1]):
-        with pytest.raises(CoterieError, match="from 0 to 8, ascending"):
+        with pytest.raises(CoterieError, match="from 0 to 8 in ascending"):
             AmoleAdapter(base, LAYOUT, 3, dict.fromkeys(paths, wrong))
     adapter = adapter_of(base, replace(LAYOUT, router="vanilla"))
     with pytest.raises(CoterieError, match="no token embedding"), adapter.recording():

@@ -65,7 +65,7 @@ def test_unknown_architectures_are_named() -> None:
     bert = BertForMaskedLM(
         BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     )
-    with pytest.raises(CoterieError, match="BertForMaskedLM has no attention of a known kind"):
+    with pytest.raises(CoterieError, match="BertForMaskedLM has no supported attention"):
         Adapter(bert, PAIRS, 0, "ada", lambda part: False)
-    with pytest.raises(CoterieError, match="BloomForCausalLM has no MLP of a known kind"):
+    with pytest.raises(CoterieError, match="BloomForCausalLM has no supported MLP"):
         Adapter(base_of(CONFIGS["bloom"]), Layout(), 0, "ada", lambda part: False)

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
-from coterie.data import Examples, Instruction
-from coterie.data.examples import continuing, examples, split
+from coterie.data.examples import Examples, Instruction, continuing, examples, split
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
 from coterie.methods.fedmkt import KNOWLEDGE
@@ -285,7 +284,7 @@ def test_damage_is_refused(damage) -> None:
 
 
 def test_more_tokens_at_a_position_than_asked_for_are_refused() -> None:
-    with pytest.raises(MessageError, match="no model"):
+    with pytest.raises(MessageError, match="invalid"):
         Knowledge.received(TOLD, VOCABULARY, TOP - 1)
 
 
@@ -299,7 +298,7 @@ def test_a_teacher_that_has_read_more_than_the_answer_is_nobody_s_counterpart() 
 
 def test_a_sample_twice_is_refused() -> None:
     tensors = knowledge(positions("gpt2", [ITEMS[0], ITEMS[1], ITEMS[0]])).tensors()
-    with pytest.raises(MessageError, match="no model"):
+    with pytest.raises(MessageError, match="invalid"):
         Knowledge.received(tensors, VOCABULARY, TOP)
 
 

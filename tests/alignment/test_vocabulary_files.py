@@ -74,7 +74,7 @@ def test_a_sentencepiece_model_that_ends_too_soon(tmp_path) -> None:
     first = len(sentencepiece(PIECES[0])) - len(sentencepiece())
     for size in (0, 1, first - 1, first + 1, len(whole) - 1):
         path.write_bytes(whole[:size])
-        with pytest.raises(CoterieError, match=r"tokenizer\.model: it is damaged"):
+        with pytest.raises(CoterieError, match=r"tokenizer\.model: the file is damaged"):
             read_vocabulary(path)
 
 
@@ -130,13 +130,15 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-        with pytest.raises(CoterieError, match="it is damaged or not what its name says") as said:
+        with pytest.raises(
+            CoterieError, match="the file is damaged or has a different format"
+        ) as said:
             read_vocabulary(tmp_path / name)
         assert str(tmp_path / name) in str(said.value)
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     for place in ("notes.txt", "empty"):
-        with pytest.raises(CoterieError, match=r"holds no tokenizer: give a folder with"):
+        with pytest.raises(CoterieError, match=r"contains no tokenizer; give a tokenizer.json"):
             read_vocabulary(tmp_path / place)
 
 

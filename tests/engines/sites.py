@@ -203,7 +203,7 @@ class Deployment:
         """Everybody's exit code, once all have ended."""
         end = time.monotonic() + seconds
         codes = {n: p.end(max(1, end - time.monotonic())) for n, p in self.programs.items()}
-        assert "did not take in the end" not in self.programs["server"].text
+        assert "did not receive the result" not in self.programs["server"].text
         return codes
 
     def rope(self, name: str, round: int = 0) -> Path:
@@ -232,7 +232,9 @@ class Deployment:
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
     """The server and every client ended in the state, and with the scores, of the local engine."""
-    from loop import assert_same_state  # which this file, as a program, does not find
+    from coterie.testing.loop import (
+        assert_same_state,  # which this file, as a program, does not find
+    )
 
     pairs = {"server": deployment.server}
     pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}

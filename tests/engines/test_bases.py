@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 import coterie
 from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data import Examples, client_texts, tokenise
-from coterie.data.tokens import Split, encoded, whole_text
+from coterie.data.examples import Examples
+from coterie.data.texts import client_texts
+from coterie.data.tokens import Split, encoded, tokenise, whole_text
 from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, gathered, served
-from coterie.methods import Setting
+from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import RunFolder, Watch, describe
 from coterie.scoring.evaluation import evaluate
+from coterie.testing.loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 NAMES = ("diarist", "poet", "whaler")
 Config = Callable[..., RunConfig]
@@ -85,7 +86,7 @@ def test_every_client_is_scored_in_the_tokens_of_its_own_base(method, mixed, tmp
 
 
 def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"fedavg needs one base .*poet: {other}.* `bases`"):
+    with pytest.raises(CoterieError, match=f"fedavg needs one base, .*poet: {other}.* `bases`"):
         coterie.run(mixed(method="fedavg"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     same = mixed(method="fedavg", base=other)  # by a mapping that changes nothing
@@ -95,11 +96,14 @@ def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"bases": {"peot": "tiny-gpt2"}}, "bases names 'peot'.*diarist, poet, whaler"),
-        ({"bases": {"server": "tiny-gpt2"}}, "bases names 'server'"),
+        (
+            {"bases": {"peot": "tiny-gpt2"}},
+            "bases names the unknown client 'peot'.*diarist, poet, whaler",
+        ),
+        ({"bases": {"server": "tiny-gpt2"}}, "bases names the unknown client 'server'"),
         (
             {"training": {"learning_rates": {"server": 0.1}}},
-            "training.learning_rates names 'server'",
+            "training.learning_rates names the unknown client 'server'",
         ),
         (
             {"server": {}, "clients": [{"name": "server", "path": "poet.txt"}], "bases": {}},
@@ -125,7 +129,7 @@ def test_methods_are_told_of_bases_and_of_the_server(with_server, other) -> None
     run = with_server().model_copy(update={"method": Curious()})
     Session(run).check(run)
     bases = {"diarist": run.base, "poet": other, "whaler": run.base}
-    assert seen == [Setting(NAMES, True, bases, server=True, instructions=False)]
+    assert seen == [Setting(NAMES, True, bases, server=True, instructions=False, optimiser="adamw")]
 
 
 class StopAfterFirstRound(Watch):
@@ -199,7 +203,7 @@ def test_where_the_server_has_no_model_none_is_scored_or_loaded(
 ) -> None:
     done = coterie.run(with_server(method="local", rounds=1), out=tmp_path / "local")
     assert "server" not in done.results["local"]
-    with pytest.raises(CoterieError, match="By local the server gets no model"):
+    with pytest.raises(CoterieError, match="local does not train a model on the server"):
         coterie.load(done.path, "server")
     done = coterie.run(mixed(method="pretrained", rounds=1), out=tmp_path / "pretrained")
     with pytest.raises(CoterieError, match="no client 'server'"):
@@ -215,7 +219,7 @@ def test_a_changed_text_of_the_server_is_noticed(with_server, texts, tmp_path) -
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
     own.write_text("Another text. " + own.read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(CoterieError, match="The text of the server is not what it was"):
+    with pytest.raises(CoterieError, match="The text of the server has changed"):
         coterie.resume(tmp_path / "run")
 
 
@@ -288,7 +292,7 @@ def deployed(run: RunConfig, out: Path) -> Loop:
     """A whole deployment in one process, with a server that has a model."""
     loop = Loop(workers(run, out))
     names: dict[str, Any] = {client.name: {} for client in run.clients}
-    described = describe(run.as_dict(), names, run="0123456789abcdef")
+    described = describe(run.as_dict(), names, run.plugins, run="0123456789abcdef")
     folder = RunFolder.create(out / "server", described)
     skeleton = load_skeleton(run.base, run.root)
     ServerRun(run, skeleton, folder, loop, ServerWatch(), served(run)).rounds()

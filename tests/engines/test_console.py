@@ -46,7 +46,7 @@ def test_a_server_without_a_terminal_writes_a_line_for_every_round(console) -> N
     with Board(console) as board:
         board.start("fedavg", 2, 0)
         board.seats(0, {}, ())
-        board.note("anna has joined")
+        board.note("anna joined")
         board.round_over(0, 3)
         board.round_over(1, 2)
     lines = shown(console).splitlines()
@@ -69,10 +69,10 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("bytes/up", 999)
         board("step", 0)
         board("step", 1)
-        board("away", "example.org:9092 cannot be reached")
+        board("away", "example.org:9092 is unreachable")
     text = shown(console)
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text
     assert "round 2/2: 999 B up, 1.5 kB down\n" in text
-    assert text.endswith("cannot be reached; trying again\n")
+    assert text.endswith("is unreachable; retrying\n")

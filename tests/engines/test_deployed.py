@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
 
 import coterie
 from coterie.config import parse
@@ -24,6 +23,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
 from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
 
 NAMES = ("diarist", "poet", "whaler")
 
@@ -233,7 +233,7 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
     quorum = deployed(run, quorum=2, deadline=0.001)
     loop = Loop(workers(quorum, tmp_path), change=spoil)
     server(quorum, tmp_path / "server", loop, Notes()).rounds()
-    [refusal] = [note for note in notes if "refused" in note]
+    [refusal] = [note for note in notes if "rejected" in note]
     assert "poet" in refusal
     assert all(folder(run, tmp_path, name).result is not None for name in NAMES)
 

@@ -25,7 +25,7 @@ def test_it_ends_in_the_bits_and_score_of_one_process_though_the_server_is_kille
         here.make_keys()
         here.serve()
         here.join("diarist", "poet")
-        here.wait(lambda: "poet has joined" in here.programs["server"].text)
+        here.wait(lambda: "poet joined" in here.programs["server"].text)
         here.kill("server")
         here.serve("--resume")
         here.join("whaler")

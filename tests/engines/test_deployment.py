@@ -15,15 +15,16 @@ from typing import Any
 
 import psutil
 import pytest
-from loop import flat
 
 import coterie
 from coterie.bases import EMBEDDED
-from coterie.config import load_config, parse
+from coterie.config import parse
 from coterie.engines.deployed.client import Site, Worker
 from coterie.exchange import MessageError
-from coterie.exchange.envelope import Order, unseal
+from coterie.exchange.envelope import TOLD, Order, unseal
+from coterie.run_file import load_config
 from coterie.runs import RunFolder
+from coterie.testing.loop import flat
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 from sites import (
@@ -181,7 +182,7 @@ def test_a_server_that_is_killed_goes_on_and_nothing_personal_ever_travels(
     assert here.done() == before
     said, began = len(here.programs["server"].text), time.monotonic()
     server = here.serve("--resume")
-    here.wait(lambda: "poet has joined" in server.text[said:])
+    here.wait(lambda: "poet joined" in server.text[said:])
     ropes[1].unlink()
     here.wait(lambda: here.done() > before)
     took = time.monotonic() - began
@@ -308,10 +309,10 @@ def test_a_straggler_past_the_deadline_is_left_out_and_caught_up(long_run) -> No
     rope.unlink()
     here.rounds_more(1)
     assert here.counted("whaler")[-1] == last
-    assert f"round {last + 2}: whaler was left out" in here.log()
+    assert f"round {last + 2}: whaler was excluded" in here.log()
     whaler.send(signal.SIGCONT)
     took = here.until_counted("whaler")
-    assert f"round {last + 2} did not count and is undone" in here.client_log("whaler")
+    assert f"round {last + 2} was not counted and has been undone" in here.client_log("whaler")
     assert last + 1 not in here.counted("whaler")
     say("client slower than the deadline (stopped in training)", "left out, then caught up", took)
 
@@ -324,7 +325,7 @@ def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -
     room = filled(here.folder / f"site-{name}", here.programs[name])
     try:
         rope.unlink()
-        fault = f"{name} could not step: failed; its own log says more"
+        fault = f"{name} could not step: {TOLD['failed']}"
         here.wait(lambda: fault in here.log(before))
         here.rounds_more(1)
         assert here.counted(name)[-1] == last
@@ -333,7 +334,7 @@ def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -
     took = here.until_counted(name)
     assert about(here.client(name))["round"] > last
     printed = here.programs[name].text[said:]
-    assert re.search(r"could not do what the server asked: Could not write .*", printed)
+    assert re.search(r"could not process the server's request: Could not write .*", printed)
     assert "Traceback" not in printed
     say("disk of a client full, then emptied", "left out with a line on each side", took)
 
@@ -380,7 +381,7 @@ def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     rope.unlink()
     said = len(here.programs["server"].text)
     again = here.serve("--resume")
-    here.wait(lambda: "are done" in again.text[said:])
+    here.wait(lambda: "already done" in again.text[said:])
     here.wait(lambda: len(again.family()) >= 5)
     families = again.family()
     again.process.send_signal(signal.SIGTERM)
@@ -388,9 +389,9 @@ def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     assert stopped(families)
     for name in NAMES:
         assert here.programs[name].text.endswith(
-            "Stopped. What is done is kept; the same command goes on.\n"
+            "Stopped. Progress is saved. To resume, run the same command.\n"
         )
-    how = "Stopped. Finished rounds are kept; go on with the same command and --resume.\n"
+    how = "Stopped. Finished rounds are saved. To resume, run the same command with --resume.\n"
     assert again.text.count(how) == 2
     assert again.text.endswith(how)
     assert not any("Traceback" in program.text for program in here.programs.values())

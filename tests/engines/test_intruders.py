@@ -131,13 +131,16 @@ def renamed(reply: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("answer", "refusal"),
     [
-        (with_tensors(lambda t: torch.full_like(t, float("nan"))), "values that are not finite"),
+        (with_tensors(lambda t: torch.full_like(t, float("nan"))), "non-finite values"),
         (with_tensors(lambda t: t[:1]), "has shape (1, "),
-        (renamed, f"refused what {ROGUE} sent: It is of another run or client."),
-        (lambda _: os.urandom(1000), f"refused what {ROGUE} sent: Bytes arrived"),
+        (
+            renamed,
+            f"rejected a message from {ROGUE}: The message belongs to another run or client.",
+        ),
+        (lambda _: os.urandom(1000), f"rejected a message from {ROGUE}: The bytes received"),
         (
             lambda reply: reply + os.urandom(300 * MiB),
-            f"refused a message: A message of more than {256 * MiB:,} bytes is not accepted.",
+            f"rejected a message: The message exceeds {256 * MiB:,} bytes.",
         ),
     ],
     ids=["nan", "shape", "another's name", "random bytes", "300 MiB"],
@@ -172,7 +175,7 @@ def test_a_message_that_flower_cannot_read(here, rogue, what) -> None:
         patch.setattr(fleet.Connection, "_push", spoiled)
         rogue.serve(connection, lambda reply: reply)
     if what == "no message":
-        here.wait(lambda: "refused a message: Expected object of type Message" in here.log(before))
+        here.wait(lambda: "rejected a message: Expected object of type Message" in here.log(before))
     connection.leave()
     here.wait(lambda: f"{ROGUE} is gone" in here.log(before))  # the server goes on looking
     assert here.programs["server"].process.poll() is None
@@ -261,8 +264,8 @@ def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> Non
     """After all that, the rogue behaves, and the run ends with everybody."""
     said = here.programs
     reasons = {
-        "stranger": "does not let this key in",
-        "foreigner": "not of this kit's authority; not connected",
+        "stranger": "rejected this key",
+        "foreigner": "that this kit does not trust; not connected",
     }
     for name, reason in reasons.items():
         here.wait(lambda name=name, reason=reason: reason in said[name].text)

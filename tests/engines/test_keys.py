@@ -167,11 +167,11 @@ def test_a_name_that_a_run_file_could_not_have_is_refused(name, keys, tmp_path) 
 def test_what_is_there_is_never_overwritten(keys, tmp_path) -> None:
     path = keys.add("anna", tmp_path / "anna.key")
     before, client = path.read_bytes(), keys.clients()
-    with pytest.raises(CoterieError, match="There is a client 'anna' already"):
+    with pytest.raises(CoterieError, match="There is already a client 'anna'"):
         keys.add("anna", tmp_path / "again.key")
-    with pytest.raises(CoterieError, match="exists already; delete it, or"):
+    with pytest.raises(CoterieError, match="already exists; delete it, or"):
         keys.add("ben", path)
-    with pytest.raises(CoterieError, match="exists already; choose another folder"):
+    with pytest.raises(CoterieError, match="already exists; choose another folder"):
         Keys.create(tmp_path / "keys")
     assert (path.read_bytes(), keys.clients()) == (before, client)
     assert not (tmp_path / "again.key").exists()
@@ -225,7 +225,7 @@ def test_another_folder_is_refused_with_what_to_do(missing, keys, tmp_path) -> N
     else:
         folder = tmp_path / "keys"
         (folder / missing).rename(tmp_path / "moved")
-    with pytest.raises(CoterieError, match=f"make one with `coterie keys init {folder}`"):
+    with pytest.raises(CoterieError, match=f"create one with `coterie keys init {folder}`"):
         Keys(folder)
 
 
@@ -293,7 +293,7 @@ def test_what_is_no_kit_is_refused_and_not_shown(
     path.write_bytes(content)
     with pytest.raises(CoterieError) as refusal:
         Kit.load(path)
-    expected = f"{path} is not a client's kit; use the file that `coterie keys add` wrote."
+    expected = f"{path} is not a client's kit; use the file written by `coterie keys add`."
     assert str(refusal.value) == expected
     assert refusal.value.__suppress_context__
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from loop import assert_equal
 
 import coterie
-from coterie.aggregation import Aggregation
+from coterie.aggregation.mean import Aggregation
 from coterie.bases import load_skeleton
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
 from coterie.engines.session import Session
 from coterie.exchange import State
-from coterie.methods import ServerContext
+from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
+from coterie.testing.loop import assert_equal
 
 
 def final_states(path: Path) -> dict[str, State]:

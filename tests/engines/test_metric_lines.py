@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop import Loop, assert_as_local, deploy, folder, server, workers
 
 import coterie
 from coterie.engines.deployed import server as engine
@@ -15,6 +14,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.exchange.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, assert_as_local, deploy, folder, server, workers
 
 NAMES = ("diarist", "poet", "whaler")
 POINTS = ("before append", "in append", "after append", "in save", "after save", "in finish")

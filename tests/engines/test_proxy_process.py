@@ -136,7 +136,7 @@ def test_a_machine_without_nginx_is_told_to_install_it(
     ],
 )
 def test_what_is_no_address_is_refused(keys: ProxyFiles, tmp_path: Path, address: str) -> None:
-    with pytest.raises(CoterieError, match="not an IP address and a port"):
+    with pytest.raises(CoterieError, match="takes an IP address and a port"):
         write_proxy_config(tmp_path, address, 1, keys, 1)
 
 
@@ -153,5 +153,5 @@ def test_addresses_stand_in_the_configuration(
 def test_a_path_that_nginx_would_misread_is_refused(keys: ProxyFiles, tmp_path: Path) -> None:
     for name in ('a"; evil "', "a$host", "a\\", "a\nb"):
         files = ProxyFiles(tmp_path / name, keys.certificate, keys.key)
-        with pytest.raises(CoterieError, match="plainer name"):
+        with pytest.raises(CoterieError, match="path of plain characters"):
             write_proxy_config(tmp_path, "127.0.0.1:1", 1, files, 1)

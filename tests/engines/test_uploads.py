@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop import RUN, Loop, assert_as_local, deploy, flat, server, workers
 from torch import Tensor
 
 import coterie
@@ -16,9 +15,10 @@ from coterie.engines.deployed import server as engine
 from coterie.engines.deployed.client import Worker
 from coterie.engines.deployed.server import ServerWatch
 from coterie.exchange import Message, formats
-from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.exchange.envelope import TOLD, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.runs import RunFolder
+from coterie.testing.loop import RUN, Loop, assert_as_local, deploy, flat, server, workers
 
 NAMES = ("diarist", "poet", "whaler")
 Change = Callable[[str, bytes], bytes]
@@ -134,7 +134,7 @@ def test_a_bad_upload_is_refused_by_name_and_the_mean_is_that_of_the_others(
     notes = Notes()
     loop = Loop(workers(run, tmp_path), change=change)
     server(run, tmp_path / "server", loop, notes).rounds()
-    [refusal] = [line for line in notes.lines if "refused" in line]
+    [refusal] = [line for line in notes.lines if "rejected" in line]
     assert "poet" in refusal
     assert BAD[spoil] in refusal
     assert len({upload.values["tokens"] for upload in uploads.values()}) == 2
@@ -204,7 +204,7 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
     monkeypatch.setattr(again.aggregation, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
     again.rounds()
     assert sorted(joined) == list(NAMES)  # once each, from what is stored
-    [refusal] = [line for line in notes.lines if "refused" in line]
+    [refusal] = [line for line in notes.lines if "rejected" in line]
     assert "poet claims" in refusal
 
 
@@ -216,11 +216,11 @@ def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypat
         worker.seen = lambda what, value: told.append((what, value))
     with pytest.raises(Killed), caplog.at_level("ERROR", "coterie"):
         server(run, tmp_path / "server", loop, notes).rounds()
-    sentence = f"the run has another protocol than this client ({PROTOCOL})"
+    sentence = f"the run uses protocol version {PROTOCOL + 1}, and this client {PROTOCOL}"
     assert told == [("fault", sentence)] * 3
     assert sentence in caplog.text
     for name in NAMES:
-        assert f"{name} could not join: protocol; its own log says more" in notes.lines
+        assert f"{name} could not join: {TOLD['protocol']}" in notes.lines
     assert {order.kind for _, order in loop.orders} == {"join"}
 
 

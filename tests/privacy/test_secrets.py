@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from loop import assert_same_states
-from rounds import down, joined, one_round, step
 
 import coterie
 from coterie.exchange import Message, Schema, State
@@ -14,6 +12,8 @@ from coterie.exchange.schema import Way
 from coterie.privacy import secrets
 from coterie.privacy.secrets import BITS, Secrets, draw
 from coterie.runs import RunFolder, Watch
+from coterie.testing.loop import assert_same_states
+from coterie.testing.rounds import down, joined, one_round, step
 
 NAMES = ["diarist", "poet", "whaler"]
 Run = Callable[..., coterie.RunConfig]

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from drawing import drawn
 
-from coterie.methods import available
+from coterie.methods.registry import available
 from coterie.report.assignment import assignment, holdings
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
@@ -113,7 +113,7 @@ def test_assignments_are_drawn_with_their_tables(assigned) -> None:
 
 def test_a_final_evaluation_alone_is_drawn_as_dots(written) -> None:
     perplexity, _ = curves(one(written("run", LOCAL)))
-    assert drawn([perplexity]).title == "Test perplexity at the end"
+    assert drawn([perplexity]).title == "Test perplexity after the last round"
 
 
 def test_losses_are_counted_by_update_and_averaged_over_clients(written) -> None:

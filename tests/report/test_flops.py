@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coterie.config import parse
-from coterie.data import ClientData, Tokens
+from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant, client_context
 from coterie.report.cost import operations
 from coterie.report.flops import counting_base, round_cost, step_flops
@@ -55,6 +55,7 @@ def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config
     run = config(
         method={"name": "comigs-1g1s", "router": {"every": 8, "steps": 3}},
         training={"steps": 2, "batch": 5, "precision": "fp32"},
+        rounds=5,
     )
     base = counting_base(run)
     side = side_of(run, base)
@@ -62,7 +63,10 @@ def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config
     experts, routers = (step_flops(base, side.adapter, x, 16) for x in side.training.levels)
     cost = round_cost(run, base, APART)
     assert cost is not None
-    assert cost.levels == {"experts": 3 * 5 * 2 * experts, "routers": 3 * 5 * 2 * 3 / 8 * routers}
+    assert cost.levels == {"experts": 3 * 5 * 2 * experts, "routers": 3 * 5 * 3 / 5 * routers}
+    short = round_cost(run.model_copy(update={"rounds": 3}), base, APART)
+    assert short is not None
+    assert short.levels["routers"] == 0  # 6 steps, and none is the eighth
     assert 0 < routers < experts  # the same products, but for the pairs' gradients
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 import coterie
 import coterie.cli
 from coterie.config import parse
-from coterie.data import Examples, Instruction, Tokens
+from coterie.data.examples import Examples, Instruction
+from coterie.data.tokens import Tokens
 from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
@@ -73,7 +74,7 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
     words = opening(runs)
     with_texts = write_report([runs], tmp_path, with_texts=True, layer="2")
     assert words in shown(with_texts.page)
-    assert "This page shows clients' texts" in shown(with_texts.page)
+    assert "This page contains clients' texts" in shown(with_texts.page)
     assert "diarist's model on poet's test text, layer 2 of 2" in shown(with_texts.page)
     assert "layer 1 of 2" not in shown(with_texts.page)
     assert list(with_texts.figures.glob("texts-*"))
@@ -143,19 +144,19 @@ def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch
     monkeypatch.setattr(page, "FIGURES", (traffic, trust))
     assert command(monkeypatch, runs / "fedavg", "--out", tmp_path) == 0
     out = capsys.readouterr().out
-    assert "  left out: Trust weights: no run has a method with trust weights" in out
-    assert f"The page is {tmp_path / 'report.html'}" in out
-    assert "shows clients' texts" not in out
+    assert "  omitted: Trust weights: no run uses a method with trust weights" in out
+    assert f"Report: {tmp_path / 'report.html'}" in out
+    assert "contains clients' texts" not in out
     monkeypatch.setattr(page, "FIGURES", ())
     assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
     out = capsys.readouterr().out
     assert "--layer takes first, last, or a number from 1 to 2" in out
-    assert "This page shows clients' texts" in out
+    assert "This page contains clients' texts" in out
 
 
 def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys) -> None:
     assert command(monkeypatch, tmp_path) == 2
-    assert "neither a run's folder nor one that holds runs" in capsys.readouterr().err
+    assert "neither a run folder nor a folder of runs" in capsys.readouterr().err
     for name in [name for name in sys.modules if name.startswith("coterie.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

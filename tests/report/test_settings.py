@@ -9,7 +9,8 @@ import yaml
 
 from coterie import CoterieError, RunConfig
 from coterie.config import parse
-from coterie.methods import Setting, available
+from coterie.methods.contract import Setting
+from coterie.methods.registry import available
 from coterie.report.settings import keys, method_table, run_file_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
@@ -68,7 +69,10 @@ def test_parts_are_explained_with_the_methods_own_defaults() -> None:
     assert "router.every" not in tables["pfedmoe"]
     assert "trusted.top" in tables["pcl-3"]
     assert "trusted.top" not in tables["pcl-uniform"]
-    assert tables["fedamole"]["embeddings.privacy"][1] == "noise on the mean embeddings; null: none"
+    assert (
+        tables["fedamole"]["embeddings.privacy"][1]
+        == "differential privacy of the mean embeddings; null: none"
+    )
     assert next(iter(tables["comigs-1g1s"])) == "mlp"
 
 

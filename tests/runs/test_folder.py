@@ -44,7 +44,7 @@ def full_disk(monkeypatch):
 def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
     folder.append([line(0, 1.0)])
     folder.save(1, [("server", State())])
-    with pytest.raises(CoterieError, match=r"already holds a run.*--resume .*--out.*--force"):
+    with pytest.raises(CoterieError, match=r"already contains a run.*--resume .*--out.*--force"):
         RunFolder.create(folder.path, DESCRIPTION)
     assert folder.rounds() == 1
     (folder.path / "thesis.txt").write_text("mine")
@@ -59,7 +59,7 @@ def test_a_folder_that_is_no_run_is_never_touched(name, tmp_path) -> None:
     for force in (False, True):
         with pytest.raises(CoterieError, match="exists and is not a run folder"):
             RunFolder.create(tmp_path, DESCRIPTION, force)
-    with pytest.raises(CoterieError, match="is not the folder of a run"):
+    with pytest.raises(CoterieError, match="is not a run folder"):
         _ = RunFolder(tmp_path).description
     assert content(tmp_path) == {name}
     assert (tmp_path / name).read_text() == '{"mine": true}'
@@ -74,11 +74,11 @@ def test_a_start_that_was_killed_can_begin_again(tmp_path) -> None:
 def test_only_one_process_works_in_a_folder(folder) -> None:
     with folder.lock():
         with (
-            pytest.raises(CoterieError, match="Another process is working"),
+            pytest.raises(CoterieError, match="Another process is using"),
             RunFolder(folder.path).lock(),
         ):
             pass
-        with pytest.raises(CoterieError, match="Another process is working"):
+        with pytest.raises(CoterieError, match="Another process is using"):
             RunFolder.create(folder.path, DESCRIPTION, force=True)
     assert folder.is_run
     with folder.lock():
@@ -136,7 +136,7 @@ def test_the_newest_checkpoint_alone_is_kept(folder) -> None:
     assert folder.rounds() == 10
     assert folder.load("server")["g"]["w"].item() == 10
     assert [p.name for p in (folder.path / "checkpoints").iterdir()] == ["00010"]
-    with pytest.raises(CoterieError, match="holds no state of 'client-zed'"):
+    with pytest.raises(CoterieError, match="has no state for 'client-zed'"):
         folder.load("client-zed")
 
 

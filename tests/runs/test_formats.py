@@ -42,8 +42,8 @@ def other(request, done, tmp_path) -> tuple[Path, str]:
     kept = {key: value for key, value in described.items() if key not in ("format", "coterie")}
     file.write_text(json.dumps(kept | stamped), encoding="utf-8")
     return path, (
-        f"The run in {path} has format {number} (written by Coterie {wrote}), and this is Coterie "
-        f"{VERSION}, which reads format {FORMAT}. Go on with the version that wrote it, or start a "
+        f"The run in {path} has format {number} (written by Coterie {wrote}), but Coterie "
+        f"{VERSION} reads format {FORMAT}. Use the version that wrote it, or start a "
         "new run in another folder."
     )
 
@@ -96,10 +96,10 @@ def test_a_run_of_another_format_is_there_and_not_overwritten_unless_forced(othe
     folder, before = RunFolder(path), content(path)
     assert folder.is_run
     description = {"config": {}, "clients": {}, "threads": 1}
-    with pytest.raises(CoterieError, match=r"already holds a run.*--out.*--force") as error:
+    with pytest.raises(CoterieError, match=r"already contains a run.*--out.*--force") as error:
         RunFolder.create(path, description)
     assert not isinstance(error.value, FormatError)
-    with pytest.raises(CoterieError, match="already holds a run"):
+    with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(method="fedavg", rounds=1), out=path)
     assert content(path) == before
     assert RunFolder.create(path, description, force=True).description["format"] == FORMAT
@@ -113,6 +113,6 @@ def test_a_state_of_another_format_is_refused(done, tmp_path) -> None:
     number = f'\\"format\\": {FORMAT}'.encode()
     assert path.read_bytes().count(number) == 1
     path.write_bytes(path.read_bytes().replace(number, number[:-1] + b"7"))
-    with pytest.raises(FormatError, match=r"A state has format 7 .* Go on with the version that"):
+    with pytest.raises(FormatError, match=r"A state has format 7 .* Use the version that"):
         folder.load("server")
     assert isinstance(folder.load("client-poet"), State)

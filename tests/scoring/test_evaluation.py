@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coterie.bases import Base, load_base
-from coterie.data import Tokens
 from coterie.data.batch import Batch
+from coterie.data.tokens import Tokens
 from coterie.scoring.evaluation import evaluate, mean_loss, top_logits
 
 

@@ -128,7 +128,7 @@ class Adapter:
         """The last forward pass's load-balance loss, averaged over layers: a scalar."""
         losses = [mixture.load_balance(form) for mixture in self._routed().values()]
         if not losses:
-            raise CoterieError("This adapter has no router, so there is no load to balance.")
+            raise CoterieError("This adapter has no router, so it has no load-balancing loss.")
         return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
     def routing(self) -> dict[str, Tensor]:
@@ -176,8 +176,8 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinea
             found[path] = Mixture(module, shape, layout)
     if layout.experts and not found:
         raise CoterieError(
-            f"{type(base).__name__} has no MLP of a known kind: GPT-2's and the Llama family's "
-            "models can be a base for experts."
+            f"{type(base).__name__} has no supported MLP; experts need a GPT-2 or "
+            "Llama-family base."
         )
     if layout.attention_rank:
         for path, linear in chosen_linears(base, layout.targets).items():

@@ -53,7 +53,7 @@ class AmoleLayout:
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
         if min(self.rank, self.top_k) < 1 or self.experts < 0:
-            raise CoterieError("rank and top_k are at least 1, and experts at least 0.")
+            raise CoterieError("rank and top_k must be at least 1, and experts at least 0.")
 
     @property
     def gain(self) -> float:
@@ -196,7 +196,7 @@ class AmoleLinear(StandIn):
 
     def _last_routing(self) -> _Routing:
         if self._last is None:
-            raise CoterieError("There is no routing to report before a first forward pass.")
+            raise CoterieError("No routing is available before the first forward pass.")
         return self._last
 
 
@@ -314,8 +314,8 @@ class AmoleAdapter:
         """
         if self.layout.router != "token":
             raise CoterieError(
-                "A vanilla router has no token embedding that experts could choose clients by; "
-                "set router.kind to token."
+                "A vanilla router has no token embeddings for experts to choose by; set "
+                "router.kind to token."
             )
         passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self._stand_ins}
         try:
@@ -333,12 +333,12 @@ def _refuse_held(
 ) -> None:
     if wrong := sorted(held.keys() ^ linears.keys()):
         raise CoterieError(
-            f"The experts held must be named for every adapted layer and no other; {wrong[0]!r} is "
+            f"Held experts must be given for exactly the adapted layers; {wrong[0]!r} is "
             f"{'missing' if wrong[0] in linears else 'not adapted'}."
         )
     for path, ids in held.items():
         if list(ids) != sorted({i for i in ids if 0 <= i < layout.experts}):
             raise CoterieError(
-                f"The experts held at {path!r} are {list(ids)}; give different numbers from 0 to "
-                f"{layout.experts - 1}, ascending."
+                f"The experts held at {path!r} are {list(ids)}; give distinct numbers from 0 to "
+                f"{layout.experts - 1} in ascending order."
             )

@@ -49,11 +49,13 @@ class Layout:
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
         if min(self.generalists, self.specialists, self.attention_rank) < 0 or self.rank < 1:
-            raise CoterieError("Numbers of experts and ranks cannot be negative, nor rank zero.")
+            raise CoterieError(
+                "Numbers of experts and ranks must not be negative, and rank must not be zero."
+            )
         if self.top_k is not None and not 1 <= self.top_k <= self.experts:
             raise CoterieError(
-                f"top_k is {self.top_k}, but a client with {self.experts} experts can use "
-                f"1 to {self.experts} of them for a token."
+                f"top_k is {self.top_k}, but must be between 1 and {self.experts} for a client "
+                f"with {self.experts} experts."
             )
 
     @property

@@ -170,5 +170,5 @@ class Mixture(StandIn):
 
     def _last_logits(self) -> Tensor:
         if self._logits is None:
-            raise CoterieError("There is no routing to report before a first forward pass.")
+            raise CoterieError("No routing is available before the first forward pass.")
         return self._logits

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.alignment.sequence import dynamic, ends, keyed, matched
 from coterie.alignment.transfer import first
-from coterie.data import Examples, Instruction
-from coterie.data.examples import continuing, split
+from coterie.data.examples import Examples, Instruction, continuing, split
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
 
@@ -70,7 +69,7 @@ class Knowledge:
         right kind is the schema's to check.
         """
         if missing := {f.name for f in fields(cls)} - tensors.keys():
-            raise MessageError(f"The tensor {min(missing)!r} is missing from a message.")
+            raise MessageError(f"The tensor {min(missing)!r} is missing from the message.")
         found = cls.of(tensors)
         n, p = found.samples.numel(), found.ends.numel()
         k = found.tokens.shape[-1] if found.tokens.dim() == 2 else 0
@@ -78,9 +77,9 @@ class Knowledge:
         expected |= {"tokens": (p, k), "logprobs": (p, k), "lognorm": (p,)}
         for name, shape in expected.items():
             if tuple(getattr(found, name).shape) != shape:
-                raise MessageError(f"The tensor {name!r} has not the shape {shape}.")
+                raise MessageError(f"The tensor {name!r} does not have the shape {shape}.")
         if not (k <= most and found._in_order() and found._possible(vocabulary)):
-            raise MessageError("Predictions arrived that no model can have made.")
+            raise MessageError("The predictions received are invalid.")
         return found
 
     def _in_order(self) -> bool:

@@ -49,8 +49,8 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
     # The tokenizers library raises plain exceptions; the readers below what their steps raise.
     except Exception as error:
         raise CoterieError(
-            f"No vocabulary could be read from {file}: it is damaged or not what its name says; "
-            "fetch the tokenizer again."
+            f"No vocabulary could be read from {file}: the file is damaged or has a different "
+            "format; download the tokenizer again."
         ) from error
 
 
@@ -59,8 +59,8 @@ def _loaded(name: str) -> Vocabulary:
         tokenizer = load_tokenizer(name)
     except CoterieError as error:
         raise CoterieError(
-            f"No tokenizer could be loaded from {name!r}: it is neither a tokenizer's folder or "
-            "file, nor a base that ships, nor a name that the Hugging Face hub gave one for."
+            f"No tokenizer could be loaded from {name!r}: it is neither a tokenizer's file or "
+            "folder, nor a built-in base, nor a model on the Hugging Face hub."
         ) from error
     return Vocabulary.of(tokenizer)
 
@@ -73,8 +73,8 @@ def _file(path: Path) -> Path:
         found = [path] if path.suffix in (".json", ".model", ".tiktoken") else []
     if not found:
         raise CoterieError(
-            f"{path} holds no tokenizer: give a folder with, or itself, a tokenizer.json, "
-            "vocab.json, tokenizer.model or NAME.tiktoken."
+            f"{path} contains no tokenizer; give a tokenizer.json, vocab.json, "
+            "tokenizer.model or NAME.tiktoken, or a folder that contains one."
         )
     return found[0]
 

@@ -49,7 +49,7 @@ class Vocabulary:
         raw = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(raw, RawTokenizer):
             raise CoterieError(
-                "Vocabularies are read from fast tokenizers only; save this one with its "
+                "Vocabularies can be read from fast tokenizers only; save this one as "
                 "tokenizer.json."
             )
         ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ROLES}

@@ -54,7 +54,9 @@ def context_token(tokenizer: Tokenizer) -> int:
     if token is None:
         token = tokenizer.eos_token_id
     if not isinstance(token, int):
-        raise CoterieError("The base's tokenizer has neither a first nor an end token.")
+        raise CoterieError(
+            "The base's tokenizer has neither a beginning-of-text nor an end-of-text token."
+        )
     return token
 
 
@@ -131,7 +133,7 @@ def _find(name: str, root: Path) -> None:
     try:
         HfApi().model_info(name, timeout=10)
     except Exception as error:  # the kinds depend on the hub's client and the network
-        raise OSError(f"The hub did not give {name!r}.") from error
+        raise OSError(f"{name!r} could not be downloaded from the Hugging Face hub.") from error
 
 
 def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
@@ -149,10 +151,10 @@ def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
         shipped = ", ".join(sorted(p.parent.name for p in EMBEDDED.glob("*/config.json")))
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
-            f"The base {name!r} could not be loaded: it is not one that ships ({shipped}), there "
-            f"is no usable model folder at {root / name}, and the Hugging Face hub did not "
-            f"give one{offline}. Without internet, set `base` to a folder with config.json, "
-            "model.safetensors and tokenizer.json."
+            f"The base {name!r} could not be loaded: it is not a built-in base ({shipped}), "
+            f"there is no usable model folder at {root / name}, and it could not be "
+            f"downloaded from the Hugging Face hub{offline}. Without internet access, set "
+            "`base` to a folder with config.json, model.safetensors and tokenizer.json."
         ) from error
     finally:
         transformers_logging.set_verbosity(before)

@@ -92,20 +92,20 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear 
         attention = [f"{p}.{name}" for p, m in walk(base) for name in attention_linears(m)]
         if not attention:
             raise CoterieError(
-                f"{type(base).__name__} has no attention of a known kind; name the linear layers "
-                "to adapt in the method's setting attention.targets."
+                f"{type(base).__name__} has no supported attention; set attention.targets of "
+                "the method to the linear layers to adapt."
             )
         return {path: layers[path] for path in attention}
     try:
         found = {p: m for p, m in layers.items() if re.fullmatch(pattern, p.rpartition(".")[2])}
     except re.error as error:
         raise CoterieError(
-            f"The pattern {pattern!r} is not a regular expression: {error}."
+            f"The pattern {pattern!r} is not a valid regular expression: {error}."
         ) from None
     if not found:
         names = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
         raise CoterieError(
-            f"The pattern {pattern!r} matches no linear layer of the base; there are {names}."
+            f"The pattern {pattern!r} matches no linear layer of the base; its layers are {names}."
         )
     return found
 

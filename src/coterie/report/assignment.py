@@ -72,7 +72,7 @@ def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     found = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNED)}
     found = {label: one for label, one in found.items() if one.held.size}
     if not found:
-        yield LeftOut("Experts of each client", "no run has a method that assigns experts")
+        yield LeftOut("Experts of each client", "no run uses a method that assigns experts")
     for label, one in found.items():
         yield _who_holds_what(label, one)
         if len(one.rounds) > 1:
@@ -119,13 +119,14 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
     return Picture(
         f"experts-{path_part(label)}",
         f"Experts of each client, {label}",
-        "A row per client, a column per domain expert, by its number: coloured where the client "
-        "was given the expert in that round. Every linear layer has experts of its own: equal "
-        f"numbers on two layers are two experts.{_part('layers', layers, len(one.layers))}"
-        f"{_part('rounds', times, len(one.rounds))} Of the first seed.",
+        "Rows are clients, columns are domain experts; a cell is coloured if the client held "
+        "the expert in that round. Each linear layer has its own experts, so the same number "
+        "on two layers means two different experts."
+        f"{_part('layers', layers, len(one.layers))}{_part('rounds', times, len(one.rounds))} "
+        "First seed only.",
         f"Heat maps of {clients} clients by {experts} experts in rounds "
         f"{listed(str(one.rounds[at]) for at in times)} on the layers "
-        f"{listed(one.layers[layer] for layer in layers)}; the table has the last round.",
+        f"{listed(one.layers[layer] for layer in layers)}; the table shows the last round.",
         draw,
         Table(
             f"Experts held in round {one.rounds[-1]}, by layer",
@@ -137,7 +138,11 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
 
 def _part(what: str, shown: Sequence[int], count: int) -> str:
     """A sentence on what is left out, if anything is."""
-    return f" The first, middle and last of {count} {what} are drawn." if len(shown) < count else ""
+    return (
+        f" Only the first, middle and last of {count} {what} are shown."
+        if len(shown) < count
+        else ""
+    )
 
 
 def _ids(held: np.ndarray) -> str:
@@ -177,13 +182,13 @@ def _how_many(label: str, one: Holdings) -> Picture:
     ]
     return Picture(
         f"experts-held-{path_part(label)}",
-        f"How many experts each client holds, {label}",
-        f"Of {experts} domain experts on every linear layer; mean over {len(one.layers)} layers. "
-        "Of the first seed.",
-        f"Lines of the number of experts held by round for {listed(one.clients)}.",
+        f"Number of experts per client, {label}",
+        f"Out of {experts} domain experts on each linear layer; mean over {len(one.layers)} "
+        "layers. First seed only.",
+        f"Line plot of the number of experts held per round for {listed(one.clients)}.",
         draw,
         Table(
-            "Experts held by round, mean over layers",
+            "Experts held per round, mean over layers",
             ["client", *(str(one.rounds[at]) for at in shown)],
             rows,
         ),
@@ -212,12 +217,12 @@ def _in_common(label: str, one: Holdings) -> Picture:
 
     return Picture(
         f"experts-shared-{path_part(label)}",
-        f"Experts that two clients share, {label}",
-        f"Of the experts that either of two clients holds, the share that both hold in round "
-        f"{one.rounds[-1]}: 1 if they hold the same ones, 0 if none is held by both. Mean over "
-        f"{len(one.layers)} layers, of the first seed.",
-        f"A heat map of the share of experts in common between {listed(one.clients)}; the table "
-        "has every cell.",
+        f"Experts shared by two clients, {label}",
+        "Of the experts that either client holds, the share that both hold in round "
+        f"{one.rounds[-1]}: 1 means identical sets, 0 means disjoint sets. Mean over "
+        f"{len(one.layers)} layers. First seed only.",
+        f"Heat map of the share of experts in common between {listed(one.clients)}; the table "
+        "lists all values.",
         draw,
         Table(
             f"Share of experts in common in round {one.rounds[-1]}",

@@ -10,9 +10,9 @@ from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.exchange import Field, Message, Schema, State
 from coterie.exchange.schema import Way
-from coterie.methods import ClientId
 from coterie.results.messages import WHOLE, first_exchange, size, start
 from coterie.results.tables import Table
+from coterie.training.context import ClientId
 
 WAYS: dict[Way, str] = {
     "hello": "from the client to the server, once",
@@ -21,9 +21,15 @@ WAYS: dict[Way, str] = {
 }
 CONTENTS = ("group or value", "what", "tensors", "dtype", "bytes")
 STAYS = "never leaves"
-NEVER = "Neither do texts and tokens, losses and scores on them, or anything else that is logged."
-SHARED = "Neither do texts and tokens; losses and scores do, as deployment.share_metrics says."
-SAME = "the same per"
+NEVER = (
+    "Texts and tokens, their losses and scores, and all other logged values also stay on "
+    "the client."
+)
+SHARED = (
+    "Texts and tokens also stay on the client; losses and scores are sent "
+    "(deployment.share_metrics)."
+)
+SAME = "average per"
 Row = tuple[str, ...]
 Rows = tuple[Row, ...]
 Account = tuple[tuple[str, Rows], ...]
@@ -69,9 +75,9 @@ def _declared(run: LocalRun) -> Table:
         for way, where in WAYS.items()
         for field in {f.name: f for f in getattr(run.schema, way)}.values()
     ]
-    title = f"{run.config.label} declares that nothing but this may travel"
+    title = f"{run.config.label}: the only fields that messages may contain"
     columns = ("group or value", "dtype", "way", "what")
-    note = "Every message also says which round it belongs to, and which format it has."
+    note = "Every message also contains its round number and format version."
     return Table(title, columns, rows or [("nothing", "", "", "")], note)
 
 

@@ -66,9 +66,9 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
     return Picture(
         "traffic",
         "Traffic per client and round",
-        "Whole messages as they travel, mean over clients and rounds (1 MB is a million bytes); a "
-        "dark line goes from the least to the most where they differ.",
-        f"Bars of upload and download per client and round for {listed(found)}.",
+        "Bytes of encoded messages, mean over clients and rounds (1 MB = 10^6 bytes). Dark "
+        "lines span the minimum to the maximum where they differ.",
+        f"Bar chart of upload and download per client and round for {listed(found)}.",
         draw,
         Table("Bytes per client and round", ["method", *heads], rows),
     )
@@ -82,7 +82,7 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     title = "Floating-point operations"
     settings = experiment.all[0].config  # an experiment has the same bases and server
     if settings.get("bases") or settings.get("server"):
-        why = "not counted where clients have bases of their own, or the server a model"
+        why = "not counted if clients have different bases or the server has a model"
         yield LeftOut(title, why)
         return
     base: Base | None = None
@@ -100,7 +100,7 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
             yield LeftOut(f"{title} of {label}", str(error))
             continue
         if cost is None:
-            yield LeftOut(f"{title} of {label}", "its training is not made of levels")
+            yield LeftOut(f"{title} of {label}", "the training has no levels")
             continue
         costs[label] = cost
         first = first or config
@@ -128,7 +128,7 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
         listed(dict.fromkeys(n[place] for n in every if len(n) > place)) for place in range(most)
     ]
 
-    long = " Every sample is counted as long as the window." if experiment.instructed else ""
+    long = " Every sample is counted at full window length." if experiment.instructed else ""
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
@@ -161,14 +161,15 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
     return Picture(
         "flops",
         "Floating-point operations per round",
-        "Matrix products of the forward and backward passes, counted on a real step of each level "
-        "and scaled to a round of all clients; a router phase counts by how often it comes. "
-        f"Beside the bars: how much more than FedAvg.{long}",
-        f"Bars of operations per round by level for {listed(costs)}; the table has the figures.",
+        "Matrix multiplications of the forward and backward passes, measured on one training "
+        "step per level and scaled to one round of all clients; router phases are weighted "
+        f"by their frequency. Percentages are relative to FedAvg.{long}",
+        f"Bar chart of operations per round by level for {listed(costs)}; the table lists the "
+        "values.",
         draw,
         Table(
             "GFLOP per round, all clients together",
-            ["method", *levels, "total", "against fedavg"],
+            ["method", *levels, "total", "relative to fedavg"],
             rows,
         ),
     )

@@ -54,7 +54,7 @@ def _best(experiment: Experiment) -> list[str]:
 
 def _some(experiment: Experiment, best: list[str]) -> str:
     left = len(experiment.runs) - len(best)
-    return f" The {len(best)} best of {len(experiment.runs)} are drawn." if left > 0 else ""
+    return f" Only the {len(best)} best of {len(experiment.runs)} are shown." if left > 0 else ""
 
 
 def _panels(experiment: Experiment, best: list[str]) -> list[str]:
@@ -93,18 +93,18 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     return Picture(
         metric.key,
         f"{_title(experiment)} over rounds",
-        f"Each model on its own {experiment.split} text after every evaluated round, as "
-        f"the method reports it{_scale(metric)}. {SPREAD} {metric.better}"
-        f"{_some(experiment, best)}",
-        f"Lines of {what} by round for {listed(best)}: a panel for the mean and one for "
-        f"each of {listed(panels[1:])}. The table has the means.",
+        f"Each model on its own {experiment.split} text after every evaluated round, at the "
+        f"point where the method reports its results{_scale(metric)}. {SPREAD} "
+        f"{metric.better}{_some(experiment, best)}",
+        f"Line plot of {what} by round for {listed(best)}, with one panel for the mean and "
+        f"one for each of {listed(panels[1:])}. The table lists the means.",
         draw,
         _rounds_table(experiment),
     )
 
 
 def _scale(metric: Metric) -> str:
-    return "" if metric.share else "; the scale is logarithmic"
+    return "" if metric.share else "; logarithmic scale"
 
 
 def _plain_log(axis: Axis, count: int) -> None:
@@ -158,11 +158,12 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
     return Picture(
         metric.key,
-        f"{_title(experiment)} at the end",
-        f"Each model on its own {experiment.split} text, as the method reports "
-        f"it{_scale(metric)}. {SPREAD} {metric.better}{_some(experiment, best)}",
-        f"Dots of final {what} for {listed(best)}: a panel for the mean and one for each "
-        f"of {listed(panels[1:])}. The summary's table has the figures.",
+        f"{_title(experiment)} after the last round",
+        f"Each model on its own {experiment.split} text, at the point where the method "
+        f"reports its results{_scale(metric)}. {SPREAD} "
+        f"{metric.better}{_some(experiment, best)}",
+        f"Dot plot of final {what} for {listed(best)}, with one panel for the mean and one "
+        f"for each of {listed(panels[1:])}. The summary table lists the values.",
         draw,
     )
 
@@ -228,11 +229,12 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     ]
     return Picture(
         "loss",
-        "Loss over updates",
-        "Mean over clients and seeds of each batch's loss before its update, a panel per level of "
-        "the schedule: routers may see validation text. Bold: the running mean over a round's "
-        f"steps.{_some(experiment, shown) if len(shown) < len(trained) else ''}",
-        f"Lines of loss by update at {listed(names)} for {listed(shown)}.",
+        "Training loss by update",
+        "Batch loss before each update, mean over clients and seeds, with one panel per "
+        "level of the schedule (router levels may use validation text). Bold: running mean "
+        "over one round's steps."
+        f"{_some(experiment, shown) if len(shown) < len(trained) else ''}",
+        f"Line plot of loss by update at {listed(names)} for {listed(shown)}.",
         draw,
         Table("Loss, mean over clients", ["method", "level", "updates", "first", "last"], rows),
     )

@@ -21,7 +21,7 @@ def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         if counts:
             yield _bubbles(counts, key, what)
             return
-    yield LeftOut("Division of the text", "no run recorded how much each client holds")
+    yield LeftOut("Data distribution", "no run recorded how much data each client has")
 
 
 def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Picture:
@@ -53,10 +53,10 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Pi
     singular = "label" if key == "labels" else "split"
     return Picture(
         "division",
-        f"How the text is divided: {what} by client and {singular}",
-        f"A bubble's area is the number of {what}."
-        + (" As it was in the run with the smallest seed." if key == "labels" else ""),
-        f"Bubbles of {what} for {listed(clients)} by {singular}; the table has the numbers.",
+        f"Data distribution: {what} by client and {singular}",
+        f"Bubble area is proportional to the number of {what}."
+        + (" From the run with the smallest seed." if key == "labels" else ""),
+        f"Bubble chart of {what} for {listed(clients)} by {singular}; the table lists the numbers.",
         draw,
         Table(f"{what.capitalize()} by {singular}", ["client", *columns], table_rows(found, ",")),
     )

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from coterie.adapters import Trainable
 from coterie.bases import Base, load_base
 from coterie.config import RunConfig
-from coterie.data import ClientData, Tokens
+from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant, client_context
 from coterie.methods.adapter import AdapterClient
 from coterie.training.loss import language_model_loss
@@ -45,7 +45,8 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
 
     base: that of all clients. clients: of each one, the names of the test texts that it is scored
     on (all of them if it is the one client of a pooled run, whose batch is as large as all
-    clients' together). A level that comes every tau steps counts steps / tau turns a round.
+    clients' together). A level's turns, every tau steps, are those of the whole run, divided by its
+    rounds: none where the run has fewer than tau steps.
     """
     levels: dict[str, float] = {}
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
@@ -57,7 +58,8 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
         if not isinstance(side, AdapterClient):
             return None
         for level in side.training.levels:
-            updates = level.steps * context.training.steps / level.every
+            turns = config.rounds * context.training.steps // level.every
+            updates = level.steps * turns / config.rounds
             flops = step_flops(base, side.adapter, level, config.data.window)
             cost = flops * context.training.batch * updates
             levels[level.name] = levels.get(level.name, 0.0) + cost

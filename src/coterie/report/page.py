@@ -42,7 +42,7 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     traffic,
     operations,
 )
-PRIVATE = "This page shows clients' texts; --no-texts leaves them out."
+PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ def _about(experiment: Experiment) -> Table:
     own = config.get("bases") or {}
     bases = dict.fromkeys(own.get(client, config["base"]) for client in clients)
     server = config.get("server")
-    theirs = f"; the server's base {server['base'] or config['base']}" if server else ""
-    note = f"Base {listed(bases or [config['base']])}; clients {listed(clients)}{theirs}."
-    return Table("What was run", ["method", "seeds", "rounds", "state"], rows, note)
+    theirs = f" Server's base: {server['base'] or config['base']}." if server else ""
+    note = f"Base: {listed(bases or [config['base']])}. Clients: {listed(clients)}.{theirs}"
+    return Table("Runs", ["method", "seeds", "rounds", "state"], rows, note)
 
 
 def _html(sections: Sequence[Section], with_texts: bool) -> str:

@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.methods import method_from
 from coterie.methods.adapter import AdapterMethod
+from coterie.methods.registry import method_from
 from coterie.report.style import Canvas, LeftOut, Picture, listed
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.frame import Column, Frame
@@ -25,7 +25,7 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """A figure per label whose runs have routers."""
     routed = [label for label, run in experiment.first if has_routers(run)]
     if not routed:
-        yield LeftOut("Expert scores", "no run recorded a router whose experts stay the same")
+        yield LeftOut("Expert scores", "no run has routers over a fixed set of experts")
     for label in routed:
         yield _scores(label, [r for r in experiment.drawn[label] if has_routers(r)])
 
@@ -92,10 +92,10 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     return Picture(
         f"routing-{path_part(label)}",
         f"Expert scores of {label}",
-        "The routers' mean weight of each expert over the tokens of a round's last batch, a line "
-        "per layer, coloured by its depth. Mean over seeds.",
-        f"For each of {listed(clients)} and each expert, lines of mean routing weight by round, "
-        f"one for each of {len(layers)} layers.",
+        "Mean router weight of each expert over the tokens of a round's last batch, with one "
+        "line per layer, coloured by depth. Mean over seeds.",
+        f"Line plot of the mean routing weight by round for each of {listed(clients)} and "
+        f"each expert, with one line for each of {len(layers)} layers.",
         draw,
         Table(
             "Mean weights in the last round, by layer",

@@ -9,10 +9,11 @@ from pydantic.fields import FieldInfo
 
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
-from coterie.methods import POOLED, Method, available, method_from
+from coterie.methods.contract import Method
+from coterie.methods.registry import POOLED, available, method_from
 from coterie.methods.settings import PerClient, Settings
 from coterie.results.tables import Table
-from coterie.training.optimiser import OptimiserSpec
+from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
 NAMED = (Method, OptimiserSpec)
@@ -22,14 +23,14 @@ NAMED = (Method, OptimiserSpec)
 def methods_table() -> Table:
     """Every method that a run file can name."""
     rows = [(m.name, m.paper, m.summary) for m in available().values()]
-    rows.append((POOLED, "", "one client that holds everybody's text: an upper bound, not private"))
-    return Table("Methods", ("name", "paper", "what travels"), rows)
+    rows.append((POOLED, "", "one client with all clients' text: an upper bound, not private"))
+    return Table("Methods", ("name", "paper", "summary"), rows)
 
 
 def method_table(name: str) -> Table:
     """The settings of one method; raises CoterieError if there is none of that name."""
     if name == POOLED:
-        raise CoterieError(f"{POOLED} has the settings of local; see `coterie methods local`.")
+        raise CoterieError(f"{POOLED} uses the settings of local; see `coterie methods local`.")
     kind = type(method_from(name))
     papers = f" ({kind.paper})" if kind.paper else ""
     rows = list(keys(kind)) or [("none", "", "this method has no settings")]

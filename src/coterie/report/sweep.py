@@ -29,7 +29,7 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     }
     swept = {method: cells for method, cells in means.items() if cells.size > 1}
     if not swept:
-        why = "no finished runs of one method differ in router.every or router.steps"
+        why = "no finished runs of the same method differ in router.every or router.steps"
         yield LeftOut("Router schedule", why)
     for method, cells in swept.items():
         yield _heat_map(experiment, str(method), cells)
@@ -48,8 +48,8 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
         image = axis.imshow(values, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
         axis.set_xticks(range(len(every)), map(str, every))
         axis.set_yticks(range(len(steps)), map(str, steps))
-        axis.set_xlabel("router.every: steps between two router phases")
-        axis.set_ylabel("router.steps: updates in one")
+        axis.set_xlabel("router.every: steps between router phases")
+        axis.set_ylabel("router.steps: updates per phase")
         axis.grid(False)
         axis.spines[:].set_visible(False)
         annotate(axis, scaled, canvas, np.vectorize("{:.2f}".format)(values))
@@ -60,10 +60,10 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
     return Picture(
         f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
-        f"Mean {experiment.split} {metric.label} over clients, seeds and whatever else differs "
-        f"between the runs. {metric.better}",
-        f"A heat map of {len(steps)} by {len(every)} router schedules; {metric.label} goes from "
-        f"{number(low)} to {number(high)}. The table has every cell.",
+        f"Mean {experiment.split} {metric.label} over clients, seeds and all other "
+        f"differences between the runs. {metric.better}",
+        f"Heat map of {len(steps)} by {len(every)} router schedules; {metric.label} ranges "
+        f"from {number(low)} to {number(high)}. The table lists all values.",
         draw,
         Table(f"Mean {metric.label}", heads, table_rows(cells, ".2f")),
     )

@@ -63,7 +63,10 @@ def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     found = {label: lessons(run) for label, run in experiment.first}
     found = {label: one for label, one in found.items() if one.rounds}
     if not found:
-        yield LeftOut("Who learnt from whom", "no run has a method whose sides teach each other")
+        yield LeftOut(
+            "Who learnt from whom",
+            "no run uses a method with distillation between server and clients",
+        )
     for label, one in found.items():
         yield _picture(label, one)
 
@@ -84,15 +87,15 @@ def _picture(label: str, one: Lessons) -> Picture:
         canvas.legend(figure, axes[-1], max(map(len, one.clients)))
         return figure
 
-    dotted = "" if one.public is None else f" Dotted: all {one.public} public samples."
+    dotted = "" if one.public is None else f" Dotted line: all {one.public} public samples."
     return Picture(
         f"teaching-{path_part(label)}",
         f"Who learnt from whom, {label}",
-        "Public samples of which a side took over another's predictions, as that one did better "
-        "than anybody else and than the side itself. In a round the server learns from the "
-        f"clients; then they learn from what it sends.{dotted} Of the first seed.",
-        f"How many public samples the server took over from {listed(one.clients)}, and they from "
-        "the server, by round; the table has the figures.",
+        "Public samples on which a participant distilled another's predictions, because "
+        "these had the lowest loss of all, its own included. In each round the server learns "
+        f"from the clients, then the clients learn from the server.{dotted} First seed only.",
+        f"Number of public samples on which the server learnt from {listed(one.clients)}, and "
+        "they from the server, by round; the table lists the values.",
         draw,
         _table(one),
     )
@@ -140,12 +143,12 @@ def _table(one: Lessons) -> Table:
         ]
     of = "" if one.public is None else f", of {one.public}"
     return Table(
-        "Public samples taken over from others",
-        ["round", "who learnt", "from", f"samples{of}", "positions", "probability"],
+        "Public samples learnt from other participants",
+        ["round", "learner", "from", f"samples{of}", "positions", "probability"],
         rows,
-        "Positions: of those of the samples' answers, the share at which the teacher had read the "
-        "same text. Probability: what the teacher gave there, on average, to the tokens that the "
-        "learner got. Elsewhere labels are learnt.",
+        "Positions: share of the answers' positions where the teacher has a position that "
+        "has read the same text. Probability: mean probability the teacher gave to the "
+        "transferred tokens at these positions. Other positions learn from the labels.",
     )
 
 

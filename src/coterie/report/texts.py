@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from coterie.adapters import first_experts
 from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
-from coterie.data import Examples, Tokens
+from coterie.data.examples import Examples
+from coterie.data.tokens import Tokens
 from coterie.engines.finished import load, tokenizer
 from coterie.errors import CoterieError
 from coterie.federation import participants_of
@@ -84,17 +85,15 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
         for client in dict.fromkeys(one.model_of for one in coloured):
             yield _picture(label, client, [one for one in coloured if one.model_of == client])
     if not found:
-        yield LeftOut(
-            "Experts of each token", "no run recorded a router whose experts stay the same"
-        )
+        yield LeftOut("Experts of each token", "no run has routers over a fixed set of experts")
 
 
 def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPicture:
     return TextPicture(
         f"texts-{path_part(label)}-{path_part(client)}",
         f"Experts of each token, {label}, {client}",
-        f"The beginning of test texts, {LENGTH} tokens or so. A token's background is the expert "
-        "that the router scores highest for it.",
+        f"The first {LENGTH} tokens (approximately) of test texts. The background colour "
+        "shows the expert with the highest router score.",
         "Test texts with coloured tokens.",
         lambda canvas: _draw(canvas, coloured),
         texts=coloured,

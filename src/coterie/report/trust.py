@@ -21,7 +21,7 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Heat maps and lines for each label whose runs have trust weights."""
     found = [label for label, run in experiment.first if run.names(METRIC)]
     if not found:
-        yield LeftOut("Trust weights", "no run has a method with trust weights")
+        yield LeftOut("Trust weights", "no run uses a method with trust weights")
     for label in found:
         matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
         yield _heat_maps(label, *matrices)
@@ -82,10 +82,10 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
-        "Row: the client that mixes; column: whose update it takes with this weight. Rows sum to "
-        "one. Mean over seeds.",
-        f"Heat maps of trust weights between {listed(clients)} at several rounds; the table has "
-        "the last.",
+        "Rows: the client that mixes. Columns: the client whose update is mixed in. Rows sum "
+        "to 1. Mean over seeds.",
+        f"Heat maps of trust weights between {listed(clients)} at several rounds; the table "
+        "shows the last round.",
         draw,
         Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], last),
     )
@@ -112,7 +112,7 @@ def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.nd
     return Picture(
         f"trust-over-rounds-{path_part(label)}",
         f"Trust over rounds of {label}",
-        "A panel per client: its weights of all clients, itself included. Mean over seeds.",
-        f"For each of {listed(clients)}, lines of its weights of all clients by round.",
+        "One panel per client: its weights for all clients, including itself. Mean over seeds.",
+        f"Line plot of the weights for all clients by round, for each of {listed(clients)}.",
         draw,
     )

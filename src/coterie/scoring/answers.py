@@ -97,7 +97,7 @@ def rouge_l(answers: Sequence[str], written: Sequence[str]) -> float:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
         raise CoterieError(
-            f"Rouge-L needs {error.name}: install it, pip install rouge-score."
+            f"Rouge-L needs {error.name}; install it with pip install rouge-score."
         ) from None
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
     pairs = zip(answers, written, strict=True)

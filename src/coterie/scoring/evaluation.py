@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from coterie.adapters.padding import real_tokens
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data import Tokens, evaluation_windows
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
+from coterie.data.tokens import Tokens
+from coterie.data.windows import evaluation_windows
 from coterie.scoring.answers import accuracy, answer_losses, exact, rouge_l, with_choices
 from coterie.scoring.generation import generate_answers
 from coterie.training.loss import token_losses
