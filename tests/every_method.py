@@ -1,6 +1,6 @@
 """Every method there is, with settings that make it do all it does in a run of seconds."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,22 +37,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "hetlora, ranks": {"name": "hetlora", **RANKS, "gamma": 0.6, "penalty_weight": 1.0},
 }
 
-VARIANTS = {
-    *("fedavg-ft", "fedit-ft", "fedprompt-ft", "fedptuning-ft", "comigs-tr", "fedavg-moe-tr"),
-    *("local-moe-tr", "local-moe", "fedavg-moe", "comigs-2g", "pcl-theoretical", "pcl-uniform"),
-    *("llm2slm", "single", "fedmkt-fedavg", "pcl-1", "fedprox", "pfedmoe", "comigs, exact"),
-    *("flexlora", "hetlora"),
+FEW = {
+    *("local", "fedavg", "fedavg, exact", "comigs-1g1s", "pcl-2", "hetlora", "fedamole", "fdlora"),
+    *("fedptuning", "fedmkt"),
 }
-"""Those that differ from another by a default or a class variable; they are tested with CI's slow
-part."""
-FEW = {"fedavg", "fedavg, exact", "comigs-1g1s", "pcl-2", "hetlora", "fedamole", "fdlora", "fedmkt"}
-"""One of each way of learning together."""
+"""One of each way of learning together; the others are tested with CI's slow part."""
 
 
-def each_method(fast: Collection[str] = METHODS.keys() - VARIANTS) -> list[Any]:
-    """All of them as pytest's parameters, those slow that are not to be fast."""
+def each_method() -> list[Any]:
+    """All of them as pytest's parameters, those slow that are not among the few."""
     return [
-        pytest.param(method, id=name, marks=[] if name in fast else pytest.mark.slow)
+        pytest.param(method, id=name, marks=[] if name in FEW else pytest.mark.slow)
         for name, method in METHODS.items()
     ]
 

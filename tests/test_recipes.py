@@ -100,6 +100,7 @@ def test_a_recipe_finds_its_texts(recipe) -> None:
 
 
 @at_hand
+@pytest.mark.slow
 def test_the_small_mixtures_find_their_texts() -> None:
     _, columns = load_table(SMALL[0].parent / "pcl-table4.yaml", [f"data_root={DATA}"])
     for column in columns:
@@ -201,6 +202,7 @@ def test_fedmkts_settings_differ_in_who_takes_part() -> None:
 
 
 @at_hand
+@pytest.mark.slow
 def test_the_small_fedmkt_tables_find_their_samples() -> None:
     """In the tokens of one base, and of the two tasks with the longest prompts."""
     recipe = SMALL[0].parent / "fedmkt.yaml"

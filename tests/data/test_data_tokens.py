@@ -43,6 +43,7 @@ def test_documents_are_joined_by_end_of_text(tokenizer: PreTrainedTokenizerBase)
     assert not tokens.ids.is_floating_point()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
@@ -63,6 +64,7 @@ def test_bytes_are_exact_under_any_limit(
     assert everything.bytes == sum(len(text.encode()) for text in documents)
 
 
+@pytest.mark.slow
 def test_a_limit_is_met_but_for_a_broken_character(tokenizer: PreTrainedTokenizerBase) -> None:
     everything = train_tokens([PLAIN, MIXED], tokenizer)
     for limit in range(12, len(everything.ids) + 3):

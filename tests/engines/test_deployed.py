@@ -71,6 +71,7 @@ def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -
     assert {m["client"] for m in server_folder.metrics() if "loss" in m["name"]} == set(NAMES)
 
 
+@pytest.mark.slow
 def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> None:
     """The template is a file that clients do not have; what they write is not the server's."""
     template = tmp_path / "ask.jinja"

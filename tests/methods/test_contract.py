@@ -117,10 +117,6 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
         assert alike == (part.factor == "A")
 
 
-class TestFirstFactor(MethodContract):
-    method = FirstFactor()
-
-
 def test_both_families_of_bases_run(values, bases, tmp_path) -> None:
     run = parse(values(base=str(bases / "llama"), rounds=1))
     done = coterie.run(run, out=tmp_path / "llama")

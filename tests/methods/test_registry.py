@@ -78,10 +78,10 @@ def test_a_class_may_be_registered_again_after_a_change() -> None:
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (named("fedavg"), "There is a method 'fedavg' already"),
-        (named("centralized"), "There is a method 'centralized' already"),
-        (named("My Method"), "needs a `name` of small letters"),
-        (int, "is not a method: a subclass of coterie.Method"),
+        (named("fedavg"), "A method named 'fedavg' already exists"),
+        (named("centralized"), "A method named 'centralized' already exists"),
+        (named("My Method"), "needs a `name` of lower-case letters"),
+        (int, "is not a method; it must be a subclass"),
         (type("Nameless", (coterie.Method,), {}), "The method Nameless needs a `name`"),
         (type("Silent", (coterie.Method,), {"name": "silent"}), "'silent' needs a `summary`"),
     ],
@@ -93,7 +93,7 @@ def test_what_cannot_be_registered_is_told(kind, sentence) -> None:
 
 def test_a_name_is_not_taken_from_another_class() -> None:
     coterie.register(named("mine"))
-    with pytest.raises(CoterieError, match="There is a method 'mine' already"):
+    with pytest.raises(CoterieError, match="A method named 'mine' already exists"):
         coterie.register(named("mine", __module__="another"))
 
 
@@ -126,7 +126,7 @@ def test_objects_are_compared_too(config, tmp_path) -> None:
     assert list(found.results) == ["without experts", "with"]
     reports: list[str] = []
     coterie.compare(run, {"with": large}, out=tmp_path, report=reports.append)
-    assert reports == ["with-seed0: already there"]
+    assert reports == ["with-seed0: already finished"]
 
 
 def test_another_version_of_a_class_is_another_run(config) -> None:

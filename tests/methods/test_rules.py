@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import FEW, METHODS, each_method, run_of
+from every_method import METHODS, each_method, run_of
 from torch import Tensor
 
 import coterie
@@ -23,7 +23,7 @@ from coterie.testing.rounds import close, joined, one_round, step, take
 TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
 
 
-@pytest.fixture(params=each_method(FEW))
+@pytest.fixture(params=each_method())
 def run(request, values, teachers) -> RunConfig:
     """A run of every method of which there is a mean."""
     run = run_of(request.param, values, teachers)

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from coterie.api import Run
     from coterie.config import RunConfig
 
+Engine = Annotated[
+    Literal["local", "flower-simulation"] | None,
+    typer.Option(
+        help="local: clients run one after another in this process. flower-simulation: clients run "
+        "in parallel processes on this machine. Default: local, or the engine of the resumed run.",
+        show_default=False,
+    ),
+]
+
 
 def run(
     file: RunFile = None,
@@ -25,15 +34,7 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite an existing run in the folder.")
     ] = False,
-    engine: Annotated[
-        Literal["local", "flower-simulation"] | None,
-        typer.Option(
-            help="local: clients run one after another in this process. flower-simulation: "
-            "clients run in parallel processes on this machine. Default: local, or the "
-            "engine of the resumed run.",
-            show_default=False,
-        ),
-    ] = None,
+    engine: Engine = None,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
