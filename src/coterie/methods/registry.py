@@ -134,8 +134,9 @@ def _hint(name: str) -> str:
     from rapidfuzz.process import extractOne
 
     known = [*names(), POOLED]
-    if begin := [one for one in known if name and one.startswith(name)]:
-        return f" These begin so: {', '.join(begin)}."
+    begin = [one for one in known if name and one.startswith(name)]
+    if len(begin) > 1:
+        return f" Did you mean one of {', '.join(begin)}?"
     near = extractOne(name, known, scorer=ratio, score_cutoff=65)
     return f" Did you mean {near[0]!r}?" if near else ""
 
