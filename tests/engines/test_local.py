@@ -109,9 +109,9 @@ import struct, sys
 from pathlib import Path
 import torch
 from coterie.bases import load_base
-from coterie.config import load_config
+from coterie.run_file import load_config
 from coterie.exchange import State
-from coterie.methods import ServerContext
+from coterie.methods.contract import ServerContext
 from coterie.federation import Participant, client_context, client_data
 
 run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
