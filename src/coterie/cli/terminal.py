@@ -56,6 +56,7 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         again = "the same command"
         if folder is not None and (folder / "run.json").exists():
-            plugins = json.loads((folder / "run.json").read_text(encoding="utf-8"))["plugins"]
+            began = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            plugins = began.get("plugins", {})  # runs of earlier versions have none
             again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
         stopped(f"Finished rounds are saved; resume with {again}.")
