@@ -45,7 +45,7 @@ def make(experts: int, clients: int, modules: int) -> dict[str, np.ndarray]:
     chance = np.random.default_rng(0)
     return {
         f"module-{i:02d}": relevance(
-            3 * chance.normal(size=(experts, RANK)), chance.normal(size=(clients, RANK))
+            3 * chance.normal(size=(experts, RANK)), chance.normal(size=(clients, RANK)), RANK
         )
         for i in range(modules)
     }

@@ -26,6 +26,8 @@ CASES: dict[str, tuple[AmoleLayout, list[int]]] = {
     "four, gate": (replace(LAYOUT, router="vanilla"), [1, 4, 5, 8]),
     "four, gate, paper": (replace(LAYOUT, router="vanilla", renormalise=False), [0, 4, 5, 7]),
     "four, none shared": (replace(LAYOUT, shared=False), [1, 4, 5, 8]),
+    "four, first choices": (replace(LAYOUT, load="first"), [1, 4, 5, 8]),
+    "two, first choices": (replace(LAYOUT, load="first"), [3, 7]),
     "two": (LAYOUT, [3, 7]),
     "one": (LAYOUT, [6]),
     "none": (LAYOUT, []),
@@ -67,7 +69,8 @@ class NaiveAmole(nn.Module):
             softmax = torch.stack([self.score(x, e) for e in self.held]).softmax(0)
             best = sorted(range(len(self.held)), key=lambda j: -softmax[j].item())
             best = best[: self.layout.top_k]
-            total = sum(softmax[j] for j in best) if self.layout.renormalise else 1
+            scaled = self.layout.renormalise and self.layout.top_k > 1
+            total = sum(softmax[j] for j in best) if scaled else 1
             self.scores.append(softmax)
             self.chosen.append(best)
             self.weights.append([0.0] * len(self.held))
@@ -85,7 +88,8 @@ class NaiveAmole(nn.Module):
 
     def load_balance(self, real: Sequence[int]) -> Tensor:
         n = len(self.held)
-        chosen = [j for i in real for j in self.chosen[i]]
+        counted = self.layout.top_k if self.layout.load == "top_k" else 1
+        chosen = [j for i in real for j in self.chosen[i][:counted]]
         P = torch.stack([self.scores[i] for i in real]).mean(0)
         return n * sum((chosen.count(j) / len(chosen) * P[j] for j in range(n)), torch.tensor(0.0))
 
@@ -172,7 +176,8 @@ def test_outputs_and_gradients_are_the_formula_s(
     theirs = masked_loss(base, ids, real)
     rows = real.flatten().nonzero().flatten().tolist()
     layers = naive_layers(base)
-    terms = [m.load_balance(rows) for m in layers.values() if len(m.held) > layout.top_k]
+    counted = layout.top_k if layout.load == "top_k" else 1
+    terms = [m.load_balance(rows) for m in layers.values() if len(m.held) > counted]
     expected = sum(terms, torch.tensor(0.0, dtype=torch.double))
     assert adapter.balances == bool(terms)
     torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=0)

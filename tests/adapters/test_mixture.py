@@ -56,8 +56,11 @@ def naive(
     if layout.routed and len(experts) > 1:
         scores = x @ p[f"router/{path}.weight"].T
         top = scores.topk(layout.slots).indices
-        weights = scores.masked_fill(torch.ones_like(scores).scatter(-1, top, 0).bool(), -torch.inf)
-        weights = weights.softmax(-1)
+        left_out = torch.ones_like(scores).scatter(-1, top, 0).bool()
+        if layout.slots == 1:  # the probability among all experts
+            weights = scores.softmax(-1).masked_fill(left_out, 0)
+        else:
+            weights = scores.masked_fill(left_out, -torch.inf).softmax(-1)
     return sum(weights[..., [i]] * y for i, y in enumerate(outputs))  # pyright: ignore
 
 

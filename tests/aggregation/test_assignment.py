@@ -197,9 +197,9 @@ def test_a_solution_that_is_no_assignment_is_an_error(monkeypatch, wrong) -> Non
 def test_relevance_is_the_softmax_over_clients() -> None:
     chance = np.random.default_rng(6)
     experts, tokens = chance.normal(size=(5, 4)), chance.normal(size=(3, 4))
-    found = relevance(experts.astype(np.float32), tokens.astype(np.float32))
+    found = relevance(experts.astype(np.float32), tokens.astype(np.float32), dim=9)
     assert found.dtype == np.float64
     for j in range(5):
-        row = [np.exp(sum(experts[j] * tokens[c]) / 2) for c in range(3)]
+        row = [np.exp(sum(experts[j] * tokens[c]) / 3) for c in range(3)]
         assert found[j] == pytest.approx(np.array(row) / sum(row), rel=1e-5)
-    assert np.isfinite(relevance(1e4 * experts, tokens)).all()
+    assert np.isfinite(relevance(1e4 * experts, tokens, dim=9)).all()

@@ -1,10 +1,11 @@
 """An answer is encoded as what goes on after its prompt."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import continuing
+from coterie.data.examples import Instruction, continuing, examples
 from coterie.data.tokens import bare_encoder
 
 SPACE = "\u2581"
@@ -45,6 +46,17 @@ def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None
     assert encoder.encode("Is it?").tokens + after.tokens == whole
     ends = [end for _, end in after.offsets]
     assert ends == list(range(1, len(answer) + 1))
+
+
+def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
+    encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
+    items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
+    made = (examples(i, encoder, end, end, 40, None, "ada") for i in (items, [items[2], items[1]]))
+    whole, wanted = made
+    found = whole.only([2, 1])
+    for name in ("ids", "starts", "answers"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    assert (found.bytes, found.items) == (wanted.bytes, wanted.items)
 
 
 def test_an_encoder_that_adds_nothing_stays_as_it_is() -> None:

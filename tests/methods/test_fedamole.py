@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
+from coterie.aggregation.assignment import assign_all
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
@@ -28,7 +32,7 @@ def start(values) -> Start:
 
     def make(**method: object) -> LocalRun:
         settings = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}, **method}
-        return joined(parse(values(method=settings, rounds=4)))
+        return joined(parse(values(method=settings, rounds=5)))
 
     return make
 
@@ -91,7 +95,7 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
         for path in PATHS
     ]
     with torch.no_grad():
-        for row in client.samples().ids:
+        for row in client.apart[1].ids:
             model(row[None, :-1])
     for hook in hooks:
         hook.remove()
@@ -106,10 +110,15 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
             assert torch.allclose(upload["experts"][f"{path}.{j}"], mean, atol=1e-5)
 
 
-def test_experts_choose_by_relevance(start) -> None:
+@pytest.mark.parametrize(("score_scale", "dim"), [("rank", 4), ("dim", 32)])
+def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> None:
     """Against the best of all assignments, tried one by one."""
-    local = start(
-        experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router={"top_k": 1}
+    router = {"top_k": 1, "score_scale": score_scale}
+    local = start(experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router=router)
+    given = []
+    monkeypatch.setattr(
+        "coterie.methods.reverse_selection.assign_all",
+        lambda scores, bounds: given.append(scores) or assign_all(scores, bounds),
     )
     one_round(local, 0)
     server = local.server
@@ -118,9 +127,10 @@ def test_experts_choose_by_relevance(start) -> None:
         for j in range(3):
             e = server.expert_means[f"{path}.{j}"].tolist()
             tokens = [server.token_means[name][path].tolist() for name in WRITERS]
-            dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(4) for t in tokens]
+            dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(dim) for t in tokens]
             total = sum(math.exp(dot) for dot in dots)
             scores.append([math.exp(dot) / total for dot in dots])
+        assert given[-1][path] == pytest.approx(np.array(scores))
         orders = [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]
         best = max(
             (order for order in orders if len(set(order)) == 3),
@@ -218,6 +228,45 @@ def test_private_means_are_clipped_and_noisy(start) -> None:
     assert not torch.equal(whole(noisy), whole(again))  # the run's seed does not give it away
 
 
+def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
+    start, monkeypatch
+) -> None:
+    """Two adjacent data sets, the same downloads, five rounds: the bound that the noise assumes."""
+    monkeypatch.setattr("coterie.methods.fedamole.noise_for", lambda *_: 0.0)
+    share, clip = 0.1, 0.5
+    local = start(embeddings={"share": share, **noisy_with(clip=clip)})
+    one: Any = local.clients["poet"]
+    context, count = one.context, len(one.apart[1].ids)
+    exchanged = context.data.train.ids.clone()
+    size = context.window + 1
+    pieces = exchanged.unfold(0, size, size)
+    at = (pieces == one.apart[1].ids[0]).all(1).nonzero()[0, 0]
+    pieces[at] = pieces[at].flip(0)  # one sample of the embedding set is another
+    data = replace(context.data, train=replace(context.data.train, ids=exchanged))
+    other = FedAMoLEClient(one.method, replace(context, data=data))
+    moved = []
+    for round in range(5):
+        local.server.open(round, [*WRITERS])
+        other.take(down(local, "poet"))
+        other.train(round)
+        theirs, uploads = other.upload(round), {n: step(local, n, round) for n in WRITERS}
+        mine = uploads["poet"]
+        assert all(torch.equal(t, theirs["adapter"][n]) for n, t in mine["adapter"].items())
+        moved.append((whole(mine) - whole(theirs)).norm().item())
+        close(local, round, uploads)
+    assert min(moved) > 0
+    assert max(moved) <= 2 * clip / count
+
+
+def test_nothing_is_trained_on_the_embedding_set(start) -> None:
+    client: Any = start(embeddings={"share": 0.3}).clients["poet"]
+    train, samples = client.apart
+    whole_text = client.context.data.train.ids
+    assert len(train.ids) + samples.ids.numel() == len(whole_text)
+    together = torch.cat([train.ids, samples.ids.flatten()])
+    assert torch.equal(together.sort().values, whole_text.long().sort().values)
+
+
 def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
     local = start(embeddings=noisy_with())
     local.server.open(0, [*WRITERS])
@@ -304,7 +353,7 @@ def test_padding_is_in_no_mean(values, questions) -> None:
     upload = one_round(local, 0)["poet"]
     client = local.clients["poet"]
     assert isinstance(client, FedAMoLEClient)
-    samples = client.samples()
+    samples = client.apart[1]
     assert samples.real is not None
     assert not samples.real.all()
     model, seen = client.model(), []

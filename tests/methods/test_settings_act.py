@@ -114,6 +114,7 @@ ROWS: dict[str, Row] = {
     "router.kind": to("vanilla", assignment="random"),
     "router.score_scale": to("dim"),
     "router.renormalise": to(False),
+    "router.load": to("first"),
     # Where a method wants others.
     **{f"{name}:router.top_k": to(1, mlp__specialists=3) for name in ALONE},
     **{f"{name}:router.load_balance": to("none", "uniform", mlp__specialists=3) for name in ALONE},

@@ -63,6 +63,37 @@ def test_tr_routers_learn_apart_from_fresh_training_batches(config, monkeypatch,
     assert updates == [experts] * 2 + [("routers", frozenset({"router"}), "train")] * 3
 
 
+def updates_with(config, name: str, weight: float, top_k: int = 1) -> dict[str, Any]:
+    """The first gradients of every level of a client with three experts: by level and name."""
+    router = {"top_k": top_k, "load_balance_weight": weight}
+    method = {"name": name, "mlp": {"generalists": 1, "specialists": 2}, "router": router}
+    client: Any = joined(config(method=method)).clients["poet"]
+    model, found = client.model(), {}
+    for level in client.training.levels:
+        client.adapter.require_grad(*level.roles)
+        trained = client.adapter.parameters(*level.roles)
+        loss = language_model_loss(model, torch.arange(36).view(2, -1))
+        total = loss if level.penalty is None else loss + level.penalty()
+        gradients = torch.autograd.grad(total, list(trained.values()))
+        found[level.name] = dict(zip(trained, gradients, strict=True))
+    return found
+
+
+def test_the_load_balance_stands_in_both_levels(config) -> None:
+    """CoMiGS, equation 2: the experts' loss has the term, too."""
+    without, with_it = (updates_with(config, "comigs-1g1s", weight, 2) for weight in (0.0, 1.0))
+    for level in ("experts", "routers"):
+        changed = [n for n, g in with_it[level].items() if not torch.equal(g, without[level][n])]
+        assert changed, level
+
+
+@pytest.mark.parametrize("name", ["comigs-1g1s", "pfedmoe"])
+def test_one_expert_per_token_teaches_the_router(config, name) -> None:
+    for gradients in updates_with(config, name, weight=0.0).values():
+        routers = [g for n, g in gradients.items() if n.startswith("router/")]
+        assert all(g.abs().max() > 0 for g in routers)
+
+
 def test_what_mixtures_share(config) -> None:
     for name, roles in (
         ("pfedmoe", {"dense", "generalist"}),

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import attach, detach
@@ -49,6 +50,8 @@ class AmoleLayout:
     """The token router's scores are divided by sqrt(rank), or by sqrt(in) as in the paper."""
     renormalise: bool = True
     """Whether the weights of a token's experts are scaled to sum to 1; not so in the paper."""
+    load: Literal["top_k", "first"] = "top_k"
+    """What counts as an expert's load: the tokens it works on, or those whose best expert it is."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
@@ -65,7 +68,7 @@ class _Routing(NamedTuple):
     """How the last forward pass chose."""
 
     p: Tensor
-    """Softmax scores, (tokens, n); with a gradient only where some experts are left out."""
+    """Softmax scores, (tokens, n); with a gradient only where the load-balance loss has one."""
     works: Tensor
     """1 for the experts that work on a token, else 0: (tokens, n)."""
     real: Tensor | None
@@ -162,7 +165,7 @@ class AmoleLinear(StandIn):
             scores = scores / dim**0.5
         p = scores.softmax(-1)
         works = torch.ones_like(p)
-        if self.balances:
+        if len(self.held) > self.layout.top_k:
             chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
             works = torch.zeros_like(p).scatter(1, chosen, 1)
         mask = real_mask()
@@ -173,20 +176,26 @@ class AmoleLinear(StandIn):
 
     def _weights(self, p: Tensor, works: Tensor) -> Tensor:
         weights = p * works
-        return weights / weights.sum(-1, keepdim=True) if self.layout.renormalise else weights
+        if not self.layout.renormalise or self.layout.top_k == 1:
+            return weights  # scaled to 1, the weight of a single expert would have no gradient
+        return weights / weights.sum(-1, keepdim=True)
 
     @property
     def balances(self) -> bool:
-        """Whether some of the experts held are left out of each token."""
-        return len(self.held) > self.layout.top_k
+        """Whether the load-balance loss has a gradient: some token is not every expert's load."""
+        return len(self.held) > (self.layout.top_k if self.layout.load == "top_k" else 1)
 
     def load_balance(self) -> Tensor:
         """`n sum_j f_j P_j` of the last forward pass's real tokens; 1 where the load is even.
 
-        f_j: share of assignments to expert j (sums to 1, no gradient); P_j: mean softmax score.
+        f_j: share of the load on expert j (sums to 1, no gradient); P_j: mean softmax score. The
+        load is the tokens that an expert works on, or those whose best it is (equation 27).
         """
         last = self._last_routing()
-        f = last.mean(last.works) / self.layout.top_k
+        if self.layout.load == "top_k":
+            f = last.mean(last.works) / self.layout.top_k
+        else:
+            f = last.mean(F.one_hot(last.p.argmax(-1), len(self.held)).to(last.p.dtype))
         return len(self.held) * (f * last.mean(last.p)).sum()
 
     def routing(self) -> Tensor:
@@ -291,12 +300,12 @@ class AmoleAdapter:
 
     @property
     def balances(self) -> bool:
-        """Whether the load-balance loss has a gradient: some router leaves experts out."""
+        """Whether the load-balance loss has a gradient on any module."""
         return any(module.balances for module in self._stand_ins.values())
 
     def load_balance(self) -> Tensor:
-        """The last forward pass's load-balance loss, summed over the modules that leave experts
-        out of a token (in the others it is constant): a scalar, 0 where there is none."""
+        """The last forward pass's load-balance loss, summed over the modules where it is not
+        constant: a scalar, 0 where there is none."""
         losses = [m.load_balance() for m in self._stand_ins.values() if m.balances]
         if not losses:
             return torch.zeros(())

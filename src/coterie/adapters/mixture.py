@@ -96,9 +96,17 @@ class Mixture(StandIn):
         A = self._per_slot(As, dim=0).to(dtype)
         act = native(getattr(self.base, self.shape.act))
         total, low = cast(tuple[Tensor, Tensor], WideExperts.apply(act, self.gain, weights, A, *up))
-        y = getattr(self.base, self.shape.down)(total)
+        y = self._down(total, weights)
         B = torch.cat(Bs, dim=1).to(dtype)
         return torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
+
+    def _down(self, total: Tensor, weights: Tensor) -> Tensor:
+        """The base's way down, of (tokens, hidden); its bias is weighed as the experts are."""
+        down = getattr(self.base, self.shape.down)
+        y = down(total)
+        if self.slots == 1 and self.balances and down.bias is not None:
+            y = y + (weights[0] - 1) * down.bias.to(y.dtype)  # weights of several sum to 1
+        return y
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weights (k, tokens, 1) and, if k < n, each slot's choice as 0 and 1, (k, tokens, n)."""
@@ -111,8 +119,19 @@ class Mixture(StandIn):
         self._logits = only_real(logits if self.balances else logits.detach())
         if not self.balances:
             return logits.softmax(-1).t().unsqueeze(-1), None
+        weights, chosen = self._weights(logits)
+        return weights.t().unsqueeze(-1), F.one_hot(chosen.t(), n)
+
+    def _weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of the k best experts of each token, and which these are: (tokens, k).
+
+        A softmax over the k best scores. Over one score it would be 1 and have no gradient: a
+        single expert counts its probability among all, as in the released code.
+        """
         best, chosen = logits.topk(self.slots, dim=-1)
-        return best.softmax(-1).t().unsqueeze(-1), F.one_hot(chosen.t(), n)
+        if self.slots == 1:
+            return logits.softmax(-1).gather(-1, chosen), chosen
+        return best.softmax(-1), chosen
 
     # Where all experts work on every token, slot s is expert s with its own pair. Otherwise a
     # slot sees the pairs of all experts side by side, and those not chosen count zero: dense
@@ -146,8 +165,8 @@ class Mixture(StandIn):
     def routing(self) -> Tensor:
         """Mean routing weight of each expert in the last forward pass: (experts,)."""
         logits = self._last_logits().detach()
-        best, chosen = logits.topk(self.slots, dim=-1)
-        return torch.zeros_like(logits).scatter(1, chosen, best.softmax(-1)).mean(0)
+        weights, chosen = self._weights(logits)
+        return torch.zeros_like(logits).scatter(1, chosen, weights).mean(0)
 
     def first_experts(self) -> Tensor:
         """The expert with the highest score of each token in the last forward pass: (tokens,)."""

@@ -81,18 +81,19 @@ class Bounds:
         return replace(self, least=share // clients, most=-(-share // clients))
 
 
-def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray) -> np.ndarray:
+def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: int) -> np.ndarray:
     """P: (experts, clients), float64: how much each expert prefers each client.
 
-    The softmax over clients of `e_j . t_c / sqrt(r)`, for the mean embeddings of experts,
-    (experts, r), and of clients' tokens, (clients, r).
+    The softmax over clients of `e_j . t_c / sqrt(dim)`, for the mean embeddings of experts,
+    (experts, r), and of clients' tokens, (clients, r); dim: r, or the layer's width as in the paper
+    (equation 20).
     """
     experts, tokens = (np.asarray(e, np.float64) for e in (expert_embeddings, token_embeddings))
-    return softmax(experts @ tokens.T / math.sqrt(experts.shape[1]), axis=1)
+    return softmax(experts @ tokens.T / math.sqrt(dim), axis=1)
 
 
 def relevance_of_known(
-    experts: Sequence[Tensor | None], clients: Sequence[Tensor | None]
+    experts: Sequence[Tensor | None], clients: Sequence[Tensor | None], dim: int
 ) -> np.ndarray:
     """The relevance by mean embeddings, (r,) each, of which some are not known: None.
 
@@ -102,7 +103,7 @@ def relevance_of_known(
     mean, nothing = known.mean(0), torch.zeros_like(known[0])
     embeddings = torch.stack([nothing if e is None else e for e in experts])
     tokens = torch.stack([mean if t is None else t for t in clients])
-    return relevance(embeddings.numpy(), tokens.numpy())
+    return relevance(embeddings.numpy(), tokens.numpy(), dim)
 
 
 def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:

@@ -46,6 +46,21 @@ class Examples:
         """Tokens of all answers, end tokens included: what a loss or a score is over."""
         return int((self.starts[1:] - self.answers).sum())
 
+    def only(self, chosen: Sequence[int]) -> "Examples":
+        """These samples, in this order."""
+        bounds = [(int(self.starts[n]), int(self.starts[n + 1])) for n in chosen]
+        starts = torch.tensor([0, *(end - start for start, end in bounds)]).cumsum(0)
+        inside = self.answers - self.starts[:-1]
+        items = tuple(self.items[n] for n in chosen)
+        return Examples(
+            torch.cat([self.ids[start:end] for start, end in bounds]),
+            starts,
+            starts[:-1] + inside[torch.as_tensor(chosen)],
+            sum(len(item.answer.encode()) for item in items),
+            items,
+            self.too_long,
+        )
+
     def sample(self, batch: int, chance: torch.Generator) -> Batch:
         """Samples at random, drawn with replacement."""
         return self.batch(torch.randint(len(self), (batch,), generator=chance))

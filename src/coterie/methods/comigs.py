@@ -43,10 +43,11 @@ class MixtureMethod(AdapterMethod):
         router: Router = self.part("router")
         if not isinstance(router, PhasedRouter):
             return super().levels(client)
-        training, rounds = client.context.training, client.context.rounds
+        rate = learning_rate(client.context.training, client.context.rounds)
         experts: tuple[Role, ...] = ("dense", "generalist", "specialist")
+        penalty = self.penalty(client)
         return [
-            Level("experts", experts, "train", learning_rate(training, rounds)),
+            Level("experts", experts, "train", rate, penalty=penalty),
             Level(
                 "routers",
                 ("router",),
@@ -54,12 +55,12 @@ class MixtureMethod(AdapterMethod):
                 lambda step: router.learning_rate,
                 every=router.every,
                 steps=router.steps,
-                penalty=self.penalty(client),
+                penalty=penalty,
             ),
         ]
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
-        """The load-balance loss."""
+        """The load-balance loss, which stands in both levels of the problem (equation 2)."""
         router: Router = self.part("router")
         form, adapter = router.load_balance, client.adapter
         # When every expert is chosen for every token the penalty is constant: skip it.

@@ -8,43 +8,40 @@ expert choose its k_c clients anew, by the relevance of the clients' tokens (RSE
 programme per layer).
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
-from coterie.aggregation.assignment import Bounds, assign_all, relevance_of_known
+from coterie.aggregation.assignment import Bounds
 from coterie.bases.sites import chosen_linears
 from coterie.chance import generator
 from coterie.data.batch import Batch
+from coterie.data.tokens import Split
 from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.exchange import Message, MessageError, Schema, State, check_shapes
 from coterie.methods.adapter import copied, copy, shapes_of
 from coterie.methods.contract import (
     ClientContext,
-    ClientId,
     ClientSide,
     Method,
     ServerContext,
-    ServerSide,
     Setting,
 )
+from coterie.methods.reverse_selection import FedAMoLEServer, Held, expert_name, values_of
 from coterie.methods.settings import AmoleRouter, Attention, Embeddings, LoraAlpha, refuse_unused
 from coterie.privacy.mechanisms import noise_for, private_mean
 from coterie.privacy.secrets import Secrets
-from coterie.training.embeddings import embedding_set, mean_embeddings
+from coterie.training.embeddings import mean_embeddings, set_apart
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
-Held = dict[str, list[int]]
-"""By the path of an adapted layer, the domain experts that a client holds there, ascending."""
 TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
 """Per layer, that a client believes a server to have."""
@@ -117,6 +114,7 @@ class FedAMoLE(Method):
             router=self.router.kind,
             score_scale=self.router.score_scale,
             renormalise=self.router.renormalise,
+            load=self.router.load,
         )
 
     def bounds(self, experts: int, clients: int) -> Bounds:
@@ -155,7 +153,7 @@ class FedAMoLE(Method):
         """Trains what it is handed."""
         return FedAMoLEClient(self, context)
 
-    def server(self, context: ServerContext) -> "FedAMoLEServer":
+    def server(self, context: ServerContext) -> FedAMoLEServer:
         """Averages, and assigns."""
         return FedAMoLEServer(self, context)
 
@@ -174,6 +172,19 @@ class FedAMoLEClient(ClientSide):
         self.means: dict[str, dict[str, Tensor]] = {}
         """What the last round's samples say: `experts` and `tokens`, groups of the upload."""
 
+    @cached_property
+    def apart(self) -> tuple[Split, Batch]:
+        """What is trained on, and the embedding set: other samples, the same in every round.
+
+        So what is told of a sample depends on that sample and on what the server sent, not on an
+        adapter that was trained on it. Made when it is first needed: a model that is only loaded
+        has no samples.
+        """
+        context, embeddings = self.context, self.method.embeddings
+        chance = generator(context.seed, "embedding", context.name)
+        share, most = embeddings.share, embeddings.samples
+        return set_apart(context.data.train, context.window, share, most, chance, context.name)
+
     def _holding(self, held: Held, experts: int) -> AmoleAdapter:
         layout = self.method.layout(experts)
         return AmoleAdapter(self.context.base.model, layout, self.context.seed, held)
@@ -182,8 +193,8 @@ class FedAMoLEClient(ClientSide):
         """Hold the experts that the server hands out."""
         self.held, count = self._told(download)
         self.adapter = self._holding(self.held, count)
-        check_shapes(download["adapter"], shapes_of(_values(self.adapter)))
-        copy(download["adapter"], _values(self.adapter))
+        check_shapes(download["adapter"], shapes_of(values_of(self.adapter)))
+        copy(download["adapter"], values_of(self.adapter))
         self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
 
     def _told(self, download: Message) -> tuple[Held, int]:
@@ -202,6 +213,8 @@ class FedAMoLEClient(ClientSide):
     def train(self, round: int) -> None:
         """Train the experts, and see some samples with them."""
         context, adapter = self.context, self.adapter
+        if self.method.chooses:
+            context = replace(context, data=replace(context.data, train=self.apart[0]))
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
@@ -212,7 +225,7 @@ class FedAMoLEClient(ClientSide):
 
     def upload(self, round: int) -> Message:
         """What was trained, and how it sees some samples."""
-        return Message(round, {"adapter": copied(_values(self.adapter)), **self.means})
+        return Message(round, {"adapter": copied(values_of(self.adapter)), **self.means})
 
     def _load_balance(self) -> Tensor:
         return self.method.router.load_balance_weight * self.adapter.load_balance()
@@ -227,20 +240,13 @@ class FedAMoLEClient(ClientSide):
             chance = generator(self.secrets.of(round), "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
         batch = context.training.batch
-        means = mean_embeddings(context.base, self.adapter, self.samples(), batch, private)
+        means = mean_embeddings(context.base, self.adapter, self.apart[1], batch, private)
         experts = {
-            _expert(path, j): mean.clone()
+            expert_name(path, j): mean.clone()
             for path, held in self.held.items()
             for j, mean in zip(held, means[path][:-1], strict=True)
         }
         return {"experts": experts, "tokens": {p: mean[-1].clone() for p, mean in means.items()}}
-
-    def samples(self) -> Batch:
-        """The embedding set: the same training samples in every round."""
-        context, embeddings = self.context, self.method.embeddings
-        chance = generator(context.seed, "embedding", context.name)
-        share, most = embeddings.share, embeddings.samples
-        return embedding_set(context.data.train, context.window, share, most, chance)
 
     def model(self) -> PreTrainedModel:
         """The base with the experts that are held."""
@@ -255,141 +261,14 @@ class FedAMoLEClient(ClientSide):
         values: dict[str, Any] = {"count": self.adapter.layout.experts, "held": self.held}
         if self.method.embeddings.privacy is not None:
             values["secrets"] = self.secrets.state()
-        return State({"adapter": copied(_values(self.adapter))}, values)
+        return State({"adapter": copied(values_of(self.adapter))}, values)
 
     def restore(self, state: State) -> None:
         """Hold the experts of a state."""
         self.held = state.values["held"]
         self.adapter = self._holding(self.held, state.values["count"])
-        copy(state["adapter"], _values(self.adapter))
+        copy(state["adapter"], values_of(self.adapter))
         self.secrets.restore(state.values.get("secrets", self.secrets.state()))
-
-
-class FedAMoLEServer(ServerSide):
-    """Holds all experts, takes their means in, and lets them choose."""
-
-    def __init__(self, method: FedAMoLE, context: ServerContext) -> None:
-        self.method, self.seed, self.log = method, context.seed, context.log
-        self.experts = method.count(len(context.clients))
-        layout = method.layout(self.experts)
-        self.paths = list(chosen_linears(context.base, layout.targets))
-        everything = dict.fromkeys(self.paths, range(self.experts))
-        adapter = AmoleAdapter(context.base, layout, context.seed, everything)
-        self.parts, self.values = adapter.parts(), _values(adapter)
-        self.expert_means: dict[str, Tensor] = {}
-        """The last mean embeddings, by layer and expert."""
-        self.token_means: dict[ClientId, Tensors] = {}
-        """The last mean token embeddings of each client, by layer."""
-        self.coming: dict[ClientId, Tensors] = {}
-        """The same, of the round in progress."""
-        self.joined: set[ClientId] = set()
-        self.assigned: dict[ClientId, Held] = {}
-        self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
-        """The round, and who takes part in it."""
-
-    def join(self, client: ClientId, hello: Message) -> None:
-        """Experts can choose it from the next round on."""
-        self.joined.add(client)
-
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """Assign experts to those who take part."""
-        super().open(round, participants)
-        self.coming = {}
-        if self.assigned_for != (round, participants):  # else they are those of `close`
-            self._assign(participants)
-        for path in self.paths:
-            of = {client: layers[path] for client, layers in self.assigned.items()}
-            self.log(f"assignment/{path}", of)
-
-    def download(self, client: ClientId) -> Message:
-        """The shared parts, and the client's experts."""
-        if client not in self.assigned:  # it came when all the others had theirs
-            late = self._choices(sorted(self.joined))[client]
-            self.assigned = self.assigned | {client: late}
-        told = {"count": self.experts, "held": self.assigned[client]}
-        return Message(self.round, {"adapter": self._held_by(client)}, told)
-
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        """The client's experts back, and a mean embedding of each."""
-        means = {_expert(p, j): (self.method.attention.rank,) for p, j in self._experts_of(client)}
-        shapes = {"adapter": shapes_of(self._held_by(client))}
-        return {**shapes, "experts": means} if self.method.chooses else shapes
-
-    def receive(self, client: ClientId, upload: Message) -> None:
-        """Keep the client's token embeddings until the end of the round."""
-        paths = self.paths if self.method.chooses else ()
-        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.method.attention.rank,)))
-        self.coming[client] = upload["tokens"]
-
-    def close(self, mean: Message) -> None:
-        """Take the means in, and assign for the next round; what nobody sent stays as it was."""
-        self.values.update(mean["adapter"])
-        self.expert_means.update(mean["experts"])
-        self.token_means.update(self.coming)
-        super().close(mean)
-        self._assign(sorted(self.joined))
-
-    def _experts_of(self, client: ClientId) -> set[tuple[str, int]]:
-        return {(path, j) for path, held in self.assigned[client].items() for j in held}
-
-    def _held_by(self, client: ClientId) -> dict[str, Tensor]:
-        """Of all tensors, those that a client holds."""
-        mine, parts = self._experts_of(client), self.parts
-        return {
-            name: tensor
-            for name, tensor in self.values.items()
-            if (j := parts[name].expert) is None or (parts[name].path, j) in mine
-        }
-
-    def _assign(self, participants: Sequence[ClientId]) -> None:
-        self.assigned_for = self.round, participants
-        self.assigned = self._choices(participants)
-
-    def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
-        """Every layer's experts choose among these clients; depends on the round and them alone."""
-        bounds = self.method.bounds(self.experts, len(participants))
-        scores = {path: self._scores(path, participants) for path in self.paths}
-        chosen = assign_all(scores, bounds)
-        return {
-            client: {path: np.flatnonzero(of[:, i]).tolist() for path, of in chosen.items()}
-            for i, client in enumerate(participants)
-        }
-
-    def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
-        """How much each expert of a layer prefers each client: (experts, clients); at random before
-        anything is known."""
-        tokens = [self.token_means.get(c, {}).get(path) for c in participants]
-        if self.method.chooses and any(mean is not None for mean in tokens):
-            experts = [self.expert_means.get(_expert(path, j)) for j in range(self.experts)]
-            return relevance_of_known(experts, tokens)
-        round = 0 if self.method.assignment == "random-once" else self.round
-        chances = (generator(self.seed, "assign", round, path, c) for c in participants)
-        draws = [torch.rand(self.experts, generator=chance) for chance in chances]
-        return torch.stack(draws, dim=1).numpy()
-
-    def state(self) -> State:
-        """All experts, and what is known of them and of clients."""
-        groups = {"adapter": self.values, "experts": self.expert_means}
-        clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
-        return State(groups, {"round": self.round}, clients)
-
-    def restore(self, state: State) -> None:
-        """Take all back, and assign again for the round to come."""
-        super().restore(state)
-        self.values = {name: state["adapter"][name] for name in self.values}
-        self.expert_means = dict(state["experts"])
-        self.token_means = {client: part["tokens"] for client, part in state.parts.items()}
-        self._assign(sorted(self.joined))
-
-
-def _values(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """What travels of an adapter, by name: views of its parameters, not copies."""
-    return {name: part.parameter.detach() for name, part in adapter.parts().items()}
-
-
-def _expert(path: str, number: int) -> str:
-    """The name of a domain expert's mean embedding."""
-    return f"{path}.{number}"
 
 
 def _are_experts(numbers: Any, count: int) -> bool:

@@ -147,9 +147,9 @@ class PhasedRouter(Router):
 
 
 class Privacy(Settings):
-    """Differential privacy of the mean embeddings of a client's samples.
+    """Differential privacy of the samples of which a client sends mean embeddings.
 
-    It says nothing of the trained adapters, which travel too.
+    It says nothing of the samples that adapters are trained on: those are others.
     """
 
     epsilon: float = Field(
@@ -166,10 +166,13 @@ class Privacy(Settings):
 
 
 class Embeddings(Settings):
-    """Mean embeddings of a few training samples, by which experts choose clients."""
+    """Mean embeddings of samples set apart from training, by which experts choose clients."""
 
     share: float = Field(
-        default=0.05, gt=0, le=1, description="fraction of the training samples to use"
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="fraction of the training samples to set apart for them",
     )
     samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
     privacy: Privacy | None = Field(
@@ -196,11 +199,18 @@ class AmoleRouter(Settings):
     load_balance_weight: float = Field(
         default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
     )
+    load: Literal["top_k", "first"] = Field(
+        default="top_k",
+        description="tokens that count as an expert's load: all that it works on, or those whose "
+        "best expert it is, as in the paper",
+    )
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
         if self.kind == "vanilla":
             refuse_unused(self, "kind: vanilla", "score_scale")
+        if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
+            refuse_unused(self, "top_k: 1", "renormalise")
         return self
 
 

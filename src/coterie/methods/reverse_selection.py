@@ -1,0 +1,158 @@
+"""FedAMoLE's server: it averages the experts, and lets them choose their clients (RSEA).
+
+Shared parts are averaged over all clients, a domain expert over those that hold it. Then every
+layer's experts choose k_c clients each, by the relevance of the clients' tokens; one exact linear
+programme per layer. arXiv 2411.19128, section 4.4.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.adapters import AmoleAdapter
+from coterie.aggregation.assignment import assign_all, relevance_of_known
+from coterie.bases.sites import chosen_linears
+from coterie.chance import generator
+from coterie.exchange import Message, Shapes, State, Tensors, check_shapes
+from coterie.methods.adapter import shapes_of
+from coterie.methods.contract import ClientId, ServerContext, ServerSide
+
+if TYPE_CHECKING:
+    from coterie.methods.fedamole import FedAMoLE
+
+Held = dict[str, list[int]]
+"""By the path of an adapted layer, the domain experts that a client holds there, ascending."""
+
+
+class FedAMoLEServer(ServerSide):
+    """Holds all experts, takes their means in, and lets them choose."""
+
+    def __init__(self, method: "FedAMoLE", context: ServerContext) -> None:
+        self.method, self.seed, self.log = method, context.seed, context.log
+        self.experts = method.count(len(context.clients))
+        layout = method.layout(self.experts)
+        self.paths = list(chosen_linears(context.base, layout.targets))
+        everything = dict.fromkeys(self.paths, range(self.experts))
+        adapter = AmoleAdapter(context.base, layout, context.seed, everything)
+        self.parts, self.values = adapter.parts(), values_of(adapter)
+        self.expert_means: dict[str, Tensor] = {}
+        """The last mean embeddings, by layer and expert."""
+        self.token_means: dict[ClientId, Tensors] = {}
+        """The last mean token embeddings of each client, by layer."""
+        self.coming: dict[ClientId, Tensors] = {}
+        """The same, of the round in progress."""
+        self.joined: set[ClientId] = set()
+        self.assigned: dict[ClientId, Held] = {}
+        self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
+        """The round, and who takes part in it."""
+
+    def join(self, client: ClientId, hello: Message) -> None:
+        """Experts can choose it from the next round on."""
+        self.joined.add(client)
+
+    def open(self, round: int, participants: list[ClientId]) -> None:
+        """Assign experts to those who take part."""
+        super().open(round, participants)
+        self.coming = {}
+        if self.assigned_for != (round, participants):  # else they are those of `close`
+            self._assign(participants)
+        for path in self.paths:
+            of = {client: layers[path] for client, layers in self.assigned.items()}
+            self.log(f"assignment/{path}", of)
+
+    def download(self, client: ClientId) -> Message:
+        """The shared parts, and the client's experts."""
+        if client not in self.assigned:  # it came when all the others had theirs
+            late = self._choices(sorted(self.joined))[client]
+            self.assigned = self.assigned | {client: late}
+        told = {"count": self.experts, "held": self.assigned[client]}
+        return Message(self.round, {"adapter": self._held_by(client)}, told)
+
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        """The client's experts back, and a mean embedding of each."""
+        means = {
+            expert_name(p, j): (self.method.attention.rank,) for p, j in self._experts_of(client)
+        }
+        shapes = {"adapter": shapes_of(self._held_by(client))}
+        return {**shapes, "experts": means} if self.method.chooses else shapes
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        """Keep the client's token embeddings until the end of the round."""
+        paths = self.paths if self.method.chooses else ()
+        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.method.attention.rank,)))
+        self.coming[client] = upload["tokens"]
+
+    def close(self, mean: Message) -> None:
+        """Take the means in, and assign for the next round; what nobody sent stays as it was."""
+        self.values.update(mean["adapter"])
+        self.expert_means.update(mean["experts"])
+        self.token_means.update(self.coming)
+        super().close(mean)
+        self._assign(sorted(self.joined))
+
+    def _experts_of(self, client: ClientId) -> set[tuple[str, int]]:
+        return {(path, j) for path, held in self.assigned[client].items() for j in held}
+
+    def _held_by(self, client: ClientId) -> dict[str, Tensor]:
+        """Of all tensors, those that a client holds."""
+        mine, parts = self._experts_of(client), self.parts
+        return {
+            name: tensor
+            for name, tensor in self.values.items()
+            if (j := parts[name].expert) is None or (parts[name].path, j) in mine
+        }
+
+    def _assign(self, participants: Sequence[ClientId]) -> None:
+        self.assigned_for = self.round, participants
+        self.assigned = self._choices(participants)
+
+    def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
+        """Every layer's experts choose among these clients; depends on the round and them alone."""
+        bounds = self.method.bounds(self.experts, len(participants))
+        scores = {path: self._scores(path, participants) for path in self.paths}
+        chosen = assign_all(scores, bounds)
+        return {
+            client: {path: np.flatnonzero(of[:, i]).tolist() for path, of in chosen.items()}
+            for i, client in enumerate(participants)
+        }
+
+    def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
+        """How much each expert of a layer prefers each client: (experts, clients); at random before
+        anything is known."""
+        tokens = [self.token_means.get(c, {}).get(path) for c in participants]
+        if self.method.chooses and any(mean is not None for mean in tokens):
+            experts = [self.expert_means.get(expert_name(path, j)) for j in range(self.experts)]
+            rank, width = self.values[f"projection/{path}"].shape
+            dim = rank if self.method.router.score_scale == "rank" else width
+            return relevance_of_known(experts, tokens, dim)
+        round = 0 if self.method.assignment == "random-once" else self.round
+        chances = (generator(self.seed, "assign", round, path, c) for c in participants)
+        draws = [torch.rand(self.experts, generator=chance) for chance in chances]
+        return torch.stack(draws, dim=1).numpy()
+
+    def state(self) -> State:
+        """All experts, and what is known of them and of clients."""
+        groups = {"adapter": self.values, "experts": self.expert_means}
+        clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
+        return State(groups, {"round": self.round}, clients)
+
+    def restore(self, state: State) -> None:
+        """Take all back, and assign again for the round to come."""
+        super().restore(state)
+        self.values = {name: state["adapter"][name] for name in self.values}
+        self.expert_means = dict(state["experts"])
+        self.token_means = {client: part["tokens"] for client, part in state.parts.items()}
+        self._assign(sorted(self.joined))
+
+
+def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
+    """What travels of an adapter, by name: views of its parameters, not copies."""
+    return {name: part.parameter.detach() for name, part in adapter.parts().items()}
+
+
+def expert_name(path: str, number: int) -> str:
+    """The name of a domain expert's mean embedding."""
+    return f"{path}.{number}"
