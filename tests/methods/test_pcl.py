@@ -14,7 +14,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import top_logits
-from coterie.testing.rounds import down, joined, one_round
+from coterie.testing.rounds import down, joined, one_round, take
 from coterie.training.loss import language_model_loss
 
 NAMES = ("diarist", "poet", "whaler")
@@ -111,8 +111,8 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
         batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
         ids = batch.ids
         client.model()
-        values_, places = top_logits(client.context.base, batch, 5)
-        logits = client.context.base.model(ids[:, :-1]).logits.flatten(0, 1)
+        values_, places = top_logits(client.context.base, batch, 5, at_once=3)
+        logits = client.context.base.model(ids[:, :-1]).logits[:, -1]
         best = logits.topk(5)
         assert torch.allclose(values_.sort(descending=True).values, best.values, atol=1e-4)
         full = torch.zeros_like(logits).scatter(-1, places, values_.half().float())
@@ -126,6 +126,45 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     assert sorted(uploads) == sorted(NAMES)
     row = poet.method.row(poet, 1, {name: uploads[name] for name in NAMES})
     assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "groups"),
+    [
+        ("pcl-1", "paper", {"adapter", "update"}),
+        ("pcl-1", "released", {"adapter"}),
+        ("pcl-uniform", "paper", {"update"}),
+        ("pcl-uniform", "released", {"adapter"}),
+    ],
+)
+def test_weights_travel_where_they_are_compared_or_mixed(config, name, form, groups) -> None:
+    """Table 1 of the paper: only scores of the weights themselves need them beside the updates."""
+    local = joined(config(method={"name": name, "form": form, "warmup": 1, "every": 1}))
+    assert {frozenset(u.groups) for u in one_round(local, 0).values()} == {frozenset(groups)}
+
+
+@pytest.mark.parametrize("form", ["paper", "released"])
+def test_the_released_form_draws_each_clients_a_apart(config, form) -> None:
+    clients = joined(config(method={"name": "pcl-uniform", "form": form})).clients
+    poet, whaler = (clients[name] for name in ("poet", "whaler"))
+    theirs = adapter(whaler)
+    for name, tensor in adapter(poet).items():
+        apart = form == "released" and poet.parts()[name].factor == "A"
+        assert torch.equal(tensor, theirs[name]) != apart
+
+
+def test_uniform_trust_in_the_released_form_is_federated_averaging_after_a_warm_up(config) -> None:
+    local = joined(
+        config(method={"name": "pcl-uniform", "form": "released", "warmup": 2, "every": 1})
+    )
+    for round in range(3):
+        uploads = one_round(local, round)
+        if round < 1:
+            assert not any(upload.groups for upload in uploads.values())
+    take(local)
+    for name, tensor in adapter(local.clients["poet"]).items():
+        mean = torch.stack([upload["adapter"][name] for upload in uploads.values()]).mean(0)
+        assert torch.allclose(tensor, mean, atol=1e-6)
 
 
 def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:

@@ -82,13 +82,15 @@ def test_the_mean_loss_is_over_counted_tokens(bases, family) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_top_logits_are_those_of_counted_tokens(bases, family) -> None:
+def test_the_top_logits_are_those_after_the_last_token_of_each_sample(bases, family) -> None:
     base = load_base(str(bases / family), "fp32", 16)
-    rows, batch = padded()
-    best = logits_alone(base, rows).topk(3)
-    values, places = top_logits(base, batch, 3)
-    order = best.indices.argsort(-1)
-    assert torch.equal(places, best.indices.gather(-1, order))
-    torch.testing.assert_close(values, best.values.gather(-1, order))
-    values, places = top_logits(base, Batch(batch.ids), 3)
-    assert values.shape == places.shape == (4 * 11, 3)
+    _, batch = padded()
+    assert batch.real is not None
+    rows = [row[: int(real.sum())] for row, real in zip(batch.ids, batch.real, strict=True)]
+    for samples, read in ((batch, rows), (Batch(batch.ids), list(batch.ids[:, :-1]))):
+        last = torch.stack([base.model(row[None]).logits[0, -1] for row in read])
+        best = last.topk(3)
+        values, places = top_logits(base, samples, 3, at_once=2)
+        order = best.indices.argsort(-1)
+        assert torch.equal(places, best.indices.gather(-1, order))
+        torch.testing.assert_close(values, best.values.gather(-1, order))

@@ -158,6 +158,8 @@ class Method(BaseModel):
     """What it shares and keeps, in one line."""
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
     """Which model of a client is the result: after local training, or after the last download."""
+    exchanges: ClassVar[int] = 1
+    """Downloads and uploads that make one round of the run file; the sides count exchanges."""
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Json, Message, MessageError, Schema, State
+from coterie.exchange import Json, Message, MessageError, Schema, Shapes, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import SERVER, ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.distillation import Distiller
@@ -112,6 +112,11 @@ class FedMKT(AdapterMethod):
         up = (*mean.up, KNOWLEDGE) if self.teaches else mean.up
         return Schema((*mean.hello, *VOCABULARY), up, (*mean.down, KNOWLEDGE))
 
+    def averages(self, exchange: int) -> bool:
+        """Whether an exchange (0 is the first) ends with the mean of adapters; else predictions
+        are exchanged. The first download, as if after exchange -1, has adapters, too."""
+        return exchange % self.exchanges == 1
+
     @property
     def mixes_bases(self) -> bool:
         """Clients may have any base, unless their adapters are averaged, too."""
@@ -143,11 +148,16 @@ class FedMKT(AdapterMethod):
 
 
 class FedMKTFedAvg(FedMKT):
-    """The paper's homogeneous setting: clients with one base average their adapters as well."""
+    """The paper's homogeneous setting: clients with one base average their adapters as well.
+
+    Each has learnt from the server by then, so a round takes two exchanges: of predictions, and
+    then of adapters.
+    """
 
     name: ClassVar[str] = "fedmkt-fedavg"
     summary: ClassVar[str] = "as fedmkt, with averaged LoRA pairs; all clients have the same base"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+    exchanges: ClassVar[int] = 2
 
 
 class LLM2SLM(FedMKT):
@@ -195,25 +205,37 @@ class FedMKTClient(AdapterClient):
         return Message(0, {"vocabulary": _spelt(self.vocabulary)}, values)
 
     def take(self, download: Message) -> None:
-        """Learn from what the server predicts better; before the first round it tells nothing."""
-        super().take(download)
+        """Learn from what the server predicts better; before the first round it tells nothing.
+
+        Where adapters are averaged, their mean comes with the other downloads.
+        """
+        if self.method.averages(download.round - 1):
+            super().take(download)
         if not download["knowledge"]:
             return
         size, distiller = len(self.vocabulary.tokens), self.distiller
         theirs = Knowledge.received(download["knowledge"], size, self.method.logits)
         distiller.begin(distiller.knowledge())
         distiller.offer(0, theirs)
-        loss, quality = distiller.distil(download.round), distiller.quality()
+        done = download.round // self.method.exchanges
+        loss, quality = distiller.distil(done), distiller.quality()
         self.context.log("taught", {"after": download.round, "loss": loss, **quality})
 
+    def train(self, round: int) -> None:
+        """The local steps, before predictions are exchanged."""
+        if not self.method.averages(round):
+            super().train(round // self.method.exchanges)
+
     def upload(self, round: int) -> Message:
-        """What is known now, of samples that are not this client's own."""
-        upload, private = super().upload(round), self.private
+        """What is known now, of samples that are not this client's own; or the adapter."""
+        if self.method.averages(round):
+            return super().upload(round)
+        private = self.private  # a warning, too, where nothing is taught
         if not self.method.teaches:
-            return upload
+            return Message(round)
         known = self.distiller.knowledge()
         known = known.only(~torch.isin(known.samples, private))
-        return replace(upload, groups={**upload.groups, "knowledge": known.tensors()})
+        return Message(round, {"knowledge": known.tensors()})
 
 
 class FedMKTServer(AdapterServer):
@@ -252,36 +274,44 @@ class FedMKTServer(AdapterServer):
         """Await what clients know."""
         super().open(round, participants)
         self.names = sorted(participants)
-        if self.method.teaches:
+        if self.method.teaches and not self.method.averages(round):
             self.distiller.begin(self.known or self.distiller.knowledge())
 
     def download(self, client: ClientId) -> Message:
-        """What the server predicts, in the client's tokens."""
-        mean = super().download(client)
-        if self.known is None:
-            return mean
+        """The mean of adapters, or what the server predicts, in the client's tokens."""
+        if self.known is None or self.method.averages(self.round - 1):
+            return super().download(client)
         _, _, back = self.clients[client]
         tokens = back.ids[self.known.tokens.long()]
         told = replace(self.known, tokens=tokens).tensors()
-        return replace(mean, groups={**mean.groups, "knowledge": told})
+        return Message(self.round, {"knowledge": told})
+
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        """Adapters, where these are exchanged."""
+        return super().expects(client) if self.method.averages(self.round) else {}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep what this client predicts best so far."""
         size, there, _ = self.clients[client]
-        if self.method.teaches:
+        if self.method.teaches and not self.method.averages(self.round):
             theirs = Knowledge.received(upload["knowledge"], size, self.method.logits)
             self.distiller.offer(self.names.index(client), theirs, there.ids)
 
     def close(self, mean: Message) -> None:
-        """Learn, and predict anew."""
+        """Learn, and predict anew; or take the mean of adapters in."""
+        if not self.method.averages(self.round):
+            self._learn()
+        super().close(mean)
+
+    def _learn(self) -> None:
         if self.method.teaches:
-            loss, teachers = self.distiller.distil(self.round), self.distiller.teachers
+            done = self.round // self.method.exchanges
+            loss, teachers = self.distiller.distil(done), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
             quality = self.distiller.quality()
             self.log("taught", {"after": self.round, "loss": loss, **quality, "by": counts})
         if self.method.teaches or self.known is None:
             self.known = self.distiller.knowledge()
-        super().close(mean)
 
     def model(self) -> PreTrainedModel:
         """The server's own."""

@@ -7,7 +7,8 @@ mixes: theta_i <- theta_i + sum_j w_ij Delta_j, with Delta_j the update of clien
 exchange (algorithm 1). The strategies differ in the score alone.
 
 The released code differs from the paper; `form: released` selects it: it averages weights rather
-than updates, and its scores are others (see each strategy).
+than updates, draws the A of each client's pairs apart, and its scores are others (see each
+strategy).
 """
 
 import math
@@ -17,7 +18,9 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import nn
 
+from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance, trust_row
 from coterie.chance import generator
 from coterie.data.batch import Batch
@@ -70,12 +73,14 @@ class PCL(AdapterMethod):
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     evidence: ClassVar[tuple[Travels, ...]] = ()
-    """What travels beside the adapters, for the scores."""
+    """What travels beside what is mixed, for the scores."""
+    compares: ClassVar[bool] = True
+    """Whether scores are of the others' weights, so that these travel even where updates do."""
 
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    warmup: int = Field(default=4, ge=1, description="rounds before the first exchange")
+    warmup: int = Field(default=5, ge=1, description="rounds before the first exchange")
     every: int = Field(default=2, ge=1, description="rounds between exchanges")
     mix: bool = Field(default=True, description="mix models by trust; false: measure trust only")
     form: Literal["paper", "released"] = Field(
@@ -87,13 +92,28 @@ class PCL(AdapterMethod):
         return rounds >= self.warmup and (rounds - self.warmup) % self.every == 0
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Adapters up; everybody else's down, under their names."""
+        """What is mixed and compared up; everybody else's down, under their names."""
         family = super().schema()
-        adapter = replace(family.up[0], reduce="each")
-        update = Travels("update", "change of the adapter since the last exchange")
-        up = (adapter, *((update,) if self.form == "paper" else ()), *self.evidence)
+        groups = {
+            "adapter": replace(family.up[0], reduce="each"),
+            "update": Travels("update", "change of the adapter since the last exchange"),
+        }
+        up = (*(groups[name] for name in self.groups), *self.evidence)
         theirs = (replace(f, what=f"from other clients: {f.what}", peers=True) for f in up)
         return Schema(family.hello, up, tuple(theirs))
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of an adapter's tensors that travel: what is mixed, and what is compared."""
+        if self.form == "released":
+            return ("adapter",)
+        return ("adapter", "update") if self.compares else ("update",)
+
+    def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
+        """As released, each client's A begins with values of its own."""
+        if self.form == "paper":
+            return super().adapter(base, seed, client)
+        return Adapter(base, self.layout(client), seed, client, lambda part: part.factor != "A")
 
     def client(self, context: ClientContext) -> "PCLClient":
         """Scores and mixes."""
@@ -154,14 +174,15 @@ class PCLValidation(PCL):
 
 
 class PCLPredictions(PCL):
-    """Strategy 3: minus the l1 distance of predictions on a public text, per token.
+    """Strategy 3: minus the l1 distance of predictions on a public text, the mean over samples.
 
-    Predictions are the top logits, which travel sparse. (Released: a client's distances are divided
-    by their sum and multiplied by 10.)
+    A prediction is the top logits after a sample's last token, which travel sparse. (Released: a
+    client's distances are divided by their sum and multiplied by 10.)
     """
 
     name: ClassVar[str] = "pcl-3"
     summary: ClassVar[str] = "adapters and predictions on a public set sent to all clients"
+    compares: ClassVar[bool] = False
     evidence: ClassVar[tuple[Travels, ...]] = (
         Travels(
             "logits",
@@ -172,7 +193,7 @@ class PCLPredictions(PCL):
 
     trusted: Trusted = Trusted()
     public_batches: int = Field(default=4, ge=1, description="batches of the public set")
-    logits: int = Field(default=100, ge=1, description="largest logits sent per token")
+    logits: int = Field(default=100, ge=1, description="largest logits sent per sample")
 
     def check(self, setting: Setting) -> None:
         """There is a public text, too."""
@@ -184,12 +205,12 @@ class PCLPredictions(PCL):
             )
 
     def observed(self, context: ClientContext, rounds: int) -> Groups:
-        """The client's top logits on this exchange's public windows: (tokens, logits)."""
+        """The client's top logits on this exchange's public samples: (samples, logits)."""
         assert context.public is not None, "check() made sure of it"
         count = self.public_batches * context.training.batch
         chance = generator(context.seed, "public", rounds)  # the same windows for all clients
         batch = sample_batch(context.public, count, context.window, chance)
-        values, places = top_logits(context.base, batch, self.logits)
+        values, places = top_logits(context.base, batch, self.logits, context.training.batch)
         return {"logits": {"values": values.half(), "places": places.int()}}
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
@@ -207,9 +228,10 @@ class PCLPredictions(PCL):
 
 
 class PCLUniform(PCL):
-    """Everybody trusts everybody alike."""
+    """Everybody trusts everybody alike: federated averaging that begins after `warmup` rounds."""
 
     name: ClassVar[str] = "pcl-uniform"
+    compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; equal trust in all"
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
@@ -224,6 +246,7 @@ class PCLTheoretical(PCL):
     """
 
     name: ClassVar[str] = "pcl-theoretical"
+    compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
     mixtures: dict[ClientId, dict[str, float]] = Field(
@@ -293,12 +316,12 @@ class PCLClient(AdapterClient):
 
     def _exchanged(self, rounds: int) -> Message:
         """What the others learn of this client after so many rounds."""
-        groups: dict[str, Tensors] = {"adapter": copied(self.shared)}
-        if self.method.form == "paper":
-            start = self.kept["start"]
-            groups["update"] = {n: p.detach() - start[n] for n, p in self.shared.items()}
+        start = self.kept["start"]
+        update = {n: p.detach() - start[n] for n, p in self.shared.items()}
+        groups: dict[str, Tensors] = {"adapter": copied(self.shared), "update": update}
         self.model()
-        return Message(rounds - 1, {**groups, **self.method.observed(self.context, rounds)})
+        mine = {name: groups[name] for name in self.method.groups}
+        return Message(rounds - 1, {**mine, **self.method.observed(self.context, rounds)})
 
     @torch.no_grad()
     def _mix(self, row: Row, uploads: Uploads) -> None:
@@ -346,8 +369,8 @@ class PCLServer(AdapterServer):
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
         held = self.held[client] if self.method.due(self.round + 1) else {}
-        check_shapes(upload["adapter"], held)
-        check_shapes(upload["update"], held if self.method.form == "paper" else {})
+        for group in self.method.groups:
+            check_shapes(upload[group], held)
         for field in self.method.evidence:
             names = field.dtype if held else ()
             if upload[field.name].keys() != set(names):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters.padding import real_tokens
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
@@ -16,7 +15,7 @@ from coterie.data.tokens import Tokens
 from coterie.data.windows import evaluation_windows
 from coterie.scoring.answers import accuracy, answer_losses, exact, rouge_l, with_choices
 from coterie.scoring.generation import generate_answers
-from coterie.training.loss import token_losses
+from coterie.training.loss import logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)
@@ -145,16 +144,20 @@ def mean_loss(base: Base, batch: Batch, at_once: int) -> float:
 
 
 @torch.no_grad()
-def top_logits(base: Base, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every counted token: values and places, (tokens, k), places
-    ascending. One sample's logits are held at a time."""
+def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits after the last token that is read of each sample: values and places,
+    (samples, k), places ascending. So many samples are read at once."""
     found = []
     with autocast(base.precision, base.device.type):
-        for ids, counted, real in batch.to(base.device).split(1):
-            with real_tokens(real):
-                logits = base.model(input_ids=ids[:, :-1], use_cache=False).logits
-            logits = logits[0] if counted is None else logits[counted]
-            places = logits.topk(k).indices.sort().values
-            found.append((logits.gather(-1, places).float().cpu(), places.cpu()))
+        for part in batch.to(base.device).split(at_once):
+            for logits in logits_in_pieces(base.model, part._replace(counted=_last(part))):
+                places = logits.topk(k).indices.sort().values
+                found.append((logits.gather(-1, places).float().cpu(), places.cpu()))
     values, places = zip(*found, strict=True)
     return torch.cat(values), torch.cat(places)
+
+
+def _last(batch: Batch) -> Tensor:
+    """Which token is the last that is read of each sample: (batch, time) bool."""
+    read = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
+    return read & (read.cumsum(1) == read.sum(1, keepdim=True))
