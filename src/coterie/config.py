@@ -60,6 +60,11 @@ class RunConfig(Sections):
         """Where relative paths start."""
         return Path(self.data_root)
 
+    @property
+    def exchanges(self) -> int:
+        """Downloads and uploads of the whole run: one a round, unless the method has others."""
+        return self.method.exchanges(self.rounds)
+
     def base_of(self, name: str) -> str:
         """The base of a client, or of the `server` where it has a model of its own."""
         name = self._whose(name)

@@ -269,9 +269,9 @@ def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
     for rank, weight in zip(ranks, weights, strict=True):
         B, A = torch.randn(7, rank, generator=chance), torch.randn(rank, 4, generator=chance)
         before = B.clone(), A.clone()
-        mean.add(B, A, weight)
+        mean.add(B, A, weight, weight**2)
         Bs[:, :rank] += weight / sum(weights) * B
-        As[:rank] += weight / sum(weights) * A
+        As[:rank] += weight**2 / sum(w**2 for w in weights) * A
         assert torch.equal(B, before[0])
         assert torch.equal(A, before[1])
     B, A = mean.result()
@@ -288,7 +288,7 @@ def test_the_first_of_the_largest_rank_is_not_changed_by_those_after_it() -> Non
     mean = PaddedMean(2)
     B, A = torch.ones(3, 2).double(), torch.ones(2, 3).double()
     for _ in range(2):
-        mean.add(B, A, 3.0)
+        mean.add(B, A, 3.0, 3.0)
     assert B.eq(1).all()
     assert A.eq(1).all()
     assert mean.result()[0].eq(1).all()

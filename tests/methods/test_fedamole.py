@@ -95,7 +95,7 @@ def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
         for path in PATHS
     ]
     with torch.no_grad():
-        for row in client.apart[1].ids:
+        for row in client.samples.ids:
             model(row[None, :-1])
     for hook in hooks:
         hook.remove()
@@ -236,13 +236,14 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     share, clip = 0.1, 0.5
     local = start(embeddings={"share": share, **noisy_with(clip=clip)})
     one: Any = local.clients["poet"]
-    context, count = one.context, len(one.apart[1].ids)
-    exchanged = context.data.train.ids.clone()
+    context, count = one.context, len(one.samples.ids)
+    local_data = start(assignment="random").clients["poet"].context.data  # with the embedding set
+    exchanged = local_data.train.ids.clone()
     size = context.window + 1
     pieces = exchanged.unfold(0, size, size)
-    at = (pieces == one.apart[1].ids[0]).all(1).nonzero()[0, 0]
+    at = (pieces == one.samples.ids[0]).all(1).nonzero()[0, 0]
     pieces[at] = pieces[at].flip(0)  # one sample of the embedding set is another
-    data = replace(context.data, train=replace(context.data.train, ids=exchanged))
+    data = replace(context.data, train=replace(local_data.train, ids=exchanged))
     other = FedAMoLEClient(one.method, replace(context, data=data))
     moved = []
     for round in range(5):
@@ -260,8 +261,8 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
 
 def test_nothing_is_trained_on_the_embedding_set(start) -> None:
     client: Any = start(embeddings={"share": 0.3}).clients["poet"]
-    train, samples = client.apart
-    whole_text = client.context.data.train.ids
+    train, samples = client.context.data.train, client.samples
+    whole_text = start(assignment="random").clients["poet"].context.data.train.ids
     assert len(train.ids) + samples.ids.numel() == len(whole_text)
     together = torch.cat([train.ids, samples.ids.flatten()])
     assert torch.equal(together.sort().values, whole_text.long().sort().values)
@@ -353,7 +354,7 @@ def test_padding_is_in_no_mean(values, questions) -> None:
     upload = one_round(local, 0)["poet"]
     client = local.clients["poet"]
     assert isinstance(client, FedAMoLEClient)
-    samples = client.apart[1]
+    samples = client.samples
     assert samples.real is not None
     assert not samples.real.all()
     model, seen = client.model(), []

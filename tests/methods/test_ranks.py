@@ -18,7 +18,8 @@ from coterie.engines.part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.exchange import Message, MessageError, State, Tensors
-from coterie.methods.ranks import HetLora, HetLoraClient, present_rank
+from coterie.methods.hetlora import HetLora, HetLoraClient
+from coterie.methods.ranks import kept, present_rank
 from coterie.methods.settings import SharedSets
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
@@ -62,10 +63,10 @@ def upload(run: LocalRun, client: str, seed: int) -> Message:
     return Message(0, {"adapter": rest, "experts": experts})
 
 
-def update(client: str, tensors: Tensors, pair: str) -> np.ndarray:
-    """The dense `g B A` in float64."""
+def update(client: str, tensors: Tensors, pair: str, form: str = "paper") -> np.ndarray:
+    """The dense `g B A` in float64; as released with CoMiGS, g is alpha / r."""
     B, A = (tensors[f"{pair}.{which}"].double().numpy() for which in "BA")
-    return gain(client) * B @ A
+    return (gain(client) if form == "paper" else 16 / RANKS[client]) * B @ A
 
 
 def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
@@ -103,18 +104,19 @@ def test_attention_is_averaged_uniformly(name: str, start: Callable[..., LocalRu
 
 @pytest.mark.parametrize("clients", [["diarist", "poet", "whaler"], ["poet", "whaler"], ["poet"]])
 @pytest.mark.parametrize("pair", [UP, DOWN])
+@pytest.mark.parametrize("form", ["paper", "released"])
 def test_flexlora_sends_the_best_update_of_each_rank(
-    clients: list[str], pair: str, start: Callable[..., LocalRun]
+    clients: list[str], pair: str, form: str, start: Callable[..., LocalRun]
 ) -> None:
-    run = start("flexlora")
+    run = start("flexlora", form=form)
     uploads = one_round(run, clients)
     weight = sum(TOKENS[name] for name in clients)
-    mean = sum(TOKENS[n] / weight * update(n, uploads[n]["experts"], pair) for n in clients)
+    mean = sum(TOKENS[n] / weight * update(n, uploads[n]["experts"], pair, form) for n in clients)
     U, S, Vt = np.linalg.svd(mean, full_matrices=False)  # pyright: ignore
     for name, rank in RANKS.items():  # also for clients that missed the round
         got = run.server.download(name)["experts"]
         best = (U[:, :rank] * S[:rank]) @ Vt[:rank]
-        np.testing.assert_allclose(update(name, got, pair), best, atol=1e-5 * S[0])
+        np.testing.assert_allclose(update(name, got, pair, form), best, atol=1e-5 * S[0])
         # Directions that no update has must not be dead: A is not zero where B is.
         assert got[f"{pair}.A"].norm(dim=1).min() > 0.9
 
@@ -167,6 +169,40 @@ def test_hetlora_pads_and_weighs_by_norm(
         np.testing.assert_allclose(got[f"{UP}.A"].numpy(), A[:rank], atol=1e-5)
         expected = B[:, :rank] / gain(name)
         np.testing.assert_allclose(got[f"{UP}.B"].numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(
+    start: Callable[..., LocalRun],
+) -> None:
+    run, clients = start("hetlora", form="released"), [*RANKS]
+    run.server.open(0, clients)
+    messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
+    for scale, name in enumerate(clients, start=1):
+        messages[name]["experts"][f"{UP}.B"].mul_(scale)
+    close(run, 0, messages)
+    for end, shape in (("A", (7, 32)), ("B", (128, 7))):
+        sent = {n: m["experts"][f"{UP}.{end}"].double().numpy() for n, m in messages.items()}
+        total, mean = sum(np.linalg.norm(tensor) for tensor in sent.values()), np.zeros(shape)
+        for tensor in sent.values():
+            rows, columns = tensor.shape
+            mean[:rows, :columns] += np.linalg.norm(tensor) / total * tensor
+        for name, rank in RANKS.items():
+            got = run.server.download(name)["experts"][f"{UP}.{end}"].numpy()
+            cut = mean[:rank] if end == "A" else mean[:, :rank]
+            np.testing.assert_allclose(got, cut, rtol=1e-5, atol=1e-5)
+
+
+def test_flexlora_as_released_has_the_penalty_of_hetlora(start: Callable[..., LocalRun]) -> None:
+    client: Any = start("flexlora", form="released").clients["whaler"]
+    plain: Any = start("flexlora").clients["whaler"]
+    assert plain.training.levels[0].penalty is None
+    for parameter in client.adapter.parameters("generalist").values():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    expected = 0.0
+    for a, b in client.pairs.items():  # rank 7: the tail begins at floor(0.99 * 7)
+        A, B = client.shared[a].detach().numpy(), client.shared[b].detach().numpy()
+        expected += 0.01 * np.linalg.norm(B[:, 6:]) * np.linalg.norm(A[6:])
+    assert client.training.levels[0].penalty().item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., LocalRun]) -> None:
@@ -227,7 +263,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
         else:
             expected += np.linalg.norm(B[:, 4:]) * np.linalg.norm(A[4:])
     assert penalty().item() == pytest.approx(0.01 * expected, rel=1e-5)
-    assert [method.kept(rank) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
+    assert [kept(rank, 0.6) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
 
 
 def tails(client: HetLoraClient) -> dict[str, float]:
@@ -235,8 +271,8 @@ def tails(client: HetLoraClient) -> dict[str, float]:
     found = {}
     for a, b in client.pairs.items():
         A, B = client.shared[a], client.shared[b]
-        kept = max(1, int(0.6 * present_rank(A)))
-        found[a] = (B[:, kept:].square().sum().sqrt() * A[kept:].square().sum().sqrt()).item()
+        left = max(1, int(0.6 * present_rank(A)))
+        found[a] = (B[:, left:].square().sum().sqrt() * A[left:].square().sum().sqrt()).item()
     return found
 
 

@@ -90,6 +90,7 @@ ROWS: dict[str, Row] = {
     "sync_every": to(2),
     "outer_learning_rate": to(0.5),
     "outer_momentum": to(0.0),
+    "fusion_share": to(0.3),
     "virtual_tokens": to(5),
     "init_text": to(None, "Once upon a time"),
     "encoder_hidden_size": to(24),

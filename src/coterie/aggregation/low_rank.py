@@ -57,29 +57,29 @@ def product_norm(B: Tensor, A: Tensor) -> float:
 
 
 class PaddedMean:
-    """The weighted mean of pairs B A of different ranks, padded with zeros to the largest."""
+    """The weighted mean of factors B and A of different ranks, padded with zeros to the largest."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._weight = rank, 0.0
-        self._sums: tuple[Tensor, Tensor] | None = None
+        self._rank = rank
+        self._sums: list[Tensor] = []
+        self._weights = [0.0, 0.0]
         self.largest = 0
         """The largest rank that came."""
 
-    def add(self, B: Tensor, A: Tensor, weight: float) -> None:
+    def add(self, B: Tensor, A: Tensor, weight_B: float, weight_A: float) -> None:
         """Count in B: (out, r) and A: (r, in), r of at most the largest rank."""
         missing = self._rank - len(A)
         padded = F.pad(B, (0, missing)), F.pad(A, (0, 0, 0, missing))
-        if self._sums is None:
-            b, a = (tensor.to(torch.float64, copy=True).mul_(weight) for tensor in padded)
-            self._sums = b, a
-        else:
-            for total, tensor in zip(self._sums, padded, strict=True):
-                total.add_(tensor, alpha=weight)
-        self._weight += weight
+        if not self._sums:
+            self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in padded]
+        for i, weight in enumerate((weight_B, weight_A)):
+            self._sums[i].add_(padded[i], alpha=weight)
+            self._weights[i] += weight
         self.largest = max(self.largest, len(A))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """B: (out, rank) and A: (rank, in), float32."""
-        assert self._sums is not None, "something was added"
-        B, A = ((total / self._weight).to(torch.float32) for total in self._sums)
+        assert self._sums, "something was added"
+        means = (total / w for total, w in zip(self._sums, self._weights, strict=True))
+        B, A = (mean.to(torch.float32) for mean in means)
         return B, A

@@ -22,6 +22,11 @@ class Batch(NamedTuple):
         masks = (None if mask is None else mask.to(device) for mask in self[1:])
         return type(self)(self.ids.to(device), *masks)
 
+    def only(self, rows: Tensor) -> Self:
+        """Some of the samples, by their numbers."""
+        masks = (None if mask is None else mask[rows] for mask in self[1:])
+        return type(self)(self.ids[rows], *masks)
+
     def split(self, size: int) -> Iterator[Self]:
         """The same in batches of at most `size`."""
         for start in range(0, len(self.ids), size):

@@ -87,8 +87,8 @@ class Rounds(ABC):
         config = self.config
         tokens = int(config.training.batch * self.sample * (self.texts if config.pooled else 1))
         with self.watch as watch, TemporaryDirectory() as spool:
-            watch.start(config.label, config.rounds, done, len(self.names), tokens)
-            for round in range(done, config.rounds):
+            watch.start(config.label, config.exchanges, done, len(self.names), tokens)
+            for round in range(done, config.exchanges):
                 began = time.monotonic()
                 self.recorder.round = round
                 self._round(round, Path(spool))
@@ -102,7 +102,7 @@ class Rounds(ABC):
     def _round(self, round: int, spool: Path) -> None:
         self.exchange(round, spool)
         score_server(self.config, self.server, self.own, round, self.recorder.log)
-        if round + 1 == self.config.rounds:
+        if round + 1 == self.config.exchanges:
             self._finish()
 
     def exchange(self, round: int, spool: Path) -> None:

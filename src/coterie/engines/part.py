@@ -74,7 +74,7 @@ class ClientPart:
             return
         before = self.side.state() if self.config.method.reports == "trained" else None
         self._take(download)
-        self._score("aggregated", self.config.rounds - 1)
+        self._score("aggregated", self.config.exchanges - 1)
         if before is not None:
             self.side.restore(before)
 
@@ -148,7 +148,7 @@ def contribution(
 def due(config: RunConfig, round: int) -> bool:
     """Whether models are scored in a round (0 is the first): every so many, and in the last."""
     every = config.evaluation.every
-    return round + 1 == config.rounds or (every is not None and (round + 1) % every == 0)
+    return round + 1 == config.exchanges or (every is not None and (round + 1) % every == 0)
 
 
 def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:

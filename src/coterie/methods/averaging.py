@@ -82,7 +82,7 @@ class FFALora(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     mlp: SharedSets | None = SharedSets(sets=1, rank=16)
-    attention: Attention | None = Attention(rank=16)
+    attention: Attention | None = Attention()
     lora: Lora = Lora()
 
     def layout(self, client: ClientId) -> Layout:

@@ -158,8 +158,6 @@ class Method(BaseModel):
     """What it shares and keeps, in one line."""
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
     """Which model of a client is the result: after local training, or after the last download."""
-    exchanges: ClassVar[int] = 1
-    """Downloads and uploads that make one round of the run file; the sides count exchanges."""
 
     @model_validator(mode="before")
     @classmethod
@@ -194,6 +192,13 @@ class Method(BaseModel):
     def server(self, context: ServerContext) -> ServerSide:
         """The side that lives on the server."""
         return ServerSide()
+
+    def exchanges(self, rounds: int) -> int:
+        """How often a download and an upload are exchanged in so many rounds of a run file.
+
+        The two sides, and all records of a run, count these.
+        """
+        return rounds
 
     def counts(self, message: Message) -> dict[str, int]:
         """What people may divide a message's size by, of which it holds so many.

@@ -1,9 +1,10 @@
 """FDLoRA (arXiv 2406.07925): a shared LoRA and a private one, fused by two weights per client.
 
-In round 0 every client trains a private adapter alone; the mean of these is the first shared one.
-From then on a round is an inner loop, a client's AdamW steps on the shared adapter, and an outer
-step of the server, SGD with Nesterov momentum on `shared - mean(uploads)`. For its own model a
-client adds both adapters, weighted by what a gradient-free search finds on its training text:
+Before the first round every client trains alone; the mean of these adapters is the first shared
+one. From then on a round is an inner loop, a client's AdamW steps on the shared adapter, and an
+outer step of the server, SGD with Nesterov momentum on `shared - mean(uploads)`. For its own model
+a client adds both adapters, weighted by what a gradient-free search finds on samples that are set
+apart from training:
 
     A = w1 A_shared + w2 A_private,    B = w1 B_shared + w2 B_private
 """
@@ -22,19 +23,19 @@ from transformers import PreTrainedModel
 
 from coterie.bases.precision import autocast
 from coterie.chance import generator
-from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext
 from coterie.methods.fedit import TARGETS
 from coterie.methods.settings import Attention, Lora, refuse_unused
+from coterie.training.apart import set_apart
 from coterie.training.local import LocalTraining
 from coterie.training.loss import language_model_loss
-from coterie.training.schedule import learning_rate
+from coterie.training.schedule import Level, learning_rate
 
 BATCHES = 5
-"""Of training text, to score weights on."""
+"""Of the fusion set, to score weights on."""
 SEARCHES = 5
 """Weights that are tried."""
 LARGEST = 1.5
@@ -58,21 +59,37 @@ class FDLora(AdapterMethod):
     )
     private: Literal["snapshot", "trained"] = Field(
         default="snapshot",
-        description="private adapter: snapshot of the locally trained shared adapter every "
-        "sync_every rounds, as released; or trained separately in every round, as "
-        "in the paper",
+        description="private adapter: snapshot of the locally trained shared adapter in the first "
+        "round and then every sync_every rounds, as released; or trained separately in every "
+        "round, as in the paper",
     )
     sync_every: int = Field(default=5, ge=1, description="rounds between snapshots")
     outer_learning_rate: float = Field(
         default=1.0, gt=0, description="learning rate of the server's SGD"
     )
     outer_momentum: float = Field(default=0.5, ge=0, lt=1, description="Nesterov's")
+    fusion_share: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="fraction of the training samples to set apart for the search of both "
+        "adapters' weights",
+    )
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
         if self.private == "trained":
             refuse_unused(self, "private: trained", "sync_every")
         return self
+
+    def exchanges(self, rounds: int) -> int:
+        """One more than rounds: clients train alone before the first."""
+        return rounds + 1
+
+    def levels(self, client: AdapterClient) -> list[Level]:
+        """As always; the learning rate's schedule has one round more."""
+        rate = learning_rate(client.context.training, self.exchanges(client.context.rounds))
+        return [replace(level, learning_rate=rate) for level in super().levels(client)]
 
     def client(self, context: ClientContext) -> "FDLoraClient":
         """Two adapters."""
@@ -89,6 +106,7 @@ class FDLoraClient(AdapterClient):
     method: FDLora
 
     def __init__(self, method: FDLora, context: ClientContext) -> None:
+        context, self.samples = set_apart(context, "fusion set", method.fusion_share)
         super().__init__(method, context)
         self.private, self.fused = (
             method.adapter(context.base.model, context.seed, context.name) for _ in range(2)
@@ -103,11 +121,14 @@ class FDLoraClient(AdapterClient):
         """Replace the shared adapter by the server's; after the last round, weigh both anew."""
         _nevergrad()  # before work is done in vain
         super().take(download)
-        if download.round == self.context.rounds:
+        if download.round == self.method.exchanges(self.context.rounds):
             self._fuse(download.round)
 
     def train(self, round: int) -> None:
-        """The first stage alone, where it is not done; then the shared adapter's local steps."""
+        """The first stage alone, where it is not done; then the shared adapter's local steps.
+
+        The first stage is exchange 0, and round 0 of the paper exchange 1.
+        """
         if not self.began:
             self._begin()
         if round == 0:
@@ -144,8 +165,7 @@ class FDLoraClient(AdapterClient):
 
     def _training_alone(self, context: ClientContext, name: str) -> LocalTraining:
         """The private adapter's training, on batches of its own."""
-        rate = learning_rate(context.training, context.rounds)
-        levels = [replace(lv, name=name, learning_rate=rate) for lv in self.training.levels]
+        levels = [replace(level, name=name) for level in self.method.levels(self)]
         return LocalTraining(context, self.private, levels)
 
     def _begin(self) -> None:
@@ -160,17 +180,17 @@ class FDLoraClient(AdapterClient):
         """Bring the private adapter up to date after a round's local steps."""
         if self.method.private == "trained":
             self.private_training.round(round)
-        elif round % self.method.sync_every == 0:
+        elif (round - 1) % self.method.sync_every == 0:
             copy(self.adapter.parameters(), self.private.parameters())
 
     @torch.no_grad()
     def _fuse(self, round: int) -> None:
-        """Search weights that minimise `loss + 0.05 mean(|w1|, |w2|)` on training text."""
-        context = self.context
+        """Search weights that minimise `loss + 0.05 mean(|w1|, |w2|)` on the fusion set."""
+        context, samples = self.context, self.samples
         chance = generator(context.seed, "fusion", context.name, round)
         batch = context.training.batch
-        samples = sample_batch(context.data.train, BATCHES * batch, context.window, chance)
-        batches = list(samples.to(context.base.device).split(batch))
+        drawn = torch.randint(len(samples.ids), (BATCHES * batch,), generator=chance)
+        batches = list(samples.only(drawn).to(context.base.device).split(batch))
 
         def cost(weights: Any) -> float:
             self.weights = [float(weight) for weight in weights]

@@ -9,8 +9,7 @@ programme per layer).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,8 +21,6 @@ from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
 from coterie.aggregation.assignment import Bounds
 from coterie.bases.sites import chosen_linears
 from coterie.chance import generator
-from coterie.data.batch import Batch
-from coterie.data.tokens import Split
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
 from coterie.methods.adapter import copied, copy, shapes_of
@@ -38,7 +35,8 @@ from coterie.methods.reverse_selection import FedAMoLEServer, Held, expert_name,
 from coterie.methods.settings import AmoleRouter, Attention, Embeddings, LoraAlpha, refuse_unused
 from coterie.privacy.mechanisms import noise_for, private_mean
 from coterie.privacy.secrets import Secrets
-from coterie.training.embeddings import mean_embeddings, set_apart
+from coterie.training.apart import set_apart
+from coterie.training.embeddings import mean_embeddings
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
@@ -162,7 +160,11 @@ class FedAMoLEClient(ClientSide):
     """Holds other experts every round, so its optimiser begins anew with each (as released)."""
 
     def __init__(self, method: FedAMoLE, context: ClientContext) -> None:
-        self.method, self.context = method, context
+        self.method = method
+        if method.chooses:
+            share, most = method.embeddings.share, method.embeddings.samples
+            context, self.samples = set_apart(context, "embedding", share, most)
+        self.context = context
         base = context.base.model
         self.paths = list(chosen_linears(base, method.attention.targets))
         self.held: Held = {path: [] for path in self.paths}
@@ -171,19 +173,6 @@ class FedAMoLEClient(ClientSide):
         """What noise is drawn from: the server knows the run's seed, and could take it off."""
         self.means: dict[str, dict[str, Tensor]] = {}
         """What the last round's samples say: `experts` and `tokens`, groups of the upload."""
-
-    @cached_property
-    def apart(self) -> tuple[Split, Batch]:
-        """What is trained on, and the embedding set: other samples, the same in every round.
-
-        So what is told of a sample depends on that sample and on what the server sent, not on an
-        adapter that was trained on it. Made when it is first needed: a model that is only loaded
-        has no samples.
-        """
-        context, embeddings = self.context, self.method.embeddings
-        chance = generator(context.seed, "embedding", context.name)
-        share, most = embeddings.share, embeddings.samples
-        return set_apart(context.data.train, context.window, share, most, chance, context.name)
 
     def _holding(self, held: Held, experts: int) -> AmoleAdapter:
         layout = self.method.layout(experts)
@@ -213,8 +202,6 @@ class FedAMoLEClient(ClientSide):
     def train(self, round: int) -> None:
         """Train the experts, and see some samples with them."""
         context, adapter = self.context, self.adapter
-        if self.method.chooses:
-            context = replace(context, data=replace(context.data, train=self.apart[0]))
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
@@ -240,7 +227,7 @@ class FedAMoLEClient(ClientSide):
             chance = generator(self.secrets.of(round), "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
         batch = context.training.batch
-        means = mean_embeddings(context.base, self.adapter, self.apart[1], batch, private)
+        means = mean_embeddings(context.base, self.adapter, self.samples, batch, private)
         experts = {
             expert_name(path, j): mean.clone()
             for path, held in self.held.items()

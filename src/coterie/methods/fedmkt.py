@@ -80,6 +80,8 @@ class FedMKT(AdapterMethod):
     shared_roles: ClassVar[tuple[Role, ...]] = ()
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""
+    per_round: ClassVar[int] = 1
+    """Exchanges that make a round."""
 
     attention: Attention = Attention()
     lora: Lora = Lora(scale="rank")
@@ -115,7 +117,11 @@ class FedMKT(AdapterMethod):
     def averages(self, exchange: int) -> bool:
         """Whether an exchange (0 is the first) ends with the mean of adapters; else predictions
         are exchanged. The first download, as if after exchange -1, has adapters, too."""
-        return exchange % self.exchanges == 1
+        return exchange % self.per_round == 1
+
+    def exchanges(self, rounds: int) -> int:
+        """Two a round where adapters are averaged, too."""
+        return rounds * self.per_round
 
     @property
     def mixes_bases(self) -> bool:
@@ -157,7 +163,7 @@ class FedMKTFedAvg(FedMKT):
     name: ClassVar[str] = "fedmkt-fedavg"
     summary: ClassVar[str] = "as fedmkt, with averaged LoRA pairs; all clients have the same base"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
-    exchanges: ClassVar[int] = 2
+    per_round: ClassVar[int] = 2
 
 
 class LLM2SLM(FedMKT):
@@ -217,14 +223,14 @@ class FedMKTClient(AdapterClient):
         theirs = Knowledge.received(download["knowledge"], size, self.method.logits)
         distiller.begin(distiller.knowledge())
         distiller.offer(0, theirs)
-        done = download.round // self.method.exchanges
+        done = download.round // self.method.per_round
         loss, quality = distiller.distil(done), distiller.quality()
         self.context.log("taught", {"after": download.round, "loss": loss, **quality})
 
     def train(self, round: int) -> None:
         """The local steps, before predictions are exchanged."""
         if not self.method.averages(round):
-            super().train(round // self.method.exchanges)
+            super().train(round // self.method.per_round)
 
     def upload(self, round: int) -> Message:
         """What is known now, of samples that are not this client's own; or the adapter."""
@@ -305,7 +311,7 @@ class FedMKTServer(AdapterServer):
 
     def _learn(self) -> None:
         if self.method.teaches:
-            done = self.round // self.method.exchanges
+            done = self.round // self.method.per_round
             loss, teachers = self.distiller.distil(done), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
             quality = self.distiller.quality()

@@ -1,4 +1,4 @@
-"""FlexLoRA and HetLoRA: clients whose low-rank experts have ranks of their own.
+"""FlexLoRA, and what HetLoRA shares with it: clients whose experts have ranks of their own.
 
 Ranks concern the MLPs' experts; attention's pairs have one rank and are averaged like any other, as
 in CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every pair at the largest rank,
@@ -8,24 +8,28 @@ that sent it; B is divided by the gain of the client that receives it.
 
 import math
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from coterie.adapters import Part, Trainable, pairs_of
-from coterie.aggregation.low_rank import LowRankSum, PaddedMean, product_norm
+from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer, shapes_of
+from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
 REPORTS = Literal["trained", "aggregated"]
+FORM: Any = Field(
+    default="paper", description="formulas of the paper, or of CoMiGS's released comparison"
+)
+RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
+"""What FlexLoRA's loss has there, too, although it never prunes."""
 Pairs = dict[str, str]
 """Of the experts' pairs: the name of each A, and that of its B."""
 
@@ -42,7 +46,7 @@ class RankClient(AdapterClient):
 
     def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.pairs: Pairs = {a.name: b.name for a, b in _expert_pairs(self.adapter)}
+        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter)}
 
     def take(self, download: Message) -> None:
         """Replace the shared parameters by the server's."""
@@ -87,7 +91,7 @@ class RankServer(AdapterServer):
         for a, rank in self.ranks[client].items():
             b = self.pairs[a]
             experts[a] = rest.pop(a)[:rank]
-            experts[b] = rest.pop(b)[:, :rank] / self._gain(client)
+            experts[b] = rest.pop(b)[:, :rank] / self.method.gain(client)
         return Message(self.round, {"adapter": rest, "experts": experts})
 
     def expects(self, client: ClientId) -> dict[str, Shapes]:
@@ -103,7 +107,7 @@ class RankServer(AdapterServer):
         check_shapes(experts, shapes)
         self.ranks[client] = {a: shapes[a][0] for a in self.ranks[client]}
         for a in self.ranks[client]:
-            B = self._gain(client) * experts[self.pairs[a]].double()
+            B = self.method.gain(client) * experts[self.pairs[a]].double()
             self.count(client, a, B, experts[a])
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
@@ -128,17 +132,26 @@ class RankServer(AdapterServer):
         super().restore(state)
         self.ranks = dict(state.values["ranks"])
 
-    def _gain(self, client: ClientId) -> float:
-        layout = self.method.layout(client)
+
+class RankMethod(AdapterMethod):
+    """Experts of ranks of their own."""
+
+    mixes_ranks: ClassVar[bool] = True
+
+    def gain(self, client: ClientId) -> float:
+        """The factor of a client's B A in what the server counts together."""
+        layout = self.layout(client)
         return layout.gain(layout.rank)
 
 
-class FlexLora(AdapterMethod):
+class FlexLora(RankMethod):
     """The mean of the clients' full updates, cut to each client's rank by its SVD.
 
     With n_k training tokens and gain g_k of client k, the update is
     `W = sum_k n_k g_k B_k A_k / sum_k n_k = U S V^T`, and client k gets `B = U_r S_r / g_k`,
-    `A = V_r^T`: of all updates of its rank r, `g_k B A` is the one nearest to W.
+    `A = V_r^T`: of all updates of its rank r, `g_k B A` is the one nearest to W. (Released with
+    CoMiGS: on the server g_k is alpha / r, whatever it is in training; and the clients' losses have
+    HetLoRA's penalty, although nothing is pruned.)
     """
 
     name: ClassVar[str] = "flexlora"
@@ -147,15 +160,26 @@ class FlexLora(AdapterMethod):
         "client-specific ranks; full updates averaged and truncated to each rank by SVD"
     )
     reports: ClassVar[REPORTS] = "aggregated"
-    mixes_ranks: ClassVar[bool] = True
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
     lora: Lora = Lora()
+    form: Literal["paper", "released"] = FORM
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Pairs of each, and the number of training tokens."""
         return ranked(super().schema(), TOKENS)
+
+    def gain(self, client: ClientId) -> float:
+        """As released, updates are alpha / r B A on the server, whatever they are in training."""
+        layout = self.layout(client)
+        return layout.alpha / layout.rank if self.form == "released" else super().gain(client)
+
+    def penalty(self, client: AdapterClient) -> Penalty | None:
+        """As released, HetLoRA's penalty on the last ranks."""
+        if self.form == "paper":
+            return None
+        return weighted_tails(client, RELEASED_GAMMA, RELEASED_PENALTY)
 
     def client(self, context: ClientContext) -> "FlexLoraClient":
         """Trains like any other; says how much text it has."""
@@ -217,142 +241,25 @@ class FlexLoraServer(RankServer):
             self.shared[self.pairs[a]] = (B / self.weights[a]).float()
 
 
-class HetLora(AdapterMethod):
-    """Zero-padded pairs, averaged by the size of the clients' updates; ranks shrink by themselves.
-
-    The server pads A_k and g_k B_k with zeros to the largest rank and weighs them, for every linear
-    layer, by `||g_k B_k A_k||_F / sum_j ||g_j B_j A_j||_F`. With tail the rows of A and columns of
-    B from floor(gamma r) on, a client adds `penalty_weight * ||B_tail||_F ||A_tail||_F`, summed
-    over layers, to its loss; where that product has become smaller in a round, it drops the tail
-    for good. Its gain stays that of its first rank.
-    """
-
-    name: ClassVar[str] = "hetlora"
-    paper: ClassVar[str] = "arXiv 2401.06432"
-    summary: ClassVar[str] = (
-        "client-specific ranks that can shrink; zero-padded LoRA pairs averaged"
-    )
-    reports: ClassVar[REPORTS] = "aggregated"
-    mixes_ranks: ClassVar[bool] = True
-
-    mlp: SharedSets = SharedSets(sets=1, rank=16)
-    attention: Attention | None = Attention()
-    lora: Lora = Lora()
-    gamma: float = Field(
-        default=0.99, gt=0, le=1, description="fraction of the rank kept when pruning"
-    )
-    penalty_weight: float = Field(
-        default=5e-4, ge=0, description="weight of the pruning penalty in the loss"
-    )
-
-    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pairs of each."""
-        return ranked(super().schema())
-
-    def kept(self, rank: int) -> int:
-        """The rank that is left when the tail is pruned."""
-        return max(1, math.floor(self.gamma * rank))
-
-    def tail(self, A: Tensor, B: Tensor) -> Tensor:
-        """`||B_tail||_F ||A_tail||_F` of a pair at its present rank: a scalar."""
-        kept = self.kept(present_rank(A))
-        return torch.linalg.norm(B[:, kept:]) * torch.linalg.norm(A[kept:])
-
-    def penalty(self, client: AdapterClient) -> Penalty:
-        """The weighted sum of the tails."""
-        pairs = [(a.parameter, b.parameter) for a, b in _expert_pairs(client.adapter)]
-
-        def tails() -> Tensor:
-            products = [self.tail(A, B) for A, B in pairs]
-            return self.penalty_weight * torch.stack(products).sum()
-
-        return tails
-
-    def client(self, context: ClientContext) -> "HetLoraClient":
-        """Prunes its ranks."""
-        return HetLoraClient(self, context)
-
-    def server(self, context: ServerContext) -> "HetLoraServer":
-        """Pads and weighs."""
-        return HetLoraServer(self, context)
+def kept(rank: int, gamma: float) -> int:
+    """The rank that is left when the tail is pruned."""
+    return max(1, math.floor(gamma * rank))
 
 
-class HetLoraClient(RankClient):
-    """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
-    gradient, so they stay zero, and the present rank can be read off A."""
-
-    method: HetLora
-
-    def take(self, download: Message) -> None:
-        """Take pairs of the present rank in; a larger one, after a lost upload, is cut."""
-        experts = dict(download["experts"])
-        check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
-        for a, b in self.pairs.items():
-            mine = self.shared[a]
-            present = present_rank(mine)
-            A, B = experts[a][:present], experts[b][:, :present]
-            missing = len(mine) - len(A)
-            experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
-        super().take(replace(download, groups={**download.groups, "experts": experts}))
-
-    def train(self, round: int) -> None:
-        """As any client, then prune."""
-        before = {a: self._tail(a) for a in self.pairs}
-        super().train(round)
-        for a in self.pairs:
-            if self._tail(a) < before[a]:
-                self._zero_from(self.method.kept(present_rank(self.shared[a])), a)
-        parts = [self.parts()[a] for a in self.pairs]
-        ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.parameter) for p in parts}
-        self.context.log("rank", ranks)
-
-    def upload(self, round: int) -> Message:
-        """What was pruned is not uploaded."""
-        whole = super().upload(round)
-        experts = dict(whole["experts"])
-        for a, b in self.pairs.items():
-            rank = present_rank(self.shared[a])
-            experts[a], experts[b] = experts[a][:rank].clone(), experts[b][:, :rank].clone()
-        return replace(whole, groups={**whole.groups, "experts": experts})
-
-    def _tail(self, a: str) -> float:
-        return self.method.tail(self.shared[a], self.shared[self.pairs[a]]).item()
-
-    @torch.no_grad()
-    def _zero_from(self, rank: int, a: str) -> None:
-        """Values and moments."""
-        A, B = self.shared[a], self.shared[self.pairs[a]]
-        for tensor in (A, *self.training.moments(A)):
-            tensor[rank:] = 0
-        for tensor in (B, *self.training.moments(B)):
-            tensor[:, rank:] = 0
+def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
+    """`||B_tail||_F ||A_tail||_F` of a pair at its present rank: a scalar."""
+    left = kept(present_rank(A), gamma)
+    return torch.linalg.norm(B[:, left:]) * torch.linalg.norm(A[left:])
 
 
-class HetLoraServer(RankServer):
-    """Averages padded pairs by the norm of their update."""
+def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
+    """The sum of all experts' tails, weighted: HetLoRA's penalty."""
+    pairs = [(a.parameter, b.parameter) for a, b in expert_pairs(client.adapter)]
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """No pair has come in yet."""
-        super().open(round, participants)
-        self.means: dict[str, PaddedMean] = {}
+    def tails() -> Tensor:
+        return weight * torch.stack([tail(A, B, gamma) for A, B in pairs]).sum()
 
-    def expected(self, client: ClientId, experts: Tensors) -> Shapes:
-        """The first shapes, or lower ranks."""
-        held = [a for a in self.pairs if a in self.held[client]]
-        return _shrunk(experts, self.held[client], {a: self.pairs[a] for a in held})
-
-    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        """Add a padded and weighted pair; if all updates of a pair are zero they weigh the same."""
-        mean = self.means.setdefault(a, PaddedMean(len(self.shared[a])))
-        mean.add(B, A, max(product_norm(B, A), 1e-100))
-
-    def close(self, mean: Message) -> None:
-        """Replace what was uploaded; rows and columns that nobody sent stay."""
-        super().close(mean)
-        for a, padded in self.means.items():
-            b, rank, (B, A) = self.pairs[a], padded.largest, padded.result()
-            self.shared[a] = torch.cat([A[:rank], self.shared[a][rank:]])
-            self.shared[b] = torch.cat([B[:, :rank], self.shared[b][:, rank:]], dim=1)
+    return tails
 
 
 def present_rank(A: Tensor) -> int:
@@ -361,18 +268,6 @@ def present_rank(A: Tensor) -> int:
     return int(rows[-1]) + 1 if len(rows) else 1
 
 
-def _expert_pairs(adapter: Trainable) -> list[tuple[Part, Part]]:
+def expert_pairs(adapter: Trainable) -> list[tuple[Part, Part]]:
     """A and B of every shared expert's linear layers."""
     return pairs_of({n: p for n, p in adapter.parts().items() if p.role == "generalist"})
-
-
-def _shrunk(experts: Tensors, whole: Shapes, pairs: Pairs) -> Shapes:
-    """The shapes to expect of pairs that may have lower ranks, but not rank zero."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for a, b in pairs.items():
-        (rank, columns), (rows, _) = whole[a], whole[b]
-        A = experts.get(a)
-        if A is not None and A.dim() == 2 and 1 <= len(A) <= rank:
-            rank = len(A)
-        shapes[a], shapes[b] = (rank, columns), (rows, rank)
-    return shapes

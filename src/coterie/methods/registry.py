@@ -28,7 +28,7 @@ OWN = {
     "fedavg-ft": "averaging:FedAvgFT",
     "fedprox": "averaging:FedProx",
     "ffa-lora": "averaging:FFALora",
-    "hetlora": "ranks:HetLora",
+    "hetlora": "hetlora:HetLora",
     "flexlora": "ranks:FlexLora",
     "pcl-uniform": "pcl:PCLUniform",
     "pcl-theoretical": "pcl:PCLTheoretical",

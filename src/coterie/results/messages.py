@@ -58,7 +58,7 @@ def first_exchange(run: LocalRun) -> Messages:
         name: {"hello": schema.receive("hello", part.hello())} for name, part in run.parts.items()
     }
     with TemporaryDirectory() as spool:
-        for round in range(run.config.rounds if schema.up else 1):
+        for round in range(run.config.exchanges if schema.up else 1):
             run.exchange(round, Path(spool))
             for name in names:
                 messages[name]["up"] = schema.receive("up", (Path(spool) / name).read_bytes())

@@ -13,37 +13,7 @@ from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
-from coterie.data.examples import Examples
-from coterie.data.tokens import Split, Tokens
-from coterie.errors import CoterieError
 from coterie.training.loss import hidden_states
-
-
-def set_apart(
-    train: Split, window: int, share: float, most: int, chance: torch.Generator, owner: str
-) -> tuple[Split, Batch]:
-    """A training text without the embedding set, and that set: nothing is trained on it.
-
-    It is a random share of the samples, at least one and at most `most`. Of a stream, samples are
-    pieces of window + 1 tokens that do not overlap. Raises CoterieError if none is left to
-    train on.
-    """
-    size = window + 1
-    whole = len(train) if isinstance(train, Examples) else len(train.ids) // size
-    count = min(most, max(1, round(share * whole)))
-    if count >= whole:
-        raise CoterieError(
-            f"The embedding set would take all training samples of {owner!r} ({whole}); add text, "
-            "or lower method.embeddings.share."
-        )
-    order = torch.randperm(whole, generator=chance)
-    if isinstance(train, Examples):
-        return train.only(sorted(order[count:].tolist())), train.batch(order[:count])
-    pieces = train.ids.unfold(0, size, size)[order[:count]]
-    taken = torch.zeros(len(train.ids), dtype=torch.bool)
-    taken.unfold(0, size, size)[order[:count]] = True
-    rest = train.ids[~taken]
-    return Tokens(rest, train.bytes * len(rest) // len(train.ids)), Batch(pieces.long())
 
 
 @torch.no_grad()

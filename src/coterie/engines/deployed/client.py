@@ -242,7 +242,7 @@ class SiteRun:
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Take in the last download; the folder then holds the result. Returns its entries."""
-        last, began = self.config.rounds - 1, time.monotonic()
+        last, began = self.config.exchanges - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")
             with self._whole():

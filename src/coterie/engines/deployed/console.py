@@ -126,7 +126,7 @@ class ClientBoard(LiveDisplay):
             case "away":
                 self._say(f"{value}; retrying")
             case "joined":
-                self.rounds, self.began = value.config.rounds, time.monotonic()
+                self.rounds, self.began = value.config.exchanges, time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):

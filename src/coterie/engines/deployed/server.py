@@ -138,9 +138,9 @@ class ServerRun:
     def rounds(self) -> None:
         """All rounds that are left."""
         done = self._restore()
-        self.watch.start(self.config.label, self.config.rounds, done)
+        self.watch.start(self.config.label, self.config.exchanges, done)
         with TemporaryDirectory() as spool:
-            for round in range(done, self.config.rounds):
+            for round in range(done, self.config.exchanges):
                 began = time.monotonic()
                 self.round = self.recorder.round = round
                 counted = self._round(Path(spool))
@@ -210,7 +210,7 @@ class ServerRun:
 
     def _finish(self, spool: Path) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
-        self.round = self.recorder.round = self.config.rounds
+        self.round = self.recorder.round = self.config.exchanges
         self._ask("finish", self.hellos)
         began = time.monotonic()
         longest = max(GRACE, self.config.deployment.deadline)
@@ -290,7 +290,7 @@ class ServerRun:
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if kind != "join":
-            of = min(self.round, self.config.rounds - 1)
+            of = min(self.round, self.config.exchanges - 1)
             self.recorder.log(name, "bytes/down", len(body), of)
         self.watch.moved(name, 0, len(data))
 
@@ -352,7 +352,7 @@ class ServerRun:
 
     def _record_entries(self, names: Iterable[str]) -> None:
         """Record what clients told of their last steps, each under its own name."""
-        last = min(self.round, self.config.rounds - 1)
+        last = min(self.round, self.config.exchanges - 1)
         for name in sorted(names):
             for entry in self.seats[name].entries:
                 if entry.client is not None and not entry.name.startswith(COUNTED_HERE):
@@ -383,7 +383,7 @@ class ServerRun:
     def _restore(self) -> int:
         done = self.folder.rounds()
         # What was told at the end stays: who told it may have left.
-        self.folder.forget_from(done if done < self.config.rounds else done + 1)
+        self.folder.forget_from(done if done < self.config.exchanges else done + 1)
         if done:
             engine = self.folder.load("engine")
             self.base = engine.values["base"]

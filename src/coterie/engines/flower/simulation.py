@@ -93,7 +93,7 @@ class SimulatedRun(Rounds):
         return self._all("step", round, self._download)
 
     def _finish(self) -> None:
-        deque(self._all("finish", self.config.rounds, self._download), maxlen=0)
+        deque(self._all("finish", self.config.exchanges, self._download), maxlen=0)
 
     def _client_states(self) -> Iterator[tuple[ClientId, State]]:
         for name in self.names:
