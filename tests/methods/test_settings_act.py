@@ -66,6 +66,7 @@ ROWS: dict[str, Row] = {
     "attention.targets": to("c_proj|o_proj"),
     "lora.alpha": to(3.0),
     "lora.scale": to("rank"),
+    "lora.dropout": to(0.3),
     "router.top_k": to(1, mlp__generalists=3),
     "router.load_balance": to("none", "uniform", mlp__generalists=3),
     "router.load_balance_weight": to(1.0, mlp__generalists=3),

@@ -1,15 +1,17 @@
 """The bi-level schedule: which parameters move on which text, and when."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from transformers import get_cosine_schedule_with_warmup
 
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.runs import RunFolder, Watch
 from coterie.training import local
-from coterie.training.schedule import learning_rate
+from coterie.training.schedule import learning_rate, learning_rate_beside
 from coterie.training.spec import TrainingSpec
 
 
@@ -116,3 +118,70 @@ def test_one_step_is_adamw_on_the_mean_cross_entropy(run) -> None:
         sure = (gradient == 0) | (gradient.abs() > 1e-6)  # its sign does not hang on rounding
         assert sure.float().mean() > 0.5
         assert torch.allclose(p[sure], expected[sure], atol=2e-5, rtol=0)
+
+
+def torch_rates(kind: Any, steps: int, **settings: Any) -> list[float]:
+    """What a scheduler of torch sets, step by step."""
+    optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2e-3)
+    scheduler, rates = kind(optimiser, **settings), []
+    for _ in range(steps):
+        rates.append(optimiser.param_groups[0]["lr"])
+        optimiser.step()
+        scheduler.step()
+    return rates
+
+
+def rates_of(steps: int, rounds: int = 1, **training: Any) -> list[float]:
+    rate = learning_rate(TrainingSpec(steps=steps, **training), rounds)
+    return [rate(step) for step in range(steps * rounds)]
+
+
+@pytest.mark.parametrize("warmup", [0.3, 0.02, 0.025, 0.5])
+@pytest.mark.parametrize("steps", [100, 37, 3])
+def test_one_cycle_is_torch_s(warmup: float, steps: int) -> None:
+    settings: dict[str, Any] = {"max_lr": 2e-3, "pct_start": warmup, "cycle_momentum": False}
+    one = torch.optim.lr_scheduler.OneCycleLR
+    if warmup * steps != 1:  # there torch divides by zero
+        expected = torch_rates(
+            one, steps, total_steps=steps, div_factor=25, final_div_factor=0.2, **settings
+        )
+        found = rates_of(steps, schedule="one-cycle", warmup=warmup, final_learning_rate=4e-4)
+        assert found == pytest.approx(expected, rel=1e-9)
+    expected = torch_rates(
+        one, 2 * steps, total_steps=2 * steps, div_factor=100, final_div_factor=1e4, **settings
+    )
+    given = {"initial_learning_rate": 2e-5, "final_learning_rate": 2e-9}
+    found = rates_of(steps, 2, schedule="one-cycle", warmup=warmup, **given)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.008, 0.1, 0.95])
+def test_a_warm_up_and_a_cosine_are_transformers(warmup: float) -> None:
+    def scheduler(optimiser):
+        return get_cosine_schedule_with_warmup(optimiser, math.ceil(60 * warmup), 60)
+
+    expected = torch_rates(scheduler, 60)
+    assert rates_of(30, 2, warmup=warmup, final_learning_rate=0) == pytest.approx(expected)
+
+
+def test_a_warm_up_leads_to_a_constant_rate() -> None:
+    found = rates_of(5, 2, warmup=0.4, schedule="constant", initial_learning_rate=1e-3)
+    assert found == pytest.approx([1e-3, 1.25e-3, 1.5e-3, 1.75e-3, *[2e-3] * 6])
+    found = rates_of(5, 2, warmup=0.4, restart=True, learning_rate_decay=0.5)
+    assert found == pytest.approx([0, 1e-3, *[2e-3] * 3, 0, 0.5e-3, *[1e-3] * 3])
+
+
+def test_a_schedule_can_restart_in_every_round() -> None:
+    for kind in ({}, {"schedule": "one-cycle"}):
+        spec: dict[str, Any] = {"warmup": 0.2, **kind}
+        assert rates_of(10, 3, restart=True, **spec) == rates_of(10, 1, **spec) * 3
+
+
+def test_updates_beside_the_local_steps_have_the_schedule_if_it_restarts() -> None:
+    spec = TrainingSpec(steps=10, warmup=0.5, restart=True, final_learning_rate=0)
+    rate = learning_rate_beside(spec, 3, 2, 4)
+    assert [rate(n) for n in range(4)] == pytest.approx([0, 1e-3, 2e-3, 1e-3])
+    rate = learning_rate_beside(TrainingSpec(steps=10, warmup=0.5), 2, 0, 4)
+    assert [rate(n) for n in range(4)] == [2e-3] * 4  # not the 0 of a warm-up's first step
+    whole = learning_rate(TrainingSpec(steps=10), 2)
+    assert learning_rate_beside(TrainingSpec(steps=10), 2, 1, 4)(3) == whole(10)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import attach, detach
+from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Role
 from coterie.adapters.lora import LoraPair
 from coterie.adapters.padding import real_mask
@@ -52,6 +53,8 @@ class AmoleLayout:
     """Whether the weights of a token's experts are scaled to sum to 1; not so in the paper."""
     load: Literal["top_k", "first"] = "top_k"
     """What counts as an expert's load: the tokens it works on, or those whose best expert it is."""
+    dropout: float = 0.0
+    """Rate of dropout on what every expert's A reads, in training; the router reads all."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
@@ -142,7 +145,7 @@ class AmoleLinear(StandIn):
         return torch.addmm(y.flatten(0, -2), low, B, alpha=self.layout.gain).view_as(y)
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All that is computed from tokens (tokens, in), in one product.
+        """All that is computed from tokens (tokens, in), in one product unless inputs drop out.
 
         What the router sees, (tokens, r) or with a gate (tokens, n); A_s x: (tokens, r), or
         (tokens, 0) without a shared expert; and the domain experts' embeddings: (tokens, n, r).
@@ -150,9 +153,13 @@ class AmoleLinear(StandIn):
         token = self.layout.router == "token"
         router = self.router if token else self.router.index_select(0, self._rows)
         As = [] if self.shared is None else [self.shared.A]
-        A = torch.cat([router, *As, self.A.flatten(0, 1)]).to(tokens.dtype)
         widths = [len(router), sum(map(len, As)), len(self.held) * self.layout.rank]
-        seen, shared, domain = (tokens @ A.t()).split(widths, dim=1)
+        if drops(rate := self.layout.dropout):  # each expert has a mask of its own
+            experts = [dropout(tokens, rate) @ A.to(tokens.dtype).t() for A in (*As, *self.A)]
+            product = torch.cat([tokens @ router.to(tokens.dtype).t(), *experts], dim=1)
+        else:
+            product = tokens @ torch.cat([router, *As, self.A.flatten(0, 1)]).to(tokens.dtype).t()
+        seen, shared, domain = product.split(widths, dim=1)
         return seen, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
     def _route(self, seen: Tensor, domain: Tensor) -> Tensor:

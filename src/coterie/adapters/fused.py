@@ -21,15 +21,22 @@ class WideExperts(torch.autograd.Function):
 
         z_s   = act(p_0s) [* p_1s]        (tokens, wide)
         total = sum_s w_s z_s             (tokens, wide)
-        low_s = w_s z_s A_s^T             (tokens, r)
+        low_s = w_s (m_s z_s) A_s^T       (tokens, r)
 
-    Arguments: act; gain g; w: (k, tokens, 1); A: (k, r, wide); then for each upward layer
-    u: (tokens, wide), h: (k, tokens, r), B: (k, wide, r). Returns total and low: (k, tokens, r).
+    Arguments: act; gain g; w: (k, tokens, 1); A: (k, r, wide); dropout masks m: (k, tokens, wide),
+    or None for ones; then for each upward layer u: (tokens, wide), h: (k, tokens, r),
+    B: (k, wide, r). Returns total and low: (k, tokens, r).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, act: Activation, gain: float, w: Tensor, A: Tensor, *up: Tensor
+        ctx: Any,
+        act: Activation,
+        gain: float,
+        w: Tensor,
+        A: Tensor,
+        m: Tensor | None,
+        *up: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         zs = []
@@ -40,9 +47,9 @@ class WideExperts(torch.autograd.Function):
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
             total.addcmul_(z, weight)
-        low = torch.stack([z @ A[s].t() for s, z in enumerate(zs)]).mul_(w)
+        low = torch.stack([_masked(z, m, s) @ A[s].t() for s, z in enumerate(zs)]).mul_(w)
         ctx.act, ctx.gain = act, gain
-        ctx.save_for_backward(w, A, *up, *zs)
+        ctx.save_for_backward(w, A, m, *up, *zs)
         return total, low
 
     @staticmethod
@@ -52,24 +59,27 @@ class WideExperts(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """From d/d total: (tokens, wide) and d/d low: (k, tokens, r) to every tensor argument."""
         dtotal, dlow = grads
-        w, A, *rest = ctx.saved_tensors
+        w, A, m, *rest = ctx.saved_tensors
         up, zs = rest[: -len(w)], rest[-len(w) :]
-        needs_w, needs_A, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
+        needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
         dw, dA = [], []
         dup = [_UpGrad() for _ in up[::3]]
         for s, z in enumerate(zs):
-            dz = torch.addmm(dtotal, dlow[s], A[s])  # before the weight
+            if m is None:
+                dz = torch.addmm(dtotal, dlow[s], A[s])  # before the weight
+            else:
+                dz = torch.addcmul(dtotal, dlow[s] @ A[s], m[s])
             if needs_w:
                 dw.append(torch.linalg.vecdot(z, dz).unsqueeze(-1))
             if needs_A:
-                dA.append((dlow[s] * w[s]).t() @ z)
+                dA.append((dlow[s] * w[s]).t() @ _masked(z, m, s))
             p = _pre_activations(up, ctx.gain, s)
             dp = _pre_activation_grads(ctx.act, p, dz.mul_(w[s]))
             for i, layer in enumerate(dup):
                 h, B = up[3 * i + 1], up[3 * i + 2]
                 layer.add(dp[i], h[s] if needs_B else None, B[s], ctx.gain)
         flat = [grad for layer in dup for grad in (layer.u, _stack(layer.h), _stack(layer.B))]
-        return None, None, _stack(dw), _stack(dA), *flat
+        return None, None, _stack(dw), _stack(dA), None, *flat
 
 
 class _UpGrad:
@@ -99,6 +109,11 @@ def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[
     if len(p) == 1:
         return [act.slope(dz, p[0])]
     return [act.slope(dz * p[1], p[0]), act.value(p[0]).mul_(dz)]
+
+
+def _masked(z: Tensor, m: Tensor | None, s: int) -> Tensor:
+    """z: (tokens, wide) of slot s as its A sees it."""
+    return z if m is None else z * m[s]
 
 
 def _stack(grads: list[Tensor]) -> Tensor | None:

@@ -45,6 +45,8 @@ class Layout:
     """Train B only: the A of every pair has the role `frozen`."""
     top_k: int | None = None
     """How many experts work on a token; None: two, or one where there is only one."""
+    dropout: float = 0.0
+    """Rate of dropout on what every pair's A reads, in training."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""

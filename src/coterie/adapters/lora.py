@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coterie.adapters.dropout import dropout
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.part import Part
 from coterie.bases.sites import StandIn, sizes, working_dtype
@@ -14,7 +15,8 @@ from coterie.bases.sites import StandIn, sizes, working_dtype
 class LoraPair(nn.Module):
     """A: (rank, in) and B: (out, rank) of one linear layer, for one expert or for attention.
 
-    `residual`, where there is one, is a pair (A, B) of any rank that is added and never trained.
+    `residual`, where there is one, is a pair (A, B) of any rank that is added and never trained; it
+    reads what A reads, dropout included.
     """
 
     def __init__(self, linear: nn.Module, rank: int, freeze_A: bool = False) -> None:
@@ -54,12 +56,13 @@ class LoraPair(nn.Module):
 
 
 class LoraLinear(StandIn):
-    """A linear layer with a low-rank correction: `y = W x + b + g B A x`."""
+    """A linear layer with a low-rank correction: `y = W x + b + g B A dropout(x)`."""
 
     def __init__(self, base: nn.Module, layout: Layout) -> None:
         super().__init__(base)
         self.lora = LoraPair(base, layout.attention_rank, layout.freeze_A)
         self.gain = layout.gain(layout.attention_rank)
+        self.dropout = layout.dropout
 
     def pairs(self, path: str) -> Iterator[tuple[LoraPair, tuple[Part, Part]]]:
         """The pair, and its A and B as parts, for the layer at this path of the base."""
@@ -76,6 +79,6 @@ class LoraLinear(StandIn):
         x = x.to(working_dtype(x))
         y = self.base(x)
         A, B = self.lora.factors(self.lora.rank)
-        low = x.flatten(0, -2) @ A.to(x.dtype).t()
+        low = dropout(x.flatten(0, -2), self.dropout) @ A.to(x.dtype).t()
         update = torch.addmm(y.flatten(0, -2), low, B.to(x.dtype).t(), alpha=self.gain)
         return update.view_as(y)

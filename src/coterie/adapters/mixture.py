@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coterie.adapters.activations import native
+from coterie.adapters.dropout import dropout, drops, mask_like
 from coterie.adapters.fused import WideExperts
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair
@@ -29,8 +30,8 @@ Balance = Literal["uniform", "generalist"]
 class Mixture(StandIn):
     """An MLP with low-rank experts, weighed per token by a router.
 
-    Of every token, only the k chosen experts are computed: k *slots* per token. The base's own
-    dropout is off.
+    Of every token, only the k chosen experts are computed: k *slots* per token. With dropout, the A
+    of every pair reads its input times a mask of its own.
     """
 
     def __init__(self, base: nn.Module, shape: MlpShape, layout: Layout) -> None:
@@ -39,6 +40,7 @@ class Mixture(StandIn):
         self.roles = layout.roles
         self.slots = layout.slots
         self.gain = layout.gain(layout.rank)
+        self.dropout = layout.dropout
         self.experts = nn.ModuleList(
             nn.ModuleDict(
                 {n: LoraPair(getattr(base, n), layout.rank, layout.freeze_A) for n in shape.linears}
@@ -89,16 +91,29 @@ class Mixture(StandIn):
         up: list[Tensor] = []
         for linear in self.shape.up:
             As, Bs = self._factors(linear)
-            low = tokens @ torch.cat(As).to(dtype).t()
+            low = self._low(tokens, As)
             B = self._per_slot(Bs, dim=1)
             up += [getattr(self.base, linear)(tokens), self._to_slots(low, choice), B.to(dtype)]
         As, Bs = self._factors(self.shape.down)
         A = self._per_slot(As, dim=0).to(dtype)
         act = native(getattr(self.base, self.shape.act))
-        total, low = cast(tuple[Tensor, Tensor], WideExperts.apply(act, self.gain, weights, A, *up))
+        masks = None
+        if drops(self.dropout):
+            masks = mask_like(up[0].new_empty(self.slots, *up[0].shape), self.dropout)
+        wide = WideExperts.apply(act, self.gain, weights, A, masks, *up)
+        total, low = cast(tuple[Tensor, Tensor], wide)
         y = self._down(total, weights)
         B = torch.cat(Bs, dim=1).to(dtype)
-        return torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
+        y = torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
+        own = getattr(self.base, "dropout", None)  # GPT-2's MLPs end with one
+        return own(y) if isinstance(own, nn.Dropout) else y
+
+    def _low(self, tokens: Tensor, As: list[Tensor]) -> Tensor:
+        """What every expert's A makes of tokens (tokens, in), side by side: (tokens, n*r)."""
+        if not drops(self.dropout):
+            return tokens @ torch.cat(As).to(tokens.dtype).t()
+        lows = [dropout(tokens, self.dropout) @ A.to(tokens.dtype).t() for A in As]
+        return torch.cat(lows, dim=1)
 
     def _down(self, total: Tensor, weights: Tensor) -> Tensor:
         """The base's way down, of (tokens, hidden); its bias is weighed as the experts are."""

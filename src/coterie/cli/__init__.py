@@ -66,5 +66,5 @@ def main() -> None:
     except RuntimeError as error:
         if options.debug or type(error).__name__ != "OutOfMemoryError":  # torch's; slow to import
             raise
-        terminal.complain("Error: the GPU is out of memory; set a smaller training.batch.")
+        terminal.complain("Error: the GPU is out of memory; set a smaller training.micro_batch.")
         sys.exit(2)

@@ -17,6 +17,11 @@ class Batch(NamedTuple):
     real: Tensor | None = None
     """Which of ids[:, :-1] are no padding, (batch, time) bool; None: all."""
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the loss counts."""
+        return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
+
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
         masks = (None if mask is None else mask.to(device) for mask in self[1:])

@@ -1,6 +1,6 @@
 """What a model sees of a split: random windows to train on, and every token once to test on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +24,35 @@ def sample_batch(
     windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
     starts = torch.randint(len(windows), (batch,), generator=generator)
     return Batch(windows[starts].long())
+
+
+def epoch_batch(
+    tokens: Tokens | Examples,
+    batch: int,
+    window: int,
+    number: int,
+    chance: Callable[[int], torch.Generator],
+) -> Batch:
+    """The `number`-th batch (0 is the first) of a split that is gone through again and again.
+
+    Every epoch holds each sample once, in an order drawn from `chance(epoch)`; a batch may hold the
+    end of one epoch and the beginning of the next. A stream's samples are its windows one after
+    another, from its first token; fewer than `window` tokens at its end are in none.
+    """
+    if isinstance(tokens, Examples):
+        return tokens.batch(_in_epochs(len(tokens), batch, number, chance))
+    windows = tokens.ids.unfold(0, window + 1, window)  # overlapping by one token
+    return Batch(windows[_in_epochs(len(windows), batch, number, chance)].long())
+
+
+def _in_epochs(
+    count: int, batch: int, number: int, chance: Callable[[int], torch.Generator]
+) -> Tensor:
+    """The `number`-th `batch` of the orders of `count` samples, one epoch's after another's."""
+    first = number * batch
+    epochs = range(first // count, (first + batch - 1) // count + 1)
+    order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])
+    return order[first % count :][:batch]
 
 
 def tokens_per_sample(tokens: Tokens | Examples, window: int) -> float:

@@ -21,10 +21,11 @@ from coterie.chance import generator
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.training.context import ClientContext
+from coterie.training.dropout import Purpose, with_dropout
 from coterie.training.loss import soft_target_loss
 from coterie.training.predictions import predictions
-from coterie.training.schedule import learning_rate
-from coterie.training.update import Updater
+from coterie.training.schedule import learning_rate_beside
+from coterie.training.update import Piece, Updater
 
 if TYPE_CHECKING:
     from coterie.methods.fedmkt import FedMKT
@@ -64,8 +65,8 @@ class Distiller:
 
         Samples whose predictions are not finite are left out, and named in the log.
         """
-        base, batch = self.context.base, self.context.training.batch
-        found = predictions(base, self.model(), self.samples, self.method.logits, batch)
+        base, at_once = self.context.base, self.context.training.at_once
+        found = predictions(base, self.model(), self.samples, self.method.logits, at_once)
         nats = self._per_sample(found.nats)
         sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
         finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
@@ -152,20 +153,34 @@ class Distiller:
         of which this side predicts nothing finite are left out.
         """
         context, training = self.context, self.context.training
-        model = self.model()
-        rate = learning_rate(training, context.rounds)(round * training.steps)
+        model, learns = self.model(), self._with_own()
         updater = Updater(context, self.adapter, ROLES)
-        learns = self._with_own()
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
-        for turn in range(self.method.epochs):
-            chance = generator(context.seed, "public", context.name, round, turn)
-            order = torch.randperm(len(samples), generator=chance)
-            for chosen in samples[order].split(training.batch):
-                loss = partial(self._loss, model, chosen, learns)
-                losses.append(updater.update(loss, rate, where="on the public samples"))
+        batches = [
+            batch
+            for turn in range(self.method.epochs)
+            for batch in self._shuffled(samples, round, turn).split(training.batch)
+        ]
+        rate = learning_rate_beside(training, context.rounds, round, len(batches))
+        for number, batch in enumerate(batches):
+            pieces = [
+                Piece(
+                    partial(self._loss, model, part, learns, ("public", round, number, i)),
+                    len(self.positions.of_samples(part)),
+                )
+                for i, part in enumerate(batch.split(training.at_once))
+            ]
+            losses.append(updater.update(pieces, rate(number), where="on the public samples"))
         return fmean(losses)
 
-    def _loss(self, model: PreTrainedModel, chosen: Tensor, learns: SoftTargets) -> Tensor:
+    def _shuffled(self, samples: Tensor, round: int, turn: int) -> Tensor:
+        """The samples of a pass in their order."""
+        chance = generator(self.context.seed, "public", self.context.name, round, turn)
+        return samples[torch.randperm(len(samples), generator=chance)]
+
+    def _loss(
+        self, model: PreTrainedModel, chosen: Tensor, learns: SoftTargets, purpose: Purpose
+    ) -> Tensor:
         """Of some samples, by their numbers."""
         method, device = self.method, self.context.base.device
         rows = self.positions.of_samples(chosen)
@@ -173,12 +188,13 @@ class Distiller:
         labels, task = self.targets[rows][:, None].to(device), method.task_weight
         one = torch.ones(labels.shape, device=device)
         tokens, probs = learns.tokens.to(device), learns.probs.to(device)
-        if method.temperature == 1:  # then both are one cross-entropy
-            tokens = torch.cat([labels, tokens], 1)
-            probs = torch.cat([task * one, (1 - task) * probs], 1)
-            return soft_target_loss(model, batch, tokens, probs)
-        distilled = soft_target_loss(model, batch, tokens, probs, method.temperature)
-        return task * soft_target_loss(model, batch, labels, one) + (1 - task) * distilled
+        with with_dropout(self.context, *purpose):
+            if method.temperature == 1:  # then both are one cross-entropy
+                tokens = torch.cat([labels, tokens], 1)
+                probs = torch.cat([task * one, (1 - task) * probs], 1)
+                return soft_target_loss(model, batch, tokens, probs)
+            distilled = soft_target_loss(model, batch, tokens, probs, method.temperature)
+            return task * soft_target_loss(model, batch, labels, one) + (1 - task) * distilled
 
     def _with_own(self) -> SoftTargets:
         """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""

@@ -106,6 +106,7 @@ class FedAMoLE(Method):
             experts=experts,
             rank=self.attention.rank,
             alpha=self.lora.alpha,
+            dropout=self.lora.dropout,
             top_k=self.router.top_k,
             targets=self.attention.targets,
             shared=self.shared_expert,
@@ -226,8 +227,8 @@ class FedAMoLEClient(ClientSide):
             # A round may be opened again with other experts: equal noise would cancel out.
             chance = generator(self.secrets.of(round), "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
-        batch = context.training.batch
-        means = mean_embeddings(context.base, self.adapter, self.samples, batch, private)
+        at_once = context.training.at_once
+        means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)
         experts = {
             expert_name(path, j): mean.clone()
             for path, held in self.held.items()

@@ -341,7 +341,7 @@ class PCLClient(AdapterClient):
         mine, found = copied(self.shared), {}
         for peer, upload in uploads.items():
             copy(upload["adapter"], self.shared)
-            found[peer] = mean_loss(self.context.base, batch, self.context.training.batch)
+            found[peer] = mean_loss(self.context.base, batch, self.context.training.at_once)
         copy(mine, self.shared)
         return found
 

@@ -108,13 +108,16 @@ class Attention(Settings):
 
 
 class LoraAlpha(Settings):
-    """Scale of LoRA pairs by alpha / r."""
+    """Scale of LoRA pairs by alpha / r, and their dropout."""
 
     alpha: float = Field(default=16.0, gt=0, description="LoRA alpha")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="dropout rate of each LoRA pair's input, in training"
+    )
 
 
 class Lora(LoraAlpha):
-    """Scale of LoRA pairs."""
+    """Scale and dropout of LoRA pairs."""
 
     scale: Literal["sqrt", "rank"] = Field(
         default="sqrt", description="scale of a LoRA pair: alpha / sqrt(r), or alpha / r"
@@ -240,6 +243,7 @@ def layout_of(
         scale=lora.scale,
         routed=router is not None,
         top_k=None if router is None else router.top_k,
+        dropout=lora.dropout,
     )
 
 

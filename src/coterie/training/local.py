@@ -1,18 +1,21 @@
 """A client's local training: the levels of a schedule, step by step, resumable."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
 from coterie.chance import generator
-from coterie.data.windows import sample_batch
+from coterie.data.batch import Batch
+from coterie.data.windows import epoch_batch, sample_batch
 from coterie.exchange import State
 from coterie.training.context import ClientContext
+from coterie.training.dropout import Purpose, with_dropout
 from coterie.training.loss import language_model_loss
 from coterie.training.schedule import Level
-from coterie.training.update import Updater
+from coterie.training.update import Piece, Updater
 
 
 class LocalTraining:
@@ -45,17 +48,30 @@ class LocalTraining:
                         self._update(model, level, step, turn)
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
-        context = self.context
-        tokens = context.data.train if level.split == "train" else context.data.validation
-        chance = generator(context.seed, "batch", context.name, level.name, step, turn)
-        batch = sample_batch(tokens, context.training.batch, context.window, chance)
+        parts = self._batch(level, step, turn).split(self.context.training.at_once)
+        pieces = [
+            Piece(partial(self._loss, model, part, (level.name, step, turn, number)), part.tokens)
+            for number, part in enumerate(parts)
+        ]
         loss = self._updaters[level.name].update(
-            lambda: language_model_loss(model, *batch.to(context.base.device)),
-            level.learning_rate(step),
-            level.penalty,
-            where=f"at step {step + 1}",
+            pieces, level.learning_rate(step), level.penalty, where=f"at step {step + 1}"
         )
-        context.log(f"loss/{level.name}", loss)
+        self.context.log(f"loss/{level.name}", loss)
+
+    def _batch(self, level: Level, step: int, turn: int) -> Batch:
+        """What an update of a level learns from; it follows from the run's step count alone."""
+        context, training = self.context, self.context.training
+        tokens = context.data.train if level.split == "train" else context.data.validation
+        if training.sampling == "epochs":
+            number = ((step + 1) // level.every - 1) * level.steps + turn
+            chance = partial(generator, context.seed, "epoch", context.name, level.name)
+            return epoch_batch(tokens, training.batch, context.window, number, chance)
+        chance = generator(context.seed, "batch", context.name, level.name, step, turn)
+        return sample_batch(tokens, training.batch, context.window, chance)
+
+    def _loss(self, model: PreTrainedModel, batch: Batch, purpose: Purpose) -> Tensor:
+        with with_dropout(self.context, *purpose):
+            return language_model_loss(model, *batch.to(self.context.base.device))
 
     def moments(self, parameter: Tensor) -> list[Tensor]:
         """The optimisers' moments of a parameter that are of its shape."""

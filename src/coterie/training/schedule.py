@@ -35,16 +35,47 @@ class Level:
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
-    """Learning rate at a step of the run: half a cosine over all of its steps, or, with
-    `learning_rate_decay`, smaller by that factor from round to round."""
-    first, last = training.learning_rate, training.final_learning_rate
-    decay = training.learning_rate_decay
-    total = rounds * training.steps
+    """Learning rate at a step of the run, on a schedule over all of its steps; or, with `restart`,
+    over those of each round.
+
+    cosine: half a cosine, which ends one step after the last (as transformers'). one-cycle: a
+    cosine up and half a cosine down, which ends at the last step (torch's `OneCycleLR`). constant:
+    as after the warm-up; with `learning_rate_decay` smaller by that factor from round to round.
+    """
+    course, steps, first = training.course, training.steps, training.learning_rate
+    cycle = course == "one-cycle"
+    last, decay = training.final_learning_rate, training.learning_rate_decay
+    total = steps if training.restart else rounds * steps
+    top, end = training.warmup * total - 1 if cycle else math.ceil(training.warmup * total), total
+    end -= cycle
+    start = training.initial_learning_rate
+    if start is None:
+        start = first / 25 if cycle else 0.0
 
     def at(step: int) -> float:
-        if decay is not None:
-            return first * decay ** (step // training.steps)
-        done = min(step / total, 1.0)
-        return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+        peak = first if decay is None else first * decay ** (step // steps)
+        step = step % steps if training.restart else step
+        if step < top:
+            rise = (1 - math.cos(math.pi * step / top)) / 2 if cycle else step / top
+            return start + (peak - start) * rise
+        if course == "constant":
+            return peak
+        done = (step - top) / (end - top) if step < end else 1.0
+        return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
     return at
+
+
+def learning_rate_beside(
+    training: TrainingSpec, rounds: int, round: int, updates: int
+) -> Callable[[int], float]:
+    """Learning rate at each of some updates that a round has beside its local steps.
+
+    With `restart` the schedule runs over them, too. Otherwise all have the rate of the round's
+    first step, without a warm-up: the run's schedule does not count them.
+    """
+    if training.restart:
+        own = learning_rate(training.model_copy(update={"steps": updates}), rounds)
+        return lambda update: own(round * updates + update)
+    rate = learning_rate(training.model_copy(update={"warmup": 0.0}), rounds)
+    return lambda update: rate(round * training.steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -55,25 +55,58 @@ class TrainingSpec(BaseModel):
 
     steps: int = Field(default=10, ge=1, description="local optimiser steps per round")
     batch: int = Field(default=64, ge=1, description="samples per step")
+    micro_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples held in memory at once: a step adds up the gradients of its batch "
+        "in pieces of this size; default: the whole batch",
+    )
+    sampling: Literal["replacement", "epochs"] = Field(
+        default="replacement",
+        description="draw each step's samples with replacement, or every sample once per epoch",
+    )
     learning_rate: float = Field(
-        default=2e-3, gt=0, description="learning rate at the first step of the run"
+        default=2e-3,
+        gt=0,
+        description="highest learning rate: at the first step of the run, or after the warm-up",
     )
     final_learning_rate: float = Field(
         default=2e-4,
         ge=0,
-        description="learning rate at the last step, reached on a cosine schedule",
+        description="learning rate at the last step of a cosine or one-cycle schedule",
     )
     learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={},
         description="learning rates by client name (or `server`), in place of learning_rate; "
-        "final_learning_rate scales with them",
+        "initial_learning_rate and final_learning_rate scale with them",
+    )
+    schedule: Literal["cosine", "one-cycle", "constant"] | None = Field(
+        default=None,
+        description="course of the learning rate after the warm-up; one-cycle as in torch's "
+        "OneCycleLR; default: cosine, or constant with learning_rate_decay",
+    )
+    warmup: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the schedule's steps in which the learning rate rises: linearly, "
+        "or on a cosine with one-cycle",
+    )
+    initial_learning_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="learning rate at the start of the warm-up; default: 0, or "
+        "learning_rate / 25 with one-cycle",
+    )
+    restart: bool = Field(
+        default=False,
+        description="restart the schedule in every round, instead of one for the whole run",
     )
     learning_rate_decay: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="factor by which the learning rate changes every round, in place of the "
-        "cosine schedule",
+        description="factor by which the learning rate changes every round",
     )
     reset_optimiser: bool = Field(
         default=False, description="reset the optimiser's state at the start of every round"
@@ -88,17 +121,54 @@ class TrainingSpec(BaseModel):
         gt=0,
         description="maximum gradient norm per step, by clipping; default: no clipping",
     )
+    base_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="rate of all of the base's own dropout layers in training",
+    )
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="bf16: autocast, with fp32 weights and optimiser state"
     )
 
+    @model_validator(mode="after")
+    def _schedule_is_one(self) -> Self:
+        """Refuse schedules that contradict each other, and keys that would do nothing."""
+        course = self.course
+        if self.learning_rate_decay is not None and course != "constant":
+            raise ValueError(
+                f"learning_rate_decay and `schedule: {course}` are mutually exclusive; remove one"
+            )
+        if course == "one-cycle" and not self.warmup:
+            raise ValueError("`schedule: one-cycle` needs a warm-up; set warmup, such as 0.3")
+        if self.initial_learning_rate is not None and not self.warmup:
+            raise ValueError("initial_learning_rate has no effect without warmup; set warmup")
+        if self.restart and course == "constant" and not self.warmup:
+            raise ValueError("restart has no effect on a constant learning rate; remove it")
+        return self
+
+    @property
+    def course(self) -> Literal["cosine", "one-cycle", "constant"]:
+        """The schedule, whether given or not."""
+        return self.schedule or ("cosine" if self.learning_rate_decay is None else "constant")
+
+    @property
+    def at_once(self) -> int:
+        """Samples that a forward pass reads at most."""
+        return min(self.batch, self.micro_batch or self.batch)
+
     def of(self, name: str) -> "TrainingSpec":
         """A client's, or the server's: with a learning rate of its own and without
         `learning_rates`."""
-        own = self.learning_rates.get(name, self.learning_rate)
-        final = self.final_learning_rate * (own / self.learning_rate)
+        own, initial = self.learning_rates.get(name, self.learning_rate), self.initial_learning_rate
+        scale = own / self.learning_rate
         return self.model_copy(
-            update={"learning_rate": own, "final_learning_rate": final, "learning_rates": {}}
+            update={
+                "learning_rate": own,
+                "initial_learning_rate": None if initial is None else initial * scale,
+                "final_learning_rate": self.final_learning_rate * scale,
+                "learning_rates": {},
+            }
         )
 
 

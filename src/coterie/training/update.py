@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
 from coterie.training.schedule import Penalty
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step's batch, small enough to be in memory as a whole."""
+
+    loss: Callable[[], Tensor]
+    """The mean loss over its counted tokens: a scalar with a gradient."""
+    tokens: int
+    """How many those are."""
 
 
 class Updater:
@@ -29,7 +40,7 @@ class Updater:
 
     def update(
         self,
-        loss: Callable[[], Tensor],
+        loss: Callable[[], Tensor] | Sequence[Piece],
         learning_rate: float,
         penalty: Penalty | None = None,
         *,
@@ -37,27 +48,39 @@ class Updater:
     ) -> float:
         """One step down the gradient of loss and penalty; the loss, in nats per token.
 
-        Raises CoterieError if their sum is not finite, before anything is changed; `where` says at
-        which point, for people.
+        A loss in pieces is their mean over tokens. The penalty is then the mean of what it is after
+        each piece: for one of the parameters alone that is the penalty itself, and load balance is
+        over a piece's tokens. Raises CoterieError if a sum is not finite, before anything is
+        changed; `where` says at which point, for people.
         """
-        base, training = self.context.base, self.context.training
+        pieces = [Piece(loss, 1)] if callable(loss) else loss
+        training, tokens = self.context.training, sum(piece.tokens for piece in pieces)
         self.adapter.require_grad(*self.roles)
-        with autocast(base.precision, base.device.type):
-            value = loss()
-            total = value if penalty is None else value + penalty()
-        if not math.isfinite(total.item()):
-            raise CoterieError(
-                f"The loss of {self.context.name!r} is not finite {where}; a lower "
-                "training.learning_rate may help."
-            )
-        total.backward()
+        value = sum(self._add_gradient(p, p.tokens / tokens, penalty, where) for p in pieces)
         if training.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), training.max_grad_norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
-        return value.item()
+        return value
+
+    def _add_gradient(
+        self, piece: Piece, share: float, penalty: Penalty | None, where: str
+    ) -> float:
+        """Add a piece's share of the gradient; its share of the loss."""
+        base = self.context.base
+        with autocast(base.precision, base.device.type):
+            loss = piece.loss()
+            total = loss if penalty is None else loss + penalty()
+        if not math.isfinite(total.item()):
+            self.optimiser.zero_grad()
+            raise CoterieError(
+                f"The loss of {self.context.name!r} is not finite {where}; a lower "
+                "training.learning_rate may help."
+            )
+        (total * share).backward()
+        return loss.item() * share
 
     def state(self) -> State:
         """The optimiser's moments, copied: for each kind a group of tensors, by parameter."""

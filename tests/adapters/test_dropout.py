@@ -1,0 +1,205 @@
+"""LoRA dropout against the naive form: every pair's A reads its input times a mask of its own."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, LoraLinear, Mixture
+from coterie.adapters import dropout as dropping
+from coterie.adapters.dropout import drawing_masks
+from coterie.bases.sites import chosen_linears, mlp_shape
+
+RATE = 0.3
+LAYOUTS = {
+    "two": Layout(1, 1, rank=3, dropout=RATE),
+    "four, top 2": Layout(2, 2, rank=3, dropout=RATE),
+    "four, top 1": Layout(1, 3, rank=3, top_k=1, dropout=RATE),
+    "four, averaged": Layout(3, 1, rank=3, routed=False, dropout=RATE),
+}
+AMOLE = AmoleLayout(experts=9, rank=3, alpha=7.0, dropout=RATE)
+
+
+def chance() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Every mask that is drawn, in order."""
+    drawn: list[Tensor] = []
+    original = dropping.mask_like
+
+    def mask_like(x: Tensor, rate: float) -> Tensor:
+        drawn.append(original(x, rate))
+        return drawn[-1]
+
+    monkeypatch.setattr(dropping, "mask_like", mask_like)
+    monkeypatch.setattr("coterie.adapters.mixture.mask_like", mask_like)
+    return drawn
+
+
+def filled(base: nn.Module, layout: Layout) -> Adapter:
+    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda part: False)
+    draws = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=draws)
+    return adapter
+
+
+class Masked(nn.Module):
+    """W x + b + g B A (m x), with the mask given."""
+
+    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, gain: float, m: Tensor) -> None:
+        super().__init__()
+        self.linear, self.A, self.B, self.gain, self.m = linear, A, B, gain, m
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.gain * (x * self.m) @ self.A.T @ self.B.T
+
+
+def naive(
+    mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor, m: list[Tensor]
+) -> Tensor:
+    """Full MLPs; masks m: of each upward layer, one per expert; last, (slots, tokens, wide)."""
+    shape = mlp_shape(mlp)
+    assert shape is not None
+    experts = [f"generalist.{i}" for i in range(layout.generalists)]
+    experts += [f"specialist.{i}" for i in range(layout.specialists)]
+    n = len(experts)
+    weights, slot = torch.full((len(x), n), 1 / n, dtype=x.dtype), None
+    if layout.routed:
+        scores = x @ p[f"router/{path}.weight"].T
+        best, chosen = scores.topk(layout.slots)
+        weights = torch.zeros_like(scores).scatter(1, chosen, best.softmax(-1))
+        if layout.slots < n:  # else slot s is expert s
+            slot = chosen
+    total = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        one = copy.deepcopy(mlp)
+        wide = m[-1][i % layout.slots] if slot is None else torch.zeros_like(m[-1][0])
+        if slot is not None:
+            for token, s in product(range(len(x)), range(layout.slots)):
+                if slot[token, s] == i:
+                    wide[token] = m[-1][s][token]
+        for j, name in enumerate(shape.linears):
+            key = f"{expert}/{path}.{name}"
+            mask = wide if name == shape.down else m[j * n + i]
+            linear, gain = getattr(one, name), layout.gain(layout.rank)
+            setattr(one, name, Masked(linear, p[f"{key}.A"], p[f"{key}.B"], gain, mask))
+        total = total + weights[:, [i]] * one(x)
+    return total
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_mixtures_pairs_have_masks_of_their_own(
+    base: PreTrainedModel, layout: Layout, masks: list[Tensor]
+) -> None:
+    adapter = filled(base, layout)
+    adapter.require_grad("dense", "generalist", "specialist", "router")
+    path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
+    mlp = base.get_submodule(path)
+    base.requires_grad_(False)
+    x, dy = torch.randn(2, 15, 12, dtype=torch.float64, generator=chance()).unbind()
+    x.requires_grad_()
+    mine = {n: p for n, p in adapter.parameters().items() if path in n}
+    adapter.attach(base)
+    mixture = base.get_submodule(path)
+    assert isinstance(mixture, Mixture)
+    with drawing_masks(chance()):
+        y = mixture(x)
+    shape = mlp_shape(mlp)
+    assert shape is not None
+    assert len(masks) == len(shape.up) * layout.experts + 1
+    got = torch.autograd.grad(y, [x, *mine.values()], dy)
+    wanted = naive(mlp, layout, path, mine, x, masks)
+    torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
+    expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
+    for name, a, b in zip(["x", *mine], got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_single_pairs_a_reads_what_is_left(base: PreTrainedModel, masks: list[Tensor]) -> None:
+    adapter = filled(base, LAYOUTS["two"])
+    adapter.attach(base)
+    linear = next(module for module in base.modules() if isinstance(module, LoraLinear))
+    x = torch.randn(2, 5, 12, dtype=torch.float64, generator=chance())
+    with drawing_masks(chance()):
+        y = linear(x)
+    A, B = linear.lora.A, linear.lora.B
+    low = (x.flatten(0, 1) * masks[0]) @ A.T
+    torch.testing.assert_close(
+        y.flatten(0, 1), linear.base(x).flatten(0, 1) + linear.gain * low @ B.T
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
+    base: PreTrainedModel, shared: bool, masks: list[Tensor]
+) -> None:
+    layout, held = replace(AMOLE, shared=shared), (1, 4, 5)
+    linears = chosen_linears(base, layout.targets)
+    adapter = AmoleAdapter(base, layout, 3, dict.fromkeys(linears, held))
+    draws = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=draws)
+    path, linear = next(iter(linears.items()))
+    p = {name: part.parameter for name, part in adapter.parts().items()}
+    x = torch.randn(4, 12, dtype=torch.float64, generator=chance())
+    adapter.attach(base)
+    with drawing_masks(chance()):
+        y = base.get_submodule(path)(x[None])[0]
+    ms, wanted = iter(masks), linear(x)
+    if shared:
+        wanted = wanted + layout.gain * (x * next(ms)) @ p[f"shared/{path}.A"].T @ (
+            p[f"shared/{path}.B"].T
+        )
+    lows = [(x * next(ms)) @ p[f"domain.{e}/{path}.A"].T for e in held]
+    seen = x @ p[f"projection/{path}"].T
+    scores = torch.stack([(seen * low).sum(-1) for low in lows], 1) / layout.rank**0.5
+    weights = scores.softmax(-1)
+    weights = weights * torch.zeros_like(weights).scatter(1, weights.topk(2).indices, 1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    for j, e in enumerate(held):
+        added = lows[j] @ p[f"domain.{e}/{path}.B"].T
+        wanted = wanted + layout.gain * weights[:, [j]] * added
+    torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.parametrize("kind", ["mixture", "amole"])
+def test_nothing_drops_out_but_in_training(
+    base: PreTrainedModel, ids: Tensor, kind: str, masks: list[Tensor]
+) -> None:
+    """And there the chance that is given says what, not torch's own."""
+    if kind == "mixture":
+        adapter = filled(base, LAYOUTS["two"])
+    else:
+        paths = chosen_linears(base, AMOLE.targets)
+        adapter = AmoleAdapter(base, AMOLE, 3, dict.fromkeys(paths, (1, 2, 3)))
+        for parameter in adapter.parameters().values():
+            parameter.data.normal_(std=0.3, generator=chance())
+    adapter.attach(base)
+    plain = base(ids).logits
+    assert not masks
+    before, logits = torch.random.get_rng_state(), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(logits))
+        with drawing_masks(torch.Generator().manual_seed(seed)):
+            logits.append(base(ids).logits)
+    torch.random.set_rng_state(before)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+    assert not torch.allclose(logits[0], plain)
+    assert torch.equal(base(ids).logits, plain)
+
+
+def test_a_mask_keeps_the_mean() -> None:
+    with drawing_masks(chance()):
+        mask = dropping.mask_like(torch.zeros(100_000), RATE)
+    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / (1 - RATE)).item()}
+    assert mask.mean().item() == pytest.approx(1, abs=0.01)

@@ -1,0 +1,249 @@
+"""What a run file may say of training: each key changes what it should, and defaults nothing."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import coterie
+from coterie import CoterieError
+from coterie.chance import generator
+from coterie.config import parse
+from coterie.data.tokens import Tokens
+from coterie.data.windows import epoch_batch
+from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
+from coterie.runs import RunFolder, Watch
+from coterie.scoring.evaluation import evaluate
+from coterie.testing.loop import assert_as_local, deploy
+from coterie.testing.rounds import joined, one_round, take
+from coterie.training import local
+from coterie.training.spec import TrainingSpec
+
+BASICS: dict[str, Any] = {"steps": 2, "batch": 4, "precision": "fp32"}
+POET = [{"name": "poet", "path": "poet.txt"}]
+QUESTIONS: dict[str, Any] = {
+    "data": {
+        "window": 48,
+        "instructions": {
+            "template": "{{ instruction }}?",
+            "answer": "{{ instruction }} {{ output }}",
+        },
+        "limits": {"test": 2, "validation": 2},
+    },
+    "clients": [{"name": "poet", "path": "poet.jsonl"}],
+}
+"""A run on prompts whose answers have unlike lengths."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "steps": {"steps": 3},
+    "batch": {"batch": 3},
+    "micro_batch": {"micro_batch": 3},
+    "sampling": {"sampling": "epochs"},
+    "learning_rate": {"learning_rate": 1e-3},
+    "final_learning_rate": {"final_learning_rate": 1e-3},
+    "learning_rates": {"learning_rates": {"poet": 1e-3}},
+    "schedule": {"schedule": "constant"},
+    "schedule, cycle": {"schedule": "one-cycle", "warmup": 0.5},
+    "warmup": {"warmup": 0.5},
+    "initial_learning_rate": {"warmup": 0.5, "initial_learning_rate": 1e-4},
+    "restart": {"restart": True},
+    "learning_rate_decay": {"learning_rate_decay": 0.5},
+    "reset_optimiser": {"reset_optimiser": True},
+    "optimiser": {"optimiser": "sgd"},
+    "max_grad_norm": {"max_grad_norm": 0.01},
+    "base_dropout": {"base_dropout": 0.2},
+    "precision": {"precision": "bf16"},
+}
+"""By key, what is changed of `BASICS`."""
+
+
+SESSIONS: dict[str, Session] = {}
+"""Of runs with the same texts and base, one."""
+
+
+def trained(run: coterie.RunConfig, rounds: int = 2) -> dict[str, Tensor]:
+    """A client's adapter after some rounds of a run."""
+    sides = sides_of(run)
+    for round in range(rounds):
+        one_round(sides, round)
+    client: Any = sides.clients["poet"]
+    return {n: p.detach().clone() for n, p in client.adapter.parameters().items()}
+
+
+def sides_of(run: coterie.RunConfig) -> LocalRun:
+    """A run's sides before its first round."""
+    key = repr((run.data, run.clients, run.training.precision))
+    session = SESSIONS.setdefault(key, Session(run))
+    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_each_key_acts_and_defaults_do_nothing(config) -> None:
+    method: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}}
+    make = partial(config, method=method, rounds=2, clients=POET)
+    assert {key.partition(",")[0] for key in CHANGES} == TrainingSpec.model_fields.keys()
+    plain = trained(make(training=BASICS))
+    explicit: dict[str, Any] = {
+        "schedule": "cosine",
+        "warmup": 0,
+        "restart": False,
+        "base_dropout": 0,
+    }
+    explicit |= {"sampling": "replacement", "micro_batch": 4}
+    assert same(trained(make(training={**BASICS, **explicit})), plain)
+    no_dropout = make(training=BASICS, method={**method, "lora": {"dropout": 0}})
+    assert same(trained(no_dropout), plain)
+    found = {key: trained(make(training={**BASICS, **given})) for key, given in CHANGES.items()}
+    dead = [key for key, tensors in found.items() if same(tensors, plain)]
+    assert not dead
+    for key in ("warmup", "schedule, cycle", "initial_learning_rate"):
+        alike = [k for k, tensors in found.items() if k != key and same(tensors, found[key])]
+        assert not alike, key
+
+
+@pytest.mark.parametrize(
+    ("training", "sentence"),
+    [
+        ({"learning_rate_decay": 0.9, "schedule": "one-cycle", "warmup": 0.3}, "mutually exclus"),
+        ({"learning_rate_decay": 0.9, "schedule": "cosine"}, "mutually exclusive; remove one"),
+        ({"schedule": "one-cycle"}, "training: `schedule: one-cycle` needs a warm-up"),
+        ({"initial_learning_rate": 1e-4}, "initial_learning_rate has no effect without warmup"),
+        ({"schedule": "constant", "restart": True}, "restart has no effect on a constant"),
+        ({"warmup": 1}, "training.warmup should be less than 1"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(training, sentence, values) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(training=training))
+    assert sentence in str(error.value)
+
+
+def test_a_schedule_reaches_a_deployed_client_as_it_is(config) -> None:
+    rates = {"learning_rates": {"poet": 4e-3}, "schedule": "one-cycle", "warmup": 0.1}
+    run = config(training={**BASICS, **rates, "initial_learning_rate": 2e-4})
+    told = parse({**run.told_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
+    assert told.training == run.training_of("poet")
+    assert told.training.initial_learning_rate == pytest.approx(4e-4)
+
+
+@pytest.mark.parametrize("kind", ["text", "instructions"])
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) -> None:
+    """With a penalty of the parameters, and pieces that hold unlike numbers of counted tokens."""
+    run: dict[str, Any] = {"method": {"name": "fedprox", "mu": 3.0}, "clients": POET, "rounds": 1}
+    if kind == "instructions":
+        run |= {**QUESTIONS, "data_root": str(questions)}
+    training = {**BASICS, "batch": 7, "optimiser": "sgd", "max_grad_norm": 0.1}
+    whole = trained(config(**run, training=training), 1)
+    pieces = trained(config(**run, training={**training, "micro_batch": micro_batch}), 1)
+    moved = trained(config(**run, training={**training, "learning_rate": 1e-9}), 1)
+    assert max((whole[n] - moved[n]).abs().max() for n in whole) > 1e-5
+    for name, tensor in pieces.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-8)
+
+
+def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypatch) -> None:
+    """Else the test above would show nothing."""
+    seen: list[list[int]] = []
+    original = local.Updater.update
+
+    def update(self: Any, pieces: Any, *rest: Any, **named: Any) -> float:
+        seen.append([piece.tokens for piece in pieces])
+        return original(self, pieces, *rest, **named)
+
+    monkeypatch.setattr(local.Updater, "update", update)
+    training = {**BASICS, "batch": 5, "micro_batch": 2}
+    trained(config(**QUESTIONS, data_root=str(questions), training=training), 1)
+    assert seen
+    assert all(len(pieces) == 3 and len(set(pieces)) > 1 for pieces in seen)
+
+
+def test_distillation_in_pieces_is_distillation(teachers) -> None:
+    """On the server and on a client, which has taken the server's word in."""
+
+    def taught(**training: Any) -> list[Tensor]:
+        sides: Any = joined(teachers(rounds=1, training={**BASICS, "optimiser": "sgd", **training}))
+        one_round(sides, 0)
+        take(sides)
+        adapters = [sides.server.adapter, sides.clients["poet"].adapter]
+        return [p.detach().clone() for a in adapters for p in a.parameters().values()]
+
+    whole = taught(learning_rate=0.1)
+    for mine, wanted in zip(taught(learning_rate=0.1, micro_batch=3), whole, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-7)
+    dropped = taught(learning_rate=0.1, base_dropout=0.3)
+    assert not all(torch.equal(a, b) for a, b in zip(dropped, whole, strict=True))
+
+
+def order(epoch: int) -> torch.Generator:
+    return generator(0, "epoch", epoch)
+
+
+@pytest.mark.parametrize(("batch", "count"), [(4, 10), (10, 10), (25, 10), (1, 3)])
+def test_an_epoch_holds_every_window_once(batch: int, count: int) -> None:
+    window = 4
+    stream = Tokens(torch.arange(count * window + 3, dtype=torch.int32), 0)
+    drawn = [epoch_batch(stream, batch, window, n, order).ids for n in range(12)]
+    assert all(ids.shape == (batch, window + 1) for ids in drawn)
+    ids = torch.cat(drawn)
+    assert torch.equal(ids, ids[:, :1] + torch.arange(window + 1))  # windows of the stream
+    epochs = ids[:, 0].split(count)[: 12 * batch // count]
+    assert all(sorted(epoch.tolist()) == list(range(0, count * window, window)) for epoch in epochs)
+    assert len(epochs) < 2 or not torch.equal(epochs[0], epochs[1])
+
+
+@pytest.fixture
+def knobs(config) -> coterie.RunConfig:
+    """Everything that draws, at once."""
+    training = {**BASICS, "batch": 3, "micro_batch": 2, "sampling": "epochs", "base_dropout": 0.1}
+    training |= {"schedule": "one-cycle", "warmup": 0.4, "restart": True}
+    method = {"name": "comigs-1g1s", "lora": {"dropout": 0.2}, "router": {"every": 2, "steps": 2}}
+    clients = [{"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet")]
+    limits = {"train": 600, "validation": 100, "test": 34}
+    data = {"window": 16, "limits": limits}
+    return config(training=training, method=method, rounds=2, clients=clients, data=data)
+
+
+def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
+    whole = RunFolder(coterie.run(knobs, out=tmp_path / "whole").path)
+    deploy(knobs, tmp_path / "deployed")
+    assert_as_local(knobs, tmp_path / "deployed", whole)
+    session = Session(knobs)
+    people = session.participants(knobs)
+    folder = RunFolder.create(tmp_path / "cut", session.description(knobs, people))
+
+    class Stopped(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalRun(knobs, session.base, people, folder, Stopped()).run()
+    torch.manual_seed(12345)  # torch's own generators are nobody's
+    resumed = LocalRun(knobs, session.base, people, RunFolder(folder.path), Watch())
+    resumed.run()
+    for side in ("server", "client-poet", "client-diarist"):
+        assert folder.load(side).encode() == whole.load(side).encode()
+
+
+def test_scores_have_no_dropout(knobs) -> None:
+    """A model's score is that of its adapter in a run without dropout."""
+    sides = sides_of(knobs)
+    one_round(sides, 0)
+    part, client = sides.parts["poet"], sides.clients["poet"]
+    scored = [
+        evaluate(part.base, client.model(), part.participant.data.test, 16, 4) for _ in range(2)
+    ]
+    method = knobs.method.model_copy(update={"lora": type(knobs.method.lora)()})
+    training = knobs.training.model_copy(update={"base_dropout": 0.0})
+    plain = sides_of(knobs.model_copy(update={"method": method, "training": training}))
+    other = plain.clients["poet"]
+    other.restore(client.state())
+    wanted = evaluate(part.base, other.model(), part.participant.data.test, 16, 4)
+    assert scored == [wanted, wanted]
