@@ -76,7 +76,8 @@ def naive(
     if layout.routed:
         scores = x @ p[f"router/{path}.weight"].T
         best, chosen = scores.topk(layout.slots)
-        weights = torch.zeros_like(scores).scatter(1, chosen, best.softmax(-1))
+        among = scores.softmax(-1).gather(1, chosen) if layout.slots == 1 else best.softmax(-1)
+        weights = torch.zeros_like(scores).scatter(1, chosen, among)
         if layout.slots < n:  # else slot s is expert s
             slot = chosen
     total = torch.zeros_like(x)
