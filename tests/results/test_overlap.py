@@ -1,5 +1,6 @@
 """The overlap of vocabularies."""
 
+import pytest
 import torch
 
 from coterie.data.tokens import ClientData, Tokens
@@ -13,9 +14,10 @@ def participant(name: str, *ids: int) -> Participant:
 
 
 def test_jaccard_by_hand() -> None:
-    """Of the training texts alone, each token counted once."""
-    shares = jaccard([participant("a", 1, 2, 2, 3), participant("b", 3, 2, 4), participant("c", 5)])
-    assert shares["a"] == {"a": 1, "b": 2 / 4, "c": 0}
-    assert shares["b"] == {"a": 2 / 4, "b": 1, "c": 0}
+    """Of the training texts alone, each token as often as it stands there."""
+    texts = {"a": (1, 2, 2, 3), "b": (3, 2, 2, 2, 4), "c": (5,)}
+    shares = jaccard([participant(name, *ids) for name, ids in texts.items()])
+    assert shares["a"] == pytest.approx({"a": 4 / 8, "b": 3 / 9, "c": 0})
+    assert shares["b"] == pytest.approx({"a": 3 / 9, "b": 5 / 10, "c": 0})
     (table,) = OverlapTable("T", {"X": shares}).tables()
-    assert table.rows[0] == ("a", "1.00", "0.50", "0.00")
+    assert table.rows[0] == ("a", "0.50", "0.33", "0.00")

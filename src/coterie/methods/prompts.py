@@ -5,7 +5,7 @@ that makes them; averaging only what it makes, as published comparisons do, woul
 that never meet.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -18,7 +18,13 @@ from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
 """Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""
-TOKENS: Any = Field(default=20, ge=1, description="number of soft-prompt vectors before the text")
+TEXT = (
+    "Generate a clear and direct response that accurately fulfills the task based on the provided "
+    "instruction and any given context."
+)
+"""With what FedAMoLE's comparison (arXiv 2411.19128, appendix D.1) begins a prompt for answers that
+are written; its prompt is as long as the text."""
+TOKENS = "number of soft-prompt vectors before the text"
 
 
 class PromptClient(AdapterClient):
@@ -48,9 +54,9 @@ class FedPrompt(AdapterMethod):
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    virtual_tokens: int = TOKENS
+    virtual_tokens: int = Field(default=23, ge=1, description=TOKENS)
     init_text: str | None = Field(
-        default="Answer the question.",
+        default=TEXT,
         min_length=1,
         description="text that initialises the prompt, repeated or cut to length; null: random "
         "vectors",
@@ -89,7 +95,7 @@ class FedPTuning(AdapterMethod):
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    virtual_tokens: int = TOKENS
+    virtual_tokens: int = Field(default=20, ge=1, description=TOKENS)
     encoder_hidden_size: int | None = Field(
         default=None, ge=1, description="hidden size of the prompt encoder; null: the base's"
     )
