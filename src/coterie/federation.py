@@ -1,6 +1,6 @@
 """Who takes part in a run, and what each holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -10,8 +10,10 @@ from torch import nn
 
 from coterie.bases import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data.divide import divided_texts
+from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
+from coterie.data.files import empty_records, resolve
+from coterie.data.quality import Quality, quality
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
@@ -90,29 +92,70 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     raise CoterieError(f"The run file has no client {name!r}.")
 
 
-def participants_of(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
+@dataclass(frozen=True)
+class Reading:
+    """What clients read, sorted by name: texts, and their tokens."""
+
+    texts: Mapping[ClientId, Texts[Any]]
+    data: Mapping[ClientId, ClientData]
+    labels: Mapping[ClientId, Mapping[str, int]]
+    """As in `Participant`."""
+
+    def quality(self, config: RunConfig, most: int) -> Quality:
+        """What is found in these texts; near duplicates, in `most` characters."""
+        return quality(self.texts, self.data, most, _empty_records(config))
+
+
+def _empty_records(config: RunConfig) -> int:
+    """Records without text in all files; with instructions, they are errors."""
+    sources = [
+        (f"Client {client.name}", source)
+        for client in config.clients
+        for source in (client.path, client.train, client.validation, client.test)
+    ]
+    if config.divide is not None:
+        given = config.divide.source
+        given = {"": given} if isinstance(given, str) else given
+        sources = [("divide", s if isinstance(s, str) else s.source) for s in given.values()]
+    return sum(
+        empty_records(config.root, source, config.data.fields, owner)
+        for owner, source in sources
+        if source is not None
+        and config.data.instructions is None
+        and resolve(config.root, source).exists()  # data sets of the hub are not read twice
+    )
+
+
+Look = Callable[[Reading], None]
+"""Looks at what was read; texts are not kept."""
+
+
+def participants_of(
+    config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None
+) -> list[Participant]:
     """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
-    return gathered(config, tokenizer).clients
+    return gathered(config, tokenizer, look).clients
 
 
-def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
+def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None) -> Federation:
     """Everybody who takes part in a run, each with texts in the tokens of its own base.
 
     `tokenizer` is that of the run's base. Raises CoterieError if a text cannot be read or does not
     suffice.
     """
-    division = None
-    if config.divide is not None:
+    if config.divide is None:
+        division = Division(
+            {c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients}
+        )
+    else:
         division = divided_texts(config.divide, config.data, config.root, config.seed)
-    names = sorted(c.name for c in config.clients) if division is None else sorted(division)
+    names = sorted(division)
     others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
     tokenizers = _tokenizers(config, tokenizer, [*names, *others])
-    if division is None:
-        data = {name: client_data(config, tokenizers[name], name) for name in names}
-    else:
-        data = {n: tokenise(division[n], tokenizers[n], config.data, n) for n in names}
+    data = {n: tokenise(division[n], tokenizers[n], config.data, n) for n in names}
+    look(Reading({name: division[name] for name in names}, data, division.labels))
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
-    set_aside = None if division is None else division.public
+    set_aside = division.public
     public = _public(config, tokenizers, set_aside)
     server = None
     if config.server is not None:
@@ -120,9 +163,8 @@ def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
     if config.pooled:
         both = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
         return Federation([Participant(EVERYONE, both, tests, public[EVERYONE])], server)
-    labels = {} if division is None else division.labels
     clients = [
-        Participant(name, data[name], {name: tests[name]}, public[name], labels.get(name))
+        Participant(name, data[name], {name: tests[name]}, public[name], division.labels.get(name))
         for name in names
     ]
     return Federation(clients, server)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unicodedata import normalize
 
@@ -33,12 +34,13 @@ class Division(dict[str, Texts[Any]]):
     def __init__(
         self,
         texts: Mapping[str, Texts[Any]],
-        labels: dict[str, dict[str, int]],
+        labels: Mapping[str, dict[str, int]] = MappingProxyType({}),
         public: Texts[Any] | None = None,
     ) -> None:
         super().__init__(texts)
         self.labels = labels
-        """Client name -> label -> how many records of its training text have it; empty if even."""
+        """Client name -> label -> how many records of its training text have it; empty if
+        even, or where clients have files of their own."""
         self.public = public
         """What everybody may see, where a part was kept for it: its records are `train`."""
 
