@@ -144,9 +144,10 @@ def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: Non
     suffice.
     """
     if config.divide is None:
-        division = Division(
-            {c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients}
-        )
+        own = {
+            c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients
+        }
+        division = Division(own, {})
     else:
         division = divided_texts(config.divide, config.data, config.root, config.seed)
     names = sorted(division)

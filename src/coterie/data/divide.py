@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from unicodedata import normalize
 
@@ -34,7 +33,7 @@ class Division(dict[str, Texts[Any]]):
     def __init__(
         self,
         texts: Mapping[str, Texts[Any]],
-        labels: Mapping[str, dict[str, int]] = MappingProxyType({}),
+        labels: dict[str, dict[str, int]],
         public: Texts[Any] | None = None,
     ) -> None:
         super().__init__(texts)
