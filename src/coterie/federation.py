@@ -13,7 +13,7 @@ from coterie.config import RunConfig
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
 from coterie.data.files import empty_records, resolve
-from coterie.data.quality import Quality, quality
+from coterie.data.quality import Quality, quality, without_held_out
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
@@ -87,9 +87,14 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     """The data of one client of `clients`, from nothing but its own files."""
     for client in config.clients:
         if client.name == name:
-            texts = client_texts(client, config.data, config.root, config.seed)
-            return tokenise(texts, tokenizer, config.data, name)
+            texts = _own_texts(config, client_texts(client, config.data, config.root, config.seed))
+            return tokenise(texts, tokenizer, config.data.of(name), name)
     raise CoterieError(f"The run file has no client {name!r}.")
+
+
+def _own_texts(config: RunConfig, texts: Texts[Any]) -> Texts[Any]:
+    """A client's texts, without duplicates if the run says so."""
+    return without_held_out(texts) if config.data.deduplicate else texts
 
 
 @dataclass(frozen=True)
@@ -153,8 +158,9 @@ def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: Non
     names = sorted(division)
     others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
     tokenizers = _tokenizers(config, tokenizer, [*names, *others])
-    data = {n: tokenise(division[n], tokenizers[n], config.data, n) for n in names}
-    look(Reading({name: division[name] for name in names}, data, division.labels))
+    texts = {name: _own_texts(config, division[name]) for name in names}
+    data = {n: tokenise(texts[n], tokenizers[n], config.data.of(n), n) for n in names}
+    look(Reading(texts, data, division.labels))
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = division.public
     public = _public(config, tokenizers, set_aside)
@@ -285,6 +291,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled:
         trained = clients if config.server is None else [*clients, SERVER]
         _check_names("bases", config.bases, clients)
+        _check_names("data.limits_of", config.data.limits_of, clients)
         _check_names("training.learning_rates", config.training.learning_rates, trained)
     bases = {name: config.base_of(name) for name in clients}
     method, theirs = config.method, {*bases.values()}

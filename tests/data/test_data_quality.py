@@ -18,6 +18,7 @@ from coterie.data.quality import (
     quality,
     sentences,
     texts_read,
+    without_held_out,
 )
 from coterie.data.spec import PIECE, DataSpec, InstructionSpec
 from coterie.data.texts import Texts, pieces
@@ -162,3 +163,40 @@ def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
     assert texts_read(own.train, tokens.train) == ["Is it?\nyes"] * 2
     train, validation, _ = quality({"ann": own}, {"ann": tokens}, 99).splits
     assert (train.short, train.exact["repeats"], validation.exact["in_training"]) == (2, 1, 1)
+
+
+def naively_without(own: Texts[str], near: set[tuple[str, str]]) -> str:
+    """The training text that is left, piece by piece."""
+    held_out = [part for text in own.validation + own.test for part in pieces(text, PIECE)]
+    again = {part.strip() for part in held_out}
+    return "".join(
+        part
+        for text in own.train
+        for part in pieces(text, PIECE)
+        if part.strip() not in again and not any((part, other) in near for other in held_out)
+    )
+
+
+def test_what_is_held_out_leaves_training() -> None:
+    draw = random.Random(2)
+    books = [
+        (WRITERS / f"{w}.txt").read_text(encoding="utf-8")[:30_000] for w in ("poet", "whaler")
+    ]
+    some = list(pieces(books[0], PIECE))
+    own = Texts(
+        train=[books[0], "A record, and no more.", books[1], some[5]],
+        validation=[some[2] + some[3], "A record, and no more. "],
+        test=[changed(some[8], 3, draw), changed(some[9], 200, draw)],
+    )
+    every = {part for split in vars(own).values() for text in split for part in pieces(text, PIECE)}
+    near = {(a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([a, b])}
+    left = without_held_out(own)
+    assert (left.validation, left.test) == (own.validation, own.test)
+    assert "".join(left.train) == naively_without(own, near)
+    gone = "".join(some[:2]), "".join(some[4:8]), "".join(some[9:])
+    assert left.train == [*gone, books[1], some[5]]
+
+
+def test_instructions_that_are_held_out_leave_training() -> None:
+    one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
+    assert without_held_out(Texts([one, two, three, two], [two], [three])).train == [one]

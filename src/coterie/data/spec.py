@@ -17,8 +17,20 @@ class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Limits(_Spec):
-    """At most so much of a split is kept, from its start; without a limit, all.
+def _plain(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
+            "underscores, and must not start with a dot or dash"
+        )
+    return name
+
+
+ClientName = Annotated[str, AfterValidator(_plain)]
+
+
+class ClientLimits(_Spec):
+    """At most so much of a client's split is kept, from its start; without a limit, all.
 
     A limit counts tokens, or samples where the data are instructions.
     """
@@ -36,6 +48,11 @@ class Limits(_Spec):
     test: int | None = Field(
         default=None, ge=1, description="maximum number of test tokens (or samples); default: all"
     )
+
+
+class Limits(ClientLimits):
+    """The limits of all clients, and of the public set."""
+
     public: int | None = Field(
         default=None,
         ge=1,
@@ -124,6 +141,14 @@ class DataSpec(_Spec):
         default=Limits(),
         description="maximum size of each split in tokens (with instructions: samples)",
     )
+    limits_of: dict[ClientName, ClientLimits] = Field(
+        default={}, description="limits by client name; a key not given there is as in limits"
+    )
+    deduplicate: bool = Field(
+        default=False,
+        description="leave out of a client's training text what is, exactly or nearly, in its "
+        "validation or test text",
+    )
     public: str | None = Field(
         default=None, description="file or folder of the public set, for methods that need one"
     )
@@ -133,9 +158,16 @@ class DataSpec(_Spec):
         """The field or fields that hold a record's text, as a list."""
         return [self.text] if isinstance(self.text, str) else self.text
 
+    def of(self, name: str) -> "DataSpec":
+        """A client's: with limits of its own and without `limits_of`."""
+        given = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
+        limits = self.limits.model_copy(update=given)
+        return self.model_copy(update={"limits": limits, "limits_of": {}})
+
     @model_validator(mode="after")
     def _limits_hold_a_window(self) -> Self:
-        for split, limit in self.limits if self.instructions is None else ():
+        every = [self.limits, *self.limits_of.values()] if self.instructions is None else []
+        for split, limit in (pair for limits in every for pair in limits):
             if limit is not None and limit <= self.window:
                 raise ValueError(
                     f"the limit of {limit} {split} tokens is too small: a window of {self.window}"
@@ -144,16 +176,6 @@ class DataSpec(_Spec):
         return self
 
 
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
-            "underscores, and must not start with a dot or dash"
-        )
-    return name
-
-
-ClientName = Annotated[str, AfterValidator(_plain)]
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
