@@ -230,7 +230,7 @@ def _server(
     if config.server.test is not None:
         path, owner = config.server.test, "The server: its test text"
         items = dict.fromkeys(HELD_OUT, whole_text(path, config.data, config.root, owner))
-    elif set_aside is not None:
+    elif set_aside is not None and set_aside.test:
         items = {split: getattr(set_aside, split) for split in HELD_OUT}
     held_out = {
         split: encoded(part, tokenizer, config.data, split, f"The server: its {split} text")

@@ -230,7 +230,24 @@ class DivideSpec(_Spec):
         "one, or to its `source` and `subset`"
     )
     subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
-    split: str = Field(default="train", description="split of a hub data set to read")
+    split: str = Field(default="train", description="split of a hub data set to divide")
+    validation: str | None = Field(
+        default=None,
+        description="the data set's own validation text, dealt to clients in the shares of their "
+        "training text: split of a hub data set, or file or folder; default: "
+        "data.fractions.validation of what is divided",
+    )
+    test: str | None = Field(
+        default=None,
+        description="the data set's own test text, likewise; default: data.fractions.test of what "
+        "is divided",
+    )
+    where: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Jinja expression over a record's fields, such as `output | wordcount > 10`; "
+        "other records are left out",
+    )
     by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
         description="one label per client; Dirichlet shares; mostly one label per client; "
         "given mixtures; or equal random parts"
@@ -274,10 +291,11 @@ class DivideSpec(_Spec):
         description="labels of validation and test: as in the client's training text, or all "
         "labels equally (not with even)",
     )
-    public: bool = Field(
+    public: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
         default=False,
-        description="set aside one extra part, the size of a client's, as the public set (even "
-        "only)",
+        description="the public set: with even, `true` sets aside one extra part, the size of a "
+        "client's; otherwise, a fraction of what clients could hold, in the mix of all their "
+        "labels",
     )
 
     @model_validator(mode="after")
@@ -297,11 +315,13 @@ class DivideSpec(_Spec):
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
         for option, refused in (
             ("balanced", self.balanced and self.by != "dirichlet"),
-            ("public", self.public and self.by != "even"),
             ("held_out", self.held_out != "own" and self.by == "even"),
         ):
             if refused:
                 raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
+        if self.public is not False and (self.public is True) != (self.by == "even"):
+            wanted = "true" if self.by == "even" else "a fraction, such as 0.1"
+            raise ValueError(f"dividing by {self.by} needs divide.public to be {wanted}")
         return self
 
     @model_validator(mode="after")
@@ -312,6 +332,11 @@ class DivideSpec(_Spec):
             raise ValueError(
                 "divide.subset needs a single source; with one source per label, give each "
                 "label its own `subset`"
+            )
+        if not isinstance(self.source, str) and not self.validation == self.test is None:
+            raise ValueError(
+                "divide.validation and divide.test need a single source; with one source per "
+                "label, remove them, or list clients with splits of their own"
             )
         return self
 
