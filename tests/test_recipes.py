@@ -50,7 +50,9 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
         for cell in column.cells.values():
             assert cell.method.name in available()
             if clients:
-                public = cell.data.public is not None or (divide is not None and divide.public)
+                public = cell.data.public is not None or (
+                    divide is not None and bool(divide.public)
+                )
                 check(cell, clients, public)
 
 
