@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from public_text import public_text
 
@@ -13,8 +14,9 @@ import coterie
 from coterie.bases import load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
+from coterie.data.tokens import Tokens
 from coterie.engines.session import Session
-from coterie.federation import EVERYONE, Participant, client_context, participants_of
+from coterie.federation import EVERYONE, Participant, client_context, gathered, participants_of
 from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 
@@ -177,3 +179,27 @@ def test_methods_are_told_whether_there_is_a_public_text(config: Config) -> None
         Session(public).check(public)
     assert [setting.public for setting in seen] == [False, True]
     assert {setting.clients for setting in seen} == {("diarist", "poet", "whaler")}
+
+
+def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: Config) -> None:
+    source = {name: f"{name}.txt" for name in ("diarist", "poet", "whaler")}
+    divide = {"source": source, "by": "label", "piece": 500, "public": 0.2}
+    words = load_tokenizer("tiny-gpt2")
+    run = config(clients=[], divide=divide, server={}, method="fedmkt")
+    who = gathered(run, words)
+    assert who.server is not None
+    assert who.server.tests == {}
+    publics = {id(p.public) for p in who.clients}
+    assert publics == {id(who.server.data.train)}
+    assert isinstance(who.server.data.train, Tokens)
+    share = len(who.server.data.train.ids) / sum(len(words(t)["input_ids"]) for t in texts_of(run))
+    assert share == pytest.approx(0.2, abs=0.03)
+    scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
+    assert scored.server is not None
+    assert scored.server.tests.keys() == {"server"}
+
+
+def texts_of(run: RunConfig) -> list[str]:
+    return [
+        (run.root / f"{n}.txt").read_text(encoding="utf-8") for n in ("diarist", "poet", "whaler")
+    ]

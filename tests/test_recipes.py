@@ -8,6 +8,7 @@ from coterie.bases import load_tokenizer
 from coterie.data.examples import Examples
 from coterie.data.files import Record
 from coterie.data.instructions import instructions
+from coterie.data.templates import holds
 from coterie.federation import check, participants_of
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
@@ -49,7 +50,9 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
         for cell in column.cells.values():
             assert cell.method.name in available()
             if clients:
-                public = cell.data.public is not None or (divide is not None and divide.public)
+                public = cell.data.public is not None or (
+                    divide is not None and bool(divide.public)
+                )
                 check(cell, clients, public)
 
 
@@ -175,6 +178,21 @@ def test_prompts_of_fedmkts_tasks(file) -> None:
         assert written != (len(item.choices) >= 2)
         if "choices" in fields:
             assert item.choices == tuple(fields["choices"]["text"])
+
+
+@pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
+def test_fedmkts_samples_of_s_ni_have_long_outputs(file) -> None:
+    """Section "Datasets": an output length of 11 or more; no other task is filtered."""
+    _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
+    for column in columns:
+        assert column.run.divide is not None
+        where = column.run.divide.where
+        if not column.spec.name.endswith("S-NI"):
+            assert where is None
+            continue
+        assert where is not None
+        kept = [n for n in range(1, 20) if holds(where, Record("", {"targets": "word " * n}))]
+        assert kept == list(range(11, 20))
 
 
 def test_fedmkts_settings_differ_in_who_takes_part() -> None:

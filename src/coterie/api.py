@@ -65,6 +65,8 @@ def run(
     session = Session(config, engine=engine)
     session.check(config, *map(config.with_method, config.baselines))
     description = session.description(config, session.participants(config))
+    for text in session.warnings:
+        watch().warn(text)
     return _continue(session, RunFolder.create(path, description, force), watch)
 
 
@@ -116,6 +118,8 @@ def compare(
         raise CoterieError(f"{path} holds a run; choose another folder with --out.")
     session = Session(config)
     session.check(*(cell for cell, _ in cells))
+    for text in session.warnings:
+        report(text)
     results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
     split, metric = config.evaluation.split, config.evaluation.metric
     for seed in range(config.seed, config.seed + seeds):

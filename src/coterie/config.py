@@ -106,11 +106,13 @@ class RunConfig(Sections):
         return plugins_of([type(self.method), *baselines])
 
     def told_to(self, client: str) -> dict[str, Any]:
-        """As a client of a deployment may know it: without names, paths and bases of others."""
+        """As a client of a deployment may know it: without names, paths, bases and limits of
+        others."""
         left_out = {"clients", "divide", "data_root", "baselines", "bases", "server"}
         values = {key: value for key, value in self.as_dict().items() if key not in left_out}
         training = self.training_of(client).model_dump(mode="json")
-        return {**values, "base": self.base_of(client), "training": training}
+        data = self.data.of(client).model_dump(mode="json")
+        return {**values, "base": self.base_of(client), "training": training, "data": data}
 
     def digest(self) -> str:
         """A hash of everything that can change the result, data files' contents apart."""

@@ -1,6 +1,6 @@
 """Who takes part in a run, and what each holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -10,8 +10,10 @@ from torch import nn
 
 from coterie.bases import Base, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
-from coterie.data.divide import divided_texts
+from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
+from coterie.data.files import empty_records, resolve
+from coterie.data.quality import Quality, quality, without_held_out
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
@@ -85,34 +87,82 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     """The data of one client of `clients`, from nothing but its own files."""
     for client in config.clients:
         if client.name == name:
-            texts = client_texts(client, config.data, config.root, config.seed)
-            return tokenise(texts, tokenizer, config.data, name)
+            texts = _own_texts(config, client_texts(client, config.data, config.root, config.seed))
+            return tokenise(texts, tokenizer, config.data.of(name), name)
     raise CoterieError(f"The run file has no client {name!r}.")
 
 
-def participants_of(config: RunConfig, tokenizer: Tokenizer) -> list[Participant]:
+def _own_texts(config: RunConfig, texts: Texts[Any]) -> Texts[Any]:
+    """A client's texts, without duplicates if the run says so."""
+    return without_held_out(texts) if config.data.deduplicate else texts
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What clients read, sorted by name: texts, and their tokens."""
+
+    texts: Mapping[ClientId, Texts[Any]]
+    data: Mapping[ClientId, ClientData]
+    labels: Mapping[ClientId, Mapping[str, int]]
+    """As in `Participant`."""
+
+    def quality(self, config: RunConfig, most: int) -> Quality:
+        """What is found in these texts; near duplicates, in `most` characters."""
+        return quality(self.texts, self.data, most, _empty_records(config))
+
+
+def _empty_records(config: RunConfig) -> int:
+    """Records without text in all files; with instructions, they are errors."""
+    sources = [
+        (f"Client {client.name}", source)
+        for client in config.clients
+        for source in (client.path, client.train, client.validation, client.test)
+    ]
+    if config.divide is not None:
+        given = config.divide.source
+        given = {"": given} if isinstance(given, str) else given
+        sources = [("divide", s if isinstance(s, str) else s.source) for s in given.values()]
+    return sum(
+        empty_records(config.root, source, config.data.fields, owner)
+        for owner, source in sources
+        if source is not None
+        and config.data.instructions is None
+        and resolve(config.root, source).exists()  # data sets of the hub are not read twice
+    )
+
+
+Look = Callable[[Reading], None]
+"""Looks at what was read; texts are not kept."""
+
+
+def participants_of(
+    config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None
+) -> list[Participant]:
     """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
-    return gathered(config, tokenizer).clients
+    return gathered(config, tokenizer, look).clients
 
 
-def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
+def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None) -> Federation:
     """Everybody who takes part in a run, each with texts in the tokens of its own base.
 
     `tokenizer` is that of the run's base. Raises CoterieError if a text cannot be read or does not
     suffice.
     """
-    division = None
-    if config.divide is not None:
+    if config.divide is None:
+        own = {
+            c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients
+        }
+        division = Division(own, {})
+    else:
         division = divided_texts(config.divide, config.data, config.root, config.seed)
-    names = sorted(c.name for c in config.clients) if division is None else sorted(division)
+    names = sorted(division)
     others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
     tokenizers = _tokenizers(config, tokenizer, [*names, *others])
-    if division is None:
-        data = {name: client_data(config, tokenizers[name], name) for name in names}
-    else:
-        data = {n: tokenise(division[n], tokenizers[n], config.data, n) for n in names}
+    texts = {name: _own_texts(config, division[name]) for name in names}
+    data = {n: tokenise(texts[n], tokenizers[n], config.data.of(n), n) for n in names}
+    look(Reading(texts, data, division.labels))
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
-    set_aside = None if division is None else division.public
+    set_aside = division.public
     public = _public(config, tokenizers, set_aside)
     server = None
     if config.server is not None:
@@ -120,9 +170,8 @@ def gathered(config: RunConfig, tokenizer: Tokenizer) -> Federation:
     if config.pooled:
         both = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
         return Federation([Participant(EVERYONE, both, tests, public[EVERYONE])], server)
-    labels = {} if division is None else division.labels
     clients = [
-        Participant(name, data[name], {name: tests[name]}, public[name], labels.get(name))
+        Participant(name, data[name], {name: tests[name]}, public[name], division.labels.get(name))
         for name in names
     ]
     return Federation(clients, server)
@@ -181,7 +230,7 @@ def _server(
     if config.server.test is not None:
         path, owner = config.server.test, "The server: its test text"
         items = dict.fromkeys(HELD_OUT, whole_text(path, config.data, config.root, owner))
-    elif set_aside is not None:
+    elif set_aside is not None and set_aside.test:
         items = {split: getattr(set_aside, split) for split in HELD_OUT}
     held_out = {
         split: encoded(part, tokenizer, config.data, split, f"The server: its {split} text")
@@ -242,6 +291,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled:
         trained = clients if config.server is None else [*clients, SERVER]
         _check_names("bases", config.bases, clients)
+        _check_names("data.limits_of", config.data.limits_of, clients)
         _check_names("training.learning_rates", config.training.learning_rates, trained)
     bases = {name: config.base_of(name) for name in clients}
     method, theirs = config.method, {*bases.values()}

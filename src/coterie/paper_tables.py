@@ -182,6 +182,8 @@ def _scores(
     points = {row.label: row.point or spec.point for row in spec.rows}
     for column, session in sessions:
         path = folder / slug(column.spec.name)
+        for text in session.warnings:
+            report(f"{column.spec.name}: {text}")
         for seed in range(column.run.seed, column.run.seed + seeds):
             for name, cell in column.cells.items():
                 result = session.cell(cell, cell.name, seed, path, watch, report)

@@ -61,7 +61,7 @@ class ServerSpec(BaseModel):
     test: str | None = Field(
         default=None,
         description="file or folder to score the server's model on; default: the held-out "
-        "splits that divide.public sets aside",
+        "splits that divide.public sets aside (by even only)",
     )
 
 

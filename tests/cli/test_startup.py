@@ -38,6 +38,8 @@ def outcome(folder: Path, command: str) -> tuple[str, set[str]]:
         ("--version", "coterie 0."),
         ("run nofile.yaml", "no run file nofile.yaml"),
         ("audit nofile.yaml", "no run file nofile.yaml"),
+        ("data nofile.yaml", "no run file nofile.yaml"),
+        ("data lost.yaml", "there is no file or folder"),
         ("compare nofile.yaml", "no run file nofile.yaml"),
         ("run wrong.yaml", "Unknown key 'rouns'. Did you mean 'rounds'?"),
         ("run lost.yaml", "there is no file or folder"),

@@ -165,7 +165,7 @@ def test_what_cannot_be_divided_is_said(root: Path) -> None:
     with pytest.raises(CoterieError, match=r"line 2 of .* field label contains None, not a label"):
         divide(root, by="label")
     (root / "news.jsonl").write_text('{"label": "a", "text": ""}')
-    with pytest.raises(CoterieError, match=r"records of news\.jsonl contain no text"):
+    with pytest.raises(CoterieError, match=r"news\.jsonl has no records that contain text"):
         divide(root, by="label")
     (root / "notes.txt").write_text("text")
     with pytest.raises(CoterieError, match=r"notes\.txt is plain text without labels"):

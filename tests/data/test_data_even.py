@@ -152,14 +152,15 @@ def test_too_few_records_are_said(root: Path) -> None:
         ({"held_out": "uniform"}, "dividing by even does not use held_out; remove it"),
         ({"alpha": 1}, "dividing by even does not use alpha; remove it"),
         ({"share": 0.5}, "dividing by even does not use share; remove it"),
+        ({"public": 0.1}, "dividing by even needs divide.public to be true"),
         ({"balanced": True}, "dividing by even does not use balanced; remove it"),
         (
             {"by": "label", "clients": None, "public": True},
-            "dividing by label does not use public; remove it",
+            "dividing by label needs divide.public to be a fraction, such as 0.1",
         ),
         (
             {"by": "dirichlet", "alpha": 1, "public": True},
-            "dividing by dirichlet does not use public; remove it",
+            "dividing by dirichlet needs divide.public to be a fraction",
         ),
     ],
 )

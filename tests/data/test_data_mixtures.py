@@ -189,7 +189,7 @@ def test_what_cannot_be_mixed_is_said(root: Path) -> None:
     with pytest.raises(CoterieError, match=wanted):
         divide(root, mixtures={"anna": {"ed": 0.5, "de": 0.5}})
     (root / "blank.jsonl").write_text('{"text": " "}')
-    with pytest.raises(CoterieError, match=r"records of blank\.jsonl contain no text"):
+    with pytest.raises(CoterieError, match=r"blank\.jsonl has no records that contain text"):
         divide(root, source={"de": "de.jsonl", "fr": "blank.jsonl"})
 
 

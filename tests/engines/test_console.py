@@ -62,6 +62,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     part = SimpleNamespace(schema=schema)
     run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", rounds=2), part=part)
     with ClientBoard(console) as board:
+        board("warning", "Data: texts repeated in their split: 3")
         board("joined", run)
         for loss in (3.0, 2.0):
             board("loss/joint", loss)
@@ -71,6 +72,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("step", 1)
         board("away", "example.org:9092 is unreachable")
     text = shown(console)
+    assert text.startswith("Data: texts repeated")
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import compare, deploy, inspect, keys, options, run, terminal, use
+from coterie.cli import compare, data, deploy, inspect, keys, options, run, terminal, use
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ def coterie(
 
 app.command()(run.run)
 app.command()(compare.compare)
+app.command()(data.data)
 app.command()(inspect.methods)
 app.command()(inspect.audit)
 app.command()(inspect.report)

@@ -1,7 +1,7 @@
 """Texts or instructions divided among clients: by label, Dirichlet shares, mixtures, or evenly.
 
-All chance lies in one shuffle of the records, the Dirichlet shares, and each client's split by
-fractions; a part "at random" is the first so many of the shuffled records.
+All chance lies in one shuffle of the records of each split, the Dirichlet shares, and each client's
+split by fractions; a part "at random" is the first so many of the shuffled records.
 """
 
 import re
@@ -16,9 +16,9 @@ import numpy
 import torch
 
 from coterie.chance import generator
-from coterie.data.labelled import labelled_instructions, labelled_texts
-from coterie.data.spec import DataSpec, DivideSpec, Fractions
-from coterie.data.texts import SPLITS, Texts, set_aside
+from coterie.data.labelled import labelled
+from coterie.data.spec import DataSpec, DivideSpec
+from coterie.data.texts import Texts, set_aside
 from coterie.errors import CoterieError
 
 MINIMUM = 10
@@ -38,13 +38,19 @@ class Division(dict[str, Texts[Any]]):
     ) -> None:
         super().__init__(texts)
         self.labels = labels
-        """Client name -> label -> how many records of its training text have it; empty if even."""
+        """Client name -> label -> how many records of its training text have it; empty if
+        even, or where clients have files of their own."""
         self.public = public
-        """What everybody may see, where a part was kept for it: its records are `train`."""
+        """What everybody may see, where a part was kept for it: its records are `train`. Held-out
+        records it has if even."""
 
 
 Pools = dict[str, list[int]]
 """For each label, the numbers of the records that have it, in shuffled order."""
+
+
+Records = list[tuple[str, Any]]
+"""A label, and a text or an instruction."""
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
@@ -53,33 +59,34 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     By label or mixture there is a client for every label, named after it; by Dirichlet or evenly
     they are client-1, client-2, ...; by given mixtures they have names of their own. No record is
     used twice, but evenly all clients have the same validation and test. Shares are of a text's
-    characters, or of samples. Raises `CoterieError` if the data set cannot be read or does not
-    suffice.
+    characters, or of samples. Splits that the data set has of its own are dealt like the training
+    text. Raises `CoterieError` if the data set cannot be read or does not suffice.
     """
-    if data.instructions is None:
-        records = labelled_texts(spec, data, root)
-    else:
-        records = labelled_instructions(spec, data.instructions, root)
-    order = torch.randperm(len(records), generator=generator(seed, "divide", "order"))
-    records = [records[i] for i in order.tolist()]
+    found = labelled(spec, data, root)
+    records = _shuffled(found.pop("train"), seed, "order")
+    own = {split: _shuffled(given, seed, split) for split, given in found.items()}
+    fractions = {split: share for split, share in data.fractions if split not in own}
     if spec.by == "even":
-        return _evenly(spec, [item for _, item in records], data.fractions)
+        items = {split: [item for _, item in given] for split, given in own.items()}
+        return _evenly(spec, [item for _, item in records], fractions, items)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
     names = _client_names(spec, list(pools))
+    public = [records[number][1] for number in _take_public(spec, pools, lengths)]
     held: dict[str, list[list[int]]] = {}
     if spec.held_out == "uniform":
-        held = _hold_out_uniform(pools, len(names), data.fractions)
+        held = _hold_out_uniform(pools, len(names), fractions)
     if spec.mixtures is None:
         train = [_alternating(part, records) for part in _divide(spec, pools, seed)]
     else:
         supply = _Supply(pools, _asked(spec.mixtures, pools), lengths)
         if not held:
             size = supply.most()
-            held = {split: supply.take(fraction * size) for split, fraction in data.fractions}
+            held = {split: supply.take(share * size) for split, share in fractions.items()}
         train = supply.take(supply.most())
+    given = {split: _dealt_alike(spec, part, train, records) for split, part in own.items()}
 
     texts: dict[str, Texts[Any]] = {}
     labels: dict[str, dict[str, int]] = {}
@@ -87,24 +94,76 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         splits = {"train": train[client]} | {split: parts[client] for split, parts in held.items()}
         if not held:
             chance = generator(seed, "split", name)
-            own = [lengths[number] for number in train[client]]
-            splits = set_aside(train[client], own, dict(data.fractions), chance)
-        texts[name] = Texts(**{s: [records[n][1] for n in splits[s]] for s in SPLITS})
+            sizes = [lengths[number] for number in train[client]]
+            splits = set_aside(train[client], sizes, fractions, chance)
+        items = {split: [records[n][1] for n in numbers] for split, numbers in splits.items()}
+        texts[name] = Texts(**items | {split: parts[client] for split, parts in given.items()})
         labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
-    return Division(texts, labels)
+    return Division(texts, labels, Texts(public, [], []) if public else None)
 
 
-def _evenly(spec: DivideSpec, items: Sequence[Any], fractions: Fractions) -> Division:
+def _shuffled(records: Records, seed: int, purpose: str) -> Records:
+    order = torch.randperm(len(records), generator=generator(seed, "divide", purpose))
+    return [records[i] for i in order.tolist()]
+
+
+def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
+    """Take the public set's records out of the pools, in the mix of labels of all clients."""
+    if not spec.public:
+        return []
+    mixtures: list[Mapping[str, float]]
+    if spec.mixtures is not None:
+        mixtures = _asked(spec.mixtures, pools)
+    elif spec.by == "mixture":  # all clients together have as much of each label
+        mixtures = [dict.fromkeys(pools, 1 / len(pools))]
+    else:
+        sizes = {label: sum(lengths[number] for number in pool) for label, pool in pools.items()}
+        mixtures = [{label: size / sum(sizes.values()) for label, size in sizes.items()}]
+    size = spec.public * _Supply(pools, mixtures, lengths).most() * len(mixtures)
+    every = {label: sum(m.get(label, 0) for m in mixtures) / len(mixtures) for label in pools}
+    [part] = _Supply(pools, [every], lengths).take(size)
+    return part
+
+
+def _dealt_alike(
+    spec: DivideSpec, given: Records, train: list[list[int]], records: Records
+) -> list[list[Any]]:
+    """Each client's part of a split that the data set has of its own.
+
+    Of each label it has the share that it has of the training records, or with `held_out: uniform`
+    an equal one; what nobody trains on is left out.
+    """
+    counts = [Counter(records[number][0] for number in part) for part in train]
+    pools: Pools = {label: [] for label in sorted({label for label, _ in given})}
+    for number, (label, _) in enumerate(given):
+        pools[label].append(number)
+    parts: list[list[int]] = [[] for _ in train]
+    for label, pool in pools.items():
+        shares = [count[label] if spec.held_out == "own" else 1 for count in counts]
+        if any(shares):
+            ends = numpy.rint(numpy.cumsum(shares)[:-1] / sum(shares) * len(pool)).astype(int)
+            for part, dealt in zip(parts, numpy.split(pool, ends), strict=True):
+                part += dealt.tolist()
+    return [[given[number][1] for number in _alternating(part, given)] for part in parts]
+
+
+def _evenly(
+    spec: DivideSpec,
+    items: Sequence[Any],
+    fractions: Mapping[str, float],
+    own: Mapping[str, list[Any]],
+) -> Division:
     """Deal shuffled items in parts of one size: one per client and, if asked for, a public one.
 
-    Validation and test are fractions of all items, set aside first, and everybody's, as FedMKT
-    scores all models alike. Fewer items than there are parts are left over, unused.
+    Validation and test are the data set's `own`, or fractions of all items, set aside first. They
+    are everybody's, as FedMKT scores all models alike. Fewer items than there are parts are left
+    over, unused.
     """
     names = _client_names(spec, [])
-    parts = len(names) + spec.public
-    held: dict[str, list[Any]] = {}
+    parts = len(names) + bool(spec.public)
+    held = dict(own)
     start = 0
-    for split, fraction in fractions:
+    for split, fraction in fractions.items():
         count = int(fraction * len(items))
         held[split] = list(items[start : start + count])
         start += count
@@ -157,7 +216,7 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
 
 
 def _hold_out_uniform(
-    pools: Pools, clients: int, fractions: Fractions
+    pools: Pools, clients: int, fractions: Mapping[str, float]
 ) -> dict[str, list[list[int]]]:
     """Take each client's validation and test out of the pools, the same number of every label.
 
@@ -165,7 +224,7 @@ def _hold_out_uniform(
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}
-    for split, fraction in fractions:
+    for split, fraction in fractions.items():
         each = int(fraction * records / (len(pools) * clients))
         parts: list[list[int]] = [[] for _ in range(clients)]
         for label, pool in pools.items():

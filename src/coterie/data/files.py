@@ -75,6 +75,13 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
     return documents
 
 
+def empty_records(root: Path, source: str, fields: Sequence[str], owner: str) -> int:
+    """How many records of a file or folder are blank, which `read_documents` leaves out."""
+    files = find_files(resolve(root, source), owner)
+    records = (r for f in files if f.suffix.lower() != ".txt" for r in read_records(f, owner))
+    return sum(not record.text(fields).strip() for record in records)
+
+
 def resolve(root: Path, source: str) -> Path:
     """The path that a run file names, relative to `root` unless it is absolute."""
     return root / Path(source).expanduser()

@@ -1,7 +1,8 @@
 """From records to prompts with their answers, and the answers to choose from."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def instructions(records: Sequence[Record], spec: InstructionSpec) -> list[Instr
         )
         for record, answer, task in zip(records, answers, tasks, strict=True)
     ]
+
+
+def instructions_by_split(
+    records: Mapping[str, Sequence[Record]], spec: InstructionSpec
+) -> dict[str, list[Instruction]]:
+    """Each split's prompts with answers; the choices are found in all of them together."""
+    items = iter(instructions(list(chain(*records.values())), spec))
+    return {split: list(islice(items, len(part))) for split, part in records.items()}
 
 
 def field_records(root: Path, source: str, owner: str) -> list[Record]:

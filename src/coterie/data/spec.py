@@ -17,8 +17,20 @@ class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Limits(_Spec):
-    """At most so much of a split is kept, from its start; without a limit, all.
+def _plain(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
+            "underscores, and must not start with a dot or dash"
+        )
+    return name
+
+
+ClientName = Annotated[str, AfterValidator(_plain)]
+
+
+class ClientLimits(_Spec):
+    """At most so much of a client's split is kept, from its start; without a limit, all.
 
     A limit counts tokens, or samples where the data are instructions.
     """
@@ -36,6 +48,11 @@ class Limits(_Spec):
     test: int | None = Field(
         default=None, ge=1, description="maximum number of test tokens (or samples); default: all"
     )
+
+
+class Limits(ClientLimits):
+    """The limits of all clients, and of the public set."""
+
     public: int | None = Field(
         default=None,
         ge=1,
@@ -124,6 +141,14 @@ class DataSpec(_Spec):
         default=Limits(),
         description="maximum size of each split in tokens (with instructions: samples)",
     )
+    limits_of: dict[ClientName, ClientLimits] = Field(
+        default={}, description="limits by client name; a key not given there is as in limits"
+    )
+    deduplicate: bool = Field(
+        default=False,
+        description="leave out of a client's training text what is, exactly or nearly, in its "
+        "validation or test text",
+    )
     public: str | None = Field(
         default=None, description="file or folder of the public set, for methods that need one"
     )
@@ -133,9 +158,16 @@ class DataSpec(_Spec):
         """The field or fields that hold a record's text, as a list."""
         return [self.text] if isinstance(self.text, str) else self.text
 
+    def of(self, name: str) -> "DataSpec":
+        """A client's: with limits of its own and without `limits_of`."""
+        given = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
+        limits = self.limits.model_copy(update=given)
+        return self.model_copy(update={"limits": limits, "limits_of": {}})
+
     @model_validator(mode="after")
     def _limits_hold_a_window(self) -> Self:
-        for split, limit in self.limits if self.instructions is None else ():
+        every = [self.limits, *self.limits_of.values()] if self.instructions is None else []
+        for split, limit in (pair for limits in every for pair in limits):
             if limit is not None and limit <= self.window:
                 raise ValueError(
                     f"the limit of {limit} {split} tokens is too small: a window of {self.window}"
@@ -144,16 +176,6 @@ class DataSpec(_Spec):
         return self
 
 
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
-            "underscores, and must not start with a dot or dash"
-        )
-    return name
-
-
-ClientName = Annotated[str, AfterValidator(_plain)]
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -208,7 +230,24 @@ class DivideSpec(_Spec):
         "one, or to its `source` and `subset`"
     )
     subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
-    split: str = Field(default="train", description="split of a hub data set to read")
+    split: str = Field(default="train", description="split of a hub data set to divide")
+    validation: str | None = Field(
+        default=None,
+        description="the data set's own validation text, dealt to clients in the shares of their "
+        "training text: split of a hub data set, or file or folder; default: "
+        "data.fractions.validation of what is divided",
+    )
+    test: str | None = Field(
+        default=None,
+        description="the data set's own test text, likewise; default: data.fractions.test of what "
+        "is divided",
+    )
+    where: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Jinja expression over a record's fields, such as `output | wordcount > 10`; "
+        "other records are left out",
+    )
     by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
         description="one label per client; Dirichlet shares; mostly one label per client; "
         "given mixtures; or equal random parts"
@@ -252,10 +291,11 @@ class DivideSpec(_Spec):
         description="labels of validation and test: as in the client's training text, or all "
         "labels equally (not with even)",
     )
-    public: bool = Field(
+    public: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
         default=False,
-        description="set aside one extra part, the size of a client's, as the public set (even "
-        "only)",
+        description="the public set: with even, `true` sets aside one extra part, the size of a "
+        "client's; otherwise, a fraction of what clients could hold, in the mix of all their "
+        "labels",
     )
 
     @model_validator(mode="after")
@@ -275,11 +315,13 @@ class DivideSpec(_Spec):
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
         for option, refused in (
             ("balanced", self.balanced and self.by != "dirichlet"),
-            ("public", self.public and self.by != "even"),
             ("held_out", self.held_out != "own" and self.by == "even"),
         ):
             if refused:
                 raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
+        if self.public is not False and (self.public is True) != (self.by == "even"):
+            wanted = "true" if self.by == "even" else "a fraction, such as 0.1"
+            raise ValueError(f"dividing by {self.by} needs divide.public to be {wanted}")
         return self
 
     @model_validator(mode="after")
@@ -290,6 +332,11 @@ class DivideSpec(_Spec):
             raise ValueError(
                 "divide.subset needs a single source; with one source per label, give each "
                 "label its own `subset`"
+            )
+        if not isinstance(self.source, str) and not self.validation == self.test is None:
+            raise ValueError(
+                "divide.validation and divide.test need a single source; with one source per "
+                "label, remove them, or list clients with splits of their own"
             )
         return self
 

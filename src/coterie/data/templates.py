@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
+from jinja2.environment import TemplateExpression
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -73,6 +74,36 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     if not prompt.strip():
         raise CoterieError(f"{where} gives an empty prompt; fix it or the template.")
     return Record(where, {"prompt": prompt}).text(["prompt"])
+
+
+def holds(expression: str, record: Record) -> bool:
+    """Whether a Jinja expression over a record's fields is true, such as `text | wordcount > 9`.
+
+    Raises CoterieError, beginning with the record's place, if a field is missing, or if the
+    expression cannot be evaluated.
+    """
+    compiled, names = _expression(expression)
+    for name in sorted(names):
+        record[name]  # raises where it is missing, and says which fields there are
+    try:
+        return bool(compiled(record.fields))
+    except Exception as error:  # whatever an expression can raise
+        raise CoterieError(
+            f"{record.where} does not fit divide.where ({error}); fix one of them."
+        ) from error
+
+
+@cache
+def _expression(expression: str) -> tuple[TemplateExpression, frozenset[str]]:
+    """An expression, and the names of the fields that it uses."""
+    try:
+        names = find_undeclared_variables(_JINJA.parse(f"{{{{ {expression} }}}}"))
+        return _JINJA.compile_expression(expression, undefined_to_none=False), frozenset(names)
+    except TemplateSyntaxError as error:
+        raise CoterieError(
+            f"divide.where is not a valid Jinja expression ({(error.message or '').rstrip('.')}); "
+            "write one over a record's fields, such as `text | wordcount > 9`."
+        ) from error
 
 
 def fields(template: str) -> list[str]:

@@ -6,17 +6,16 @@ splits.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from coterie.chance import generator
-from coterie.data.examples import Instruction
 from coterie.data.files import Document, read_documents
-from coterie.data.instructions import field_records, instructions
-from coterie.data.spec import PIECE, ClientSpec, DataSpec, InstructionSpec
+from coterie.data.instructions import field_records, instructions_by_split
+from coterie.data.spec import PIECE, ClientSpec, DataSpec
 
 SPLITS = ("train", "validation", "test")
 Item = TypeVar("Item")
@@ -46,7 +45,9 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     fractions = {split: part for split, part in data.fractions if split not in given}
     chance = generator(seed, "split", spec.name)
     if data.instructions is not None:
-        items = _instructions(root, {"train": source, **given}, data.instructions, owner)
+        sources = {"train": source, **given}
+        records = {split: field_records(root, path, owner) for split, path in sources.items()}
+        items = instructions_by_split(records, data.instructions)
         train = items["train"]
         return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
     documents = read_documents(root, source, data.fields, owner)
@@ -54,15 +55,6 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     for split, path in given.items():
         texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
     return Texts(**texts)
-
-
-def _instructions(
-    root: Path, sources: Mapping[str, str], spec: InstructionSpec, owner: str
-) -> dict[str, list[Instruction]]:
-    """Each split's prompts with answers; the choices are found in all of them together."""
-    records = {split: field_records(root, path, owner) for split, path in sources.items()}
-    items = iter(instructions(list(chain(*records.values())), spec))
-    return {split: list(islice(items, len(part))) for split, part in records.items()}
 
 
 def split_by_fractions(

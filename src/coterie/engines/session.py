@@ -10,9 +10,10 @@ import torch
 
 from coterie.bases import Base, Bases
 from coterie.config import RunConfig
+from coterie.data.quality import AT_START, sentences
 from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
-from coterie.federation import Federation, Participant, check, gathered
+from coterie.federation import Federation, Participant, Reading, check, gathered
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import is_installed
@@ -33,6 +34,8 @@ class Session:
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool], Federation] = {}
+        self.warnings: list[str] = []
+        """What a person should know of the clients' texts, as they were first divided."""
 
     @cached_property
     def bases(self) -> Bases:
@@ -53,11 +56,15 @@ class Session:
         """Everybody who takes part in a run with this session's data, with their bases."""
         key = (config.seed, config.pooled)
         if key not in self._federations:
-            found = gathered(config, self.base.tokenizer)
+            found = gathered(config, self.base.tokenizer, self._look)
             clients = [self._with_base(config, client) for client in found.clients]
             server = None if found.server is None else self._with_base(config, found.server)
             self._federations[key] = Federation(clients, server)
         return self._federations[key]
+
+    def _look(self, read: Reading) -> None:
+        if not self._federations:
+            self.warnings = sentences(read.quality(self.config, AT_START))
 
     def _with_base(self, config: RunConfig, one: Participant) -> Participant:
         return replace(one, base=self.bases[config.base_of(one.name)])

@@ -14,6 +14,9 @@ from coterie.exchange import Json
 class Watch:
     """Follows one run; the default one shows nothing."""
 
+    def warn(self, text: str) -> None:
+        """There is something to know before the run begins."""
+
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """A run begins: `done` of its rounds are done; an update reads `tokens` tokens."""
 
@@ -57,6 +60,10 @@ class ConsoleWatch(Watch):
             disable=not console.is_terminal,
             transient=True,
         )
+
+    def warn(self, text: str) -> None:
+        """A line that stays."""
+        self._line(text)
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """Begin a bar with a step per client and round."""

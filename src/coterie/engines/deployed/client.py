@@ -22,19 +22,21 @@ import torch
 
 from coterie.bases import Base, load_base
 from coterie.config import RunConfig, parse
+from coterie.data.quality import AT_START, sentences
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, participants_of
+from coterie.federation import Participant, Reading, participants_of
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import kind_of, names
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
-"""Told of what happens, for people: joined, step, finished, fault, and entries by their names."""
+"""Told of what happens, for people: warning, joined, step, finished, fault, and entries by their
+names."""
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 
@@ -191,7 +193,7 @@ class SiteRun:
 
     def __init__(self, id: str, config: RunConfig, base: Base, site: Site, seen: Seen) -> None:
         self.id, self.config, self.seen = id, config, seen
-        [participant] = participants_of(config, base.tokenizer)  # of this client alone
+        [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
         self.folder = self._folder(site, participant)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
@@ -205,6 +207,11 @@ class SiteRun:
     def close(self) -> None:
         """Let go of the folder."""
         self.locked.close()
+
+    def _look(self, read: Reading) -> None:
+        """Say what is to know of this client's own texts; it stays here."""
+        for text in sentences(read.quality(self.config, AT_START)):
+            self.seen("warning", text)
 
     @property
     def _state(self) -> str:

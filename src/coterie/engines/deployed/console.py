@@ -132,6 +132,8 @@ class ClientBoard(LiveDisplay):
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):
                     for field in fields:
                         self._say(f"  leaves this machine {when}: {field.what}")
+            case "warning":
+                self._say(value)
             case "fault":
                 self._say(f"could not process the server's request: {value}")
             case "step":

@@ -1,0 +1,130 @@
+"""The command `coterie data`."""
+
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coterie.cli import terminal
+from coterie.cli.options import Debug, Plugins, RunFile, Settings
+
+if TYPE_CHECKING:
+    from coterie.data.quality import Copy, Place, Quality
+    from coterie.federation import Reading
+    from coterie.results.tables import Table
+
+EXAMPLES = 2
+"""Shown of each kind of copy."""
+SHOWN = 60
+"""Characters of an example's text."""
+MOST = 50_000_000
+"""Characters in which near duplicates are looked for: about half a minute's work."""
+HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in others"}
+
+
+def data(
+    file: RunFile = None,
+    settings: Settings = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the results, texts included, to this JSON file.", show_default=False
+        ),
+    ] = None,
+    plugins: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Check the texts of a run: their sizes, empty and short records, and duplicates.
+
+    Compares what each client trains on with its validation and test texts, and, where this machine
+    has the texts of all clients, with theirs. Text files are compared in pieces of about two
+    thousand characters. Only this terminal shows texts; nothing leaves the machine.
+
+    To leave out of training what is in a client's validation or test, set data.deduplicate.
+
+    Example:
+
+        coterie data mine.yaml
+    """
+    from coterie.run_file import check_texts, load_config
+
+    check_texts(file, settings or ())
+    config = load_config(file, settings or ())
+    from coterie.bases import load_tokenizer
+    from coterie.federation import Reading, gathered
+    from coterie.files import write_json
+
+    readings: list[Reading] = []
+    gathered(config, load_tokenizer(config.base, config.root), readings.append)
+    [read] = readings
+    found = read.quality(config, MOST)
+    terminal.console.print(_splits(found))
+    if read.labels:
+        terminal.console.print(_labels(read))
+    _examples(found)
+    if json is not None:
+        write_json(json, {**asdict(found), "labels": read.labels})
+        terminal.say(f"\nSaved to {json}.")
+
+
+def _splits(found: "Quality") -> "Table":
+    """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
+    from coterie.data.quality import KINDS, NEAR, SHORT
+    from coterie.results.tables import Table
+
+    rows = []
+    for split in found.splits:
+        copies = [
+            _copies(split.exact[kind], split.near[kind])
+            if (kind, split.split) != ("in_training", "train")
+            else ""
+            for kind in KINDS
+        ]
+        figures = [f"{split.tokens:,}", f"{split.texts:,}", f"{split.short:,}"]
+        rows.append([f"{split.client} {split.split}", *figures, *copies])
+    looked = "" if found.compared is None else f", in {found.compared:,} characters of each split"
+    return Table(
+        "Texts by client and split",
+        ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
+        rows,
+        "Texts: records, prompts with answers, or pieces of text files, within data.limits. "
+        f"Short: less than {SHORT} characters. Duplicates: exact + near (similarity {NEAR} or "
+        f"more{looked}), repeated in the same split, or found in the training text of the same "
+        f"client or of others. Empty records, left out: {found.empty:,}.",
+    )
+
+
+def _copies(exact: int, near: int) -> str:
+    return f"{exact:,}" + (f" + {near:,}" if near else "")
+
+
+def _labels(read: "Reading") -> "Table":
+    from coterie.results.tables import Table
+
+    labels = sorted({label for counts in read.labels.values() for label in counts})
+    rows = [
+        [client, *(f"{counts.get(label, 0):,}" for label in labels)]
+        for client, counts in read.labels.items()
+    ]
+    return Table("Training records by label, before limits", ["", *labels], rows)
+
+
+def _examples(found: "Quality") -> None:
+    """Where some copies are, and how they begin."""
+    from coterie.data.quality import KINDS
+
+    def kind(copy: "Copy") -> tuple[int, bool]:
+        return KINDS.index(copy.kind), not copy.exact
+
+    for _, copies in groupby(sorted(found.copies, key=kind), key=kind):
+        for copy in list(copies)[:EXAMPLES]:
+            is_in = "is" if copy.exact else "is nearly"
+            text = " ".join(copy.text.split())
+            short = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+            terminal.say(f"{_place(copy.place)} {is_in} {_place(copy.found)}: {short}")
+
+
+def _place(place: "Place") -> str:
+    return f"{place.client} {place.split} {place.number}"

@@ -1,0 +1,202 @@
+"""Duplicates are those that a comparison of every text with every other finds."""
+
+import random
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from coterie.data.examples import Instruction
+from coterie.data.quality import (
+    COMMON,
+    NEAR,
+    Copy,
+    Kind,
+    Place,
+    find_copies,
+    near_pairs,
+    quality,
+    sentences,
+    texts_read,
+    without_held_out,
+)
+from coterie.data.spec import PIECE, DataSpec, InstructionSpec
+from coterie.data.texts import Texts, pieces
+from coterie.data.tokens import tokenise
+
+WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
+Splits = dict[tuple[str, str], list[str]]
+
+
+def changed(text: str, words: int, draw: random.Random) -> str:
+    """The text with some of its words replaced."""
+    parts = text.split(" ")
+    for place in draw.sample(range(len(parts)), words):
+        parts[place] = f"word{draw.randrange(10**6)}"
+    return " ".join(parts)
+
+
+def runs_of(text: str) -> set[bytes]:
+    raw = " ".join(text.lower().split()).encode()
+    return {raw[i : i + 8] for i in range(max(1, len(raw) - 7))}
+
+
+def naive_pairs(texts: list[str]) -> list[tuple[int, int]]:
+    sets = [runs_of(text) for text in texts]
+    counts: dict[bytes, int] = {}
+    for run in (run for one in sets for run in one):
+        counts[run] = counts.get(run, 0) + 1
+    sets = [{run for run in one if counts[run] <= COMMON} for one in sets]
+    return [
+        (a, b)
+        for a, b in combinations(range(len(texts)), 2)
+        if sets[a] | sets[b] and len(sets[a] & sets[b]) / len(sets[a] | sets[b]) >= NEAR
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Pieces of a book, and the same with ever more words changed."""
+    draw = random.Random(0)
+    book = (WRITERS / "whaler.txt").read_text(encoding="utf-8")
+    own = list(pieces(book[:36_000], 600))[:50]
+    return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
+
+
+def test_near_pairs_are_those_of_a_comparison_of_all(texts: list[str]) -> None:
+    wanted = naive_pairs(texts)
+    assert len(texts) / 2 > len(wanted) > 10  # some of the changed are near, and some no longer
+    assert near_pairs(texts) == wanted
+    assert near_pairs([]) == near_pairs([" ", "a"]) == []
+
+
+def test_space_and_case_make_texts_nearly_the_same(texts: list[str]) -> None:
+    assert near_pairs([texts[0], texts[1], texts[0].upper().replace(" ", "\n")]) == [(0, 2)]
+
+
+def test_records_of_one_template_are_not_alike(texts: list[str]) -> None:
+    filled = [
+        f"{texts[0]} {number * 7919:09d} {number * 104729:09d}" for number in range(COMMON + 1)
+    ]
+    assert len(near_pairs(filled[:3])) == 3
+    assert near_pairs(filled) == naive_pairs(filled) == []
+
+
+def naive_copies(splits: Splits) -> list[Copy]:
+    every = sorted({text for texts in splits.values() for text in texts})
+    near = {(a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([a, b])}
+    copies = []
+    for place, text in places(splits):
+        found: dict[Kind, Copy] = {}
+        for exact in (True, False):
+            for other, there in places(splits):
+                same = text.strip() == there.strip() if exact else (text, there) in near
+                if same and (kind := kind_of(place, other)):
+                    found.setdefault(kind, Copy(kind, exact, place, other, text))
+        kinds: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
+        copies += [found[kind] for kind in kinds if kind in found]
+    return copies
+
+
+def places(splits: Splits) -> list[tuple[Place, str]]:
+    return [(Place(*s, n), t) for s, texts in splits.items() for n, t in enumerate(texts, start=1)]
+
+
+def kind_of(place: Place, other: Place) -> Kind | None:
+    if (place.client, place.split) == (other.client, other.split):
+        return "repeats" if other.number < place.number else None
+    if other.split != "train":
+        return None
+    return "in_training" if other.client == place.client else "in_others"
+
+
+def test_copies_are_found_where_they_are(texts: list[str]) -> None:
+    draw = random.Random(1)
+    few = [text for own in texts[:5] for text in (own, changed(own, 2, draw), own + "\n")]
+    names = [(client, split) for client in ("ann", "ben") for split in ("train", "test")]
+    splits = {name: draw.choices(few, k=6) for name in names}
+    found, wanted = find_copies(splits), naive_copies(splits)
+    assert {c.kind for c in wanted} == {"repeats", "in_training", "in_others"}
+    assert {c.exact for c in wanted} == {True, False}
+    # Of several near copies, any may be named.
+    assert [(c.kind, c.exact, c.place, c.text) for c in found] == [
+        (c.kind, c.exact, c.place, c.text) for c in wanted
+    ]
+    assert all(kind_of(c.place, c.found) == c.kind for c in found)
+    assert find_copies(splits) == found
+
+
+def test_near_copies_are_looked_for_in_the_start_alone(texts: list[str]) -> None:
+    near = texts[0].upper()
+    splits = {("ann", "train"): [texts[1], texts[0]], ("ann", "test"): [near, texts[1]]}
+    assert {c.exact for c in find_copies(splits)} == {True, False}
+    assert [c.exact for c in find_copies(splits, compared=10)] == [True]
+
+
+def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
+    book = (WRITERS / "poet.txt").read_text(encoding="utf-8")[:40_000]
+    data = DataSpec.model_validate({"window": 16, "limits": {"train": 3000}})
+    own = Texts([book, "never read"], [book[:5000]], ["   ", book[20_000:25_000]])
+    tokens = tokenise(own, tokenizer, data, "ann")
+    read = texts_read(own.train, tokens.train)
+    kept = tokenizer.decode(tokens.train.ids.tolist())
+    assert kept.startswith("".join(read))
+    assert 0 <= len(kept) - len("".join(read)) < 2 * PIECE
+    assert "".join(texts_read(own.test, tokens.test)) == book[20_000:25_000]
+
+    found = quality({"ann": own}, {"ann": tokens}, most=10**6, empty=2)
+    train, validation, test = found.splits
+    assert (train.tokens, train.texts, train.short) == (3000, len(read), 0)
+    assert validation.exact["in_training"] == validation.texts - 1 > 0  # the last ends elsewhere
+    assert sum(test.exact.values()) == 0
+    assert found.compared is None
+    assert quality({"ann": own}, {"ann": tokens}, most=300).compared == 100
+    first, last = sentences(found)
+    assert first.startswith("Data: validation and test texts that are in training, too: ")
+    assert last == "Data: empty records, left out: 2; see `coterie data FILE`"
+
+
+def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
+    twice = Instruction("Is it?", "yes")
+    own = Texts([twice, Instruction("word " * 100, "no"), twice], [twice], [twice])
+    tokens = tokenise(own, tokenizer, DataSpec(window=20, instructions=InstructionSpec()), "ann")
+    assert texts_read(own.train, tokens.train) == ["Is it?\nyes"] * 2
+    train, validation, _ = quality({"ann": own}, {"ann": tokens}, 99).splits
+    assert (train.short, train.exact["repeats"], validation.exact["in_training"]) == (2, 1, 1)
+
+
+def naively_without(own: Texts[str], near: set[tuple[str, str]]) -> str:
+    """The training text that is left, piece by piece."""
+    held_out = [part for text in own.validation + own.test for part in pieces(text, PIECE)]
+    again = {part.strip() for part in held_out}
+    return "".join(
+        part
+        for text in own.train
+        for part in pieces(text, PIECE)
+        if part.strip() not in again and not any((part, other) in near for other in held_out)
+    )
+
+
+def test_what_is_held_out_leaves_training() -> None:
+    draw = random.Random(2)
+    books = [
+        (WRITERS / f"{w}.txt").read_text(encoding="utf-8")[:30_000] for w in ("poet", "whaler")
+    ]
+    some = list(pieces(books[0], PIECE))
+    own = Texts(
+        train=[books[0], "A record, and no more.", books[1], some[5]],
+        validation=[some[2] + some[3], "A record, and no more. "],
+        test=[changed(some[8], 3, draw), changed(some[9], 200, draw)],
+    )
+    every = {part for split in vars(own).values() for text in split for part in pieces(text, PIECE)}
+    near = {(a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([a, b])}
+    left = without_held_out(own)
+    assert (left.validation, left.test) == (own.validation, own.test)
+    assert "".join(left.train) == naively_without(own, near)
+    gone = "".join(some[:2]), "".join(some[4:8]), "".join(some[9:])
+    assert left.train == [*gone, books[1], some[5]]
+
+
+def test_instructions_that_are_held_out_leave_training() -> None:
+    one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
+    assert without_held_out(Texts([one, two, three, two], [two], [three])).train == [one]

@@ -1,0 +1,84 @@
+"""Duplicates are told when a run begins: of all clients on one machine, of one's own elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie.engines.deployed.client import Worker
+from coterie.runs import Watch
+from coterie.testing.loop import Loop, server, site
+
+SHARED = "validation and test texts in other clients' training"
+OWN = "validation and test texts that are in training, too"
+
+
+@pytest.fixture
+def run(config, texts, tmp_path) -> coterie.RunConfig:
+    """One client tests on its own training text, another on the first one's."""
+    for name in ("poet", "whaler"):
+        book = (texts / f"{name}.txt").read_text(encoding="utf-8")
+        lines = [book[start : start + 300] for start in range(0, 12_000, 300)]
+        text = [{"text": line} for line in lines]
+        own = [{"text": f"Here {name} goes on alone. {line[::-1]}"} for line in lines]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, text)))
+        (tmp_path / f"{name}-own.jsonl").write_text("\n".join(map(json.dumps, own)))
+    clients = [
+        {
+            "name": "poet",
+            "train": "poet.jsonl",
+            "test": "poet.jsonl",
+            "validation": "poet-own.jsonl",
+        },
+        {
+            "name": "whaler",
+            "train": "whaler.jsonl",
+            "test": "poet.jsonl",
+            "validation": "whaler-own.jsonl",
+        },
+    ]
+    data = {"window": 16, "limits": {"train": 1500, "validation": 400, "test": 1000}}
+    return config(clients=clients, data_root=str(tmp_path), method="local", rounds=1, data=data)
+
+
+class Told(Watch):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def kinds(lines: list[str]) -> set[str]:
+    assert all(line.endswith("; see `coterie data FILE`") for line in lines)
+    return {line.split(": ")[1] for line in lines}
+
+
+def test_a_run_that_begins_tells_of_all_clients(run, tmp_path) -> None:
+    told, compared = Told(), []
+    coterie.run(run, out=tmp_path / "run", watch=lambda: told)
+    assert {OWN, SHARED} <= kinds(told.lines)
+    coterie.compare(run, ["local"], out=tmp_path / "compare", report=compared.append)
+    assert compared == told.lines
+
+
+def test_a_clients_process_tells_of_its_own_texts_and_sends_nothing_of_them(
+    run, tmp_path: Path
+) -> None:
+    told: dict[str, list[str]] = {"poet": [], "whaler": []}
+
+    def worker(name: str) -> Worker:
+        def seen(what: str, value: Any) -> None:
+            if what == "warning":
+                told[name].append(value)
+
+        return Worker(site(run, name, tmp_path), seen)
+
+    loop = Loop({name: worker(name) for name in told})
+    server(run, tmp_path / "server", loop).rounds()
+    assert OWN in kinds(told["poet"])
+    assert OWN not in kinds(told["whaler"])  # it cannot know the poet's text
+    assert SHARED not in kinds(told["poet"] + told["whaler"])
+    assert not any(b"coterie data" in message for message in loop.seen)

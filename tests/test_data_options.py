@@ -1,0 +1,76 @@
+"""Limits of one's own, and texts without duplicates, wherever a client works."""
+
+import re
+
+import pytest
+
+from coterie.bases import load_tokenizer
+from coterie.config import parse
+from coterie.engines.deployed.client import Site
+from coterie.errors import CoterieError
+from coterie.federation import check, client_data, participants_of
+from coterie.testing.loop import site
+
+
+def tokens(run) -> dict[str, tuple[int, ...]]:
+    found = participants_of(run, load_tokenizer("tiny-gpt2"))
+    return {p.name: tuple(len(split.ids) for split in vars(p.data).values()) for p in found}
+
+
+LIMITS = {"train": 500, "validation": 100, "test": 90}
+
+
+def test_a_clients_own_limits_come_before_the_runs(config, texts) -> None:
+    own = {"poet": {"train": 300}, "whaler": {"test": 50, "validation": 60}}
+    data = {"window": 16, "limits": LIMITS, "limits_of": own}
+    wanted = {"diarist": (500, 100, 90), "poet": (300, 100, 90), "whaler": (500, 60, 50)}
+    assert tokens(config(data=data)) == wanted
+    divide = {
+        "source": {name: f"{name}.txt" for name in wanted},
+        "by": "label",
+    }
+    assert tokens(config(data=data, divide=divide, clients=[])) == wanted
+    for name, (train, _, _) in wanted.items():
+        run = config(data=data)
+        assert len(client_data(run, load_tokenizer("tiny-gpt2"), name).train.ids) == train
+
+
+def test_limits_of_an_unknown_client_are_refused(config, values) -> None:
+    run = config(data={"window": 16, "limits_of": {"pote": {"train": 300}}})
+    with pytest.raises(CoterieError, match=r"data\.limits_of names the unknown client 'pote'"):
+        check(run, ("poet", "whaler"), False)
+    with pytest.raises(CoterieError, match=r"Unknown key 'data\.limits_of\.poet\.public'"):
+        parse(values(data={"window": 16, "limits_of": {"poet": {"public": 300}}}))
+    with pytest.raises(CoterieError, match="limit of 16 test tokens is too small"):
+        parse(values(data={"window": 16, "limits_of": {"poet": {"test": 16}}}))
+
+
+def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None:
+    own = {"poet": {"train": 300}, "whaler": {"train": 200}}
+    run = config(data={"window": 16, "limits": LIMITS, "limits_of": own})
+    for name, size in (("poet", 300), ("whaler", 200), ("diarist", 500)):
+        told = run.told_to(name)
+        others = {client.name for client in run.clients} - {name}
+        assert not any(re.search(other, repr(told)) for other in others)
+        at_home = site(run, name, tmp_path).config(told)
+        assert tokens(at_home) == {name: (size, 100, 90)}
+
+
+def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
+    book = (texts / "poet.txt").read_text(encoding="utf-8")
+    (tmp_path / "train.txt").write_text(book, encoding="utf-8")
+    (tmp_path / "test.txt").write_text(book[:12_000], encoding="utf-8")
+    files = {"train": str(tmp_path / "train.txt"), "test": str(tmp_path / "test.txt")}
+    clients = [{"name": "poet", **files, "validation": "whaler.txt"}]
+
+    def size(run) -> int:
+        return tokens(run)["poet"][0]
+
+    plain, clean = (
+        config(clients=clients, data={"window": 16, "deduplicate": on}) for on in (False, True)
+    )
+    share = 1 - 12_000 / len(book)
+    assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
+    assert len(client_data(clean, load_tokenizer("tiny-gpt2"), "poet").train.ids) == size(clean)
+    at_home = Site("poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path)
+    assert size(at_home.config(clean.told_to("poet"))) == size(clean)
