@@ -26,7 +26,7 @@ from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
-from coterie.methods.contract import ClientContext, ServerContext
+from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.fedit import TARGETS
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.training.local import LocalTraining
@@ -73,6 +73,15 @@ class FDLora(AdapterMethod):
         if self.private == "trained":
             refuse_unused(self, "private: trained", "sync_every")
         return self
+
+    def check(self, setting: Setting) -> None:
+        """The server has no second optimiser."""
+        super().check(setting)
+        if setting.server_optimiser:
+            raise CoterieError(
+                f"The method {self.name!r} has a server optimiser of its own (outer_learning_rate, "
+                "outer_momentum); remove aggregation.optimiser."
+            )
 
     def client(self, context: ClientContext) -> "FDLoraClient":
         """Two adapters."""

@@ -166,8 +166,7 @@ class FedAMoLEClient(ClientSide):
 
     def __init__(self, method: FedAMoLE, context: ClientContext) -> None:
         self.method, self.context = method, context
-        base = context.base.model
-        self.paths = list(chosen_linears(base, method.attention.targets))
+        self.paths = list(chosen_linears(context.base.model, method.attention.targets))
         self.held: Held = {path: [] for path in self.paths}
         self.adapter = self._holding(self.held, 1)
         self.secrets = Secrets()
@@ -238,10 +237,9 @@ class FedAMoLEClient(ClientSide):
 
     def samples(self) -> Batch:
         """The embedding set: the same training samples in every round."""
-        context, embeddings = self.context, self.method.embeddings
+        context, of = self.context, self.method.embeddings
         chance = generator(context.seed, "embedding", context.name)
-        share, most = embeddings.share, embeddings.samples
-        return embedding_set(context.data.train, context.window, share, most, chance)
+        return embedding_set(context.data.train, context.window, of.share, of.samples, chance)
 
     def model(self) -> PreTrainedModel:
         """The base with the experts that are held."""
@@ -316,6 +314,10 @@ class FedAMoLEServer(ServerSide):
         shapes = {"adapter": shapes_of(self._held_by(client))}
         return {**shapes, "experts": means} if self.method.chooses else shapes
 
+    def averaged(self) -> dict[str, Tensors]:
+        """All experts, and routers."""
+        return {"adapter": self.values}
+
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep the client's token embeddings until the end of the round."""
         paths = self.paths if self.method.chooses else ()
@@ -365,14 +367,13 @@ class FedAMoLEServer(ServerSide):
             return relevance_of_known(experts, tokens)
         round = 0 if self.method.assignment == "random-once" else self.round
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
-        draws = [torch.rand(self.experts, generator=chance) for chance in chances]
-        return torch.stack(draws, dim=1).numpy()
+        return torch.stack([torch.rand(self.experts, generator=c) for c in chances], 1).numpy()
 
     def state(self) -> State:
         """All experts, and what is known of them and of clients."""
-        groups = {"adapter": self.values, "experts": self.expert_means}
         clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
-        return State(groups, {"round": self.round}, clients)
+        means = self.expert_means
+        return State({"adapter": self.values, "experts": means}, {"round": self.round}, clients)
 
     def restore(self, state: State) -> None:
         """Take all back, and assign again for the round to come."""
