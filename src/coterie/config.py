@@ -85,7 +85,7 @@ class RunConfig(Sections):
 
         The run's own method keeps its settings, and so does an object. To others, given by their
         names, a part that was changed (`mlp`, `attention`, ...) is carried over, so that a rank
-        means the same.
+        means the same. Without means there is no server optimiser.
         """
         if method == self.label:
             return self.model_copy(update={"baselines": ()})
@@ -93,7 +93,11 @@ class RunConfig(Sections):
         if isinstance(method, str):
             kind = kind_of("local" if method == POOLED else method)
             chosen = {"name": method, **carried(self.method, kind)}
-        return parse({**self.as_dict(), "method": chosen, "pooled": False, "baselines": []})
+        run = {**self.as_dict(), "method": chosen, "pooled": False, "baselines": []}
+        other = parse(run)
+        if other.method.schema().reduced("mean"):
+            return other
+        return parse({**run, "aggregation": {**run["aggregation"], "optimiser": None}})
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, every default filled in."""

@@ -303,6 +303,11 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             "local."
         )
     instructions = config.data.instructions is not None
+    if config.aggregation.optimiser is not None and not method.schema().reduced("mean"):
+        raise CoterieError(
+            f"aggregation.optimiser has no effect with the method {method.name!r}, in which the "
+            "server takes no mean; remove it."
+        )
     method.check(
         Setting(
             tuple(clients),
@@ -311,6 +316,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.server is not None,
             instructions,
             config.training.optimiser.name,
+            config.aggregation.optimiser is not None,
         )
     )
 

@@ -5,11 +5,12 @@ contributions in the order of names, so memory need not grow with the number of 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec
 from coterie.exchange import Field as Travels
 from coterie.exchange import Groups, Message, MessageError, Schema, Shapes, check_shapes
@@ -71,6 +72,8 @@ class Aggregation:
         """What may travel: what the method declares, and what the mean needs beside it."""
         self._most: dict[str, int] = {}
         """By client, the training tokens that its hello told of."""
+        self.optimiser = None if spec.optimiser is None else ServerOptimiser(spec.optimiser)
+        """On the server: its state is part of a checkpoint."""
 
     def sent(self, message: Message, tokens: int) -> Message:
         """On a client: its hello or upload, with what the mean needs."""
@@ -117,6 +120,13 @@ class Aggregation:
                 yield one
 
         return Message(round, self.rule(counted()), {HELD: held})
+
+    def stepped(self, mean: Message, before: Groups) -> Message:
+        """What takes the place of parameters at the end of a round: their mean, or where the run
+        has a server optimiser its step from `before`. Call it once for a round that counts."""
+        if self.optimiser is None:
+            return mean
+        return replace(mean, groups=self.optimiser.stepped(mean.groups, before))
 
 
 def _with_tokens(schema: Schema) -> Schema:

@@ -1,8 +1,56 @@
 """How uploads become one, as a run file describes it."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
+"""Settings that do nothing in some optimisers."""
+
+
+class ServerOptimiserSpec(BaseModel):
+    """Key `aggregation.optimiser` of a run file: a name, or a mapping of `name` and settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"] = Field(
+        description="optimiser: momentum, Adam, Yogi or Adagrad on the server"
+    )
+    learning_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="server learning rate (eta); default: 1 with fedavgm, 0.01 with the others",
+    )
+    momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="decay of the mean of updates (beta, beta_1)"
+    )
+    beta2: float = Field(
+        default=0.99,
+        ge=0,
+        lt=1,
+        description="decay of the mean of squared updates (beta_2; fedadam and fedyogi only)",
+    )
+    tau: float = Field(
+        default=1e-3, gt=0, description="degree of adaptivity (tau; not with fedavgm)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """A name alone is a mapping, too."""
+        return {"name": values} if isinstance(values, str) else values
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        for key in UNUSED.get(self.name, ()):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with {self.name}; remove it")
+        return self
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, whether given or not."""
+        return self.learning_rate or (1.0 if self.name == "fedavgm" else 0.01)
 
 
 class AggregationSpec(BaseModel):
@@ -12,4 +60,9 @@ class AggregationSpec(BaseModel):
 
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform", description="weights of clients in means: equal, or by training tokens"
+    )
+    optimiser: ServerOptimiserSpec | None = Field(
+        default=None,
+        description="server optimiser, which steps towards a round's mean (a name, or a mapping); "
+        "default: the mean replaces what it is of",
     )

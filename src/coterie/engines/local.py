@@ -17,7 +17,15 @@ from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_m
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
-from coterie.engines.part import ClientPart, contribution, result, score_server
+from coterie.engines.part import (
+    ClientPart,
+    close,
+    contribution,
+    restore,
+    result,
+    score_server,
+    server_states,
+)
 from coterie.exchange import Json, State
 from coterie.federation import Participant, server_context
 from coterie.files import writing
@@ -115,7 +123,8 @@ class Rounds(ABC):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
             self.watch.worked(round, name)
-        self.server.close(self.aggregation.mean(round, self._contributions(spool)))
+        mean = self.aggregation.mean(round, self._contributions(spool))
+        close(self.server, self.aggregation, mean)
 
     def _contributions(self, spool: Path) -> Iterator[Contribution]:
         """What the uploads that wait on disk add to the mean, in the order of names."""
@@ -127,7 +136,7 @@ class Rounds(ABC):
         return self.schema.send("down", self.server.download(name))
 
     def _states(self) -> Iterator[tuple[str, State]]:
-        yield "server", self.server.state()
+        yield from server_states(self.server, self.aggregation)
         for name, state in self._client_states():
             yield f"client-{name}", state
 
@@ -135,7 +144,7 @@ class Rounds(ABC):
         done = self.folder.rounds()
         self.folder.forget_from(done)
         if done:
-            self.server.restore(self.folder.load("server"))
+            restore(self.server, self.aggregation, self.folder)
             self._restore_clients()
         return done
 

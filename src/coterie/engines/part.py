@@ -1,5 +1,6 @@
 """One client's part of a run: messages in and out as bytes, and what its model scores."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.exchange import Json, Message, MessageError
+from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
 from coterie.methods.contract import ServerSide
@@ -143,6 +144,25 @@ def contribution(
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
+
+
+def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
+    """End a round that counts, with the mean of its uploads."""
+    server.close(aggregation.stepped(mean, server.averaged()))
+
+
+def server_states(server: ServerSide, aggregation: Aggregation) -> Iterator[tuple[str, State]]:
+    """What the server must keep of a round, by the names in a checkpoint."""
+    yield "server", server.state()
+    if aggregation.optimiser is not None:
+        yield "optimiser", aggregation.optimiser.state()
+
+
+def restore(server: ServerSide, aggregation: Aggregation, folder: RunFolder) -> None:
+    """Take the server back to the newest checkpoint."""
+    server.restore(folder.load("server"))
+    if aggregation.optimiser is not None:
+        aggregation.optimiser.restore(folder.load("optimiser"))
 
 
 def due(config: RunConfig, round: int) -> bool:

@@ -107,6 +107,11 @@ class AdapterMethod(Method):
         clients = setting.clients
         for part in ("mlp", "attention"):
             check_names(self.part(part), part, clients)
+        if setting.server_optimiser and self.averages_exactly:
+            raise CoterieError(
+                "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
+                "would undo; remove one of them."
+            )
         layouts = {client: self.layout(client) for client in clients}
         empty = [
             layout for layout in layouts.values() if not layout.experts + layout.attention_rank
@@ -261,6 +266,10 @@ class AdapterServer(ServerSide):
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """The same, back, in every group of which there is a mean."""
         return dict.fromkeys(self.method.schema().reduced("mean"), self.held[client])
+
+    def averaged(self) -> dict[str, Tensors]:
+        """The shared parameters."""
+        return {"adapter": self.shared}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Where averages are exact, count products in."""

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.adapters import Part
-from coterie.exchange import Message, Schema, Shapes, State
+from coterie.exchange import Groups, Message, Schema, Shapes, State
 from coterie.training.context import ClientContext, ClientId, Log
 
 SERVER = "server"
@@ -49,6 +49,8 @@ class Setting:
     """Whether the data are prompts with answers."""
     optimiser: str = "adamw"
     """What makes the updates: the name of a class of torch.optim in small letters."""
+    server_optimiser: bool = False
+    """Whether the server steps towards means, instead of taking them as they are."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ class ServerSide:
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """Of the groups of which there is a mean: the shapes that a client must upload now."""
+        return {}
+
+    def averaged(self) -> Groups:
+        """The parameters that a round's means replace, by group: where the step of a server
+        optimiser begins. Other means, such as those of statistics, are never stepped."""
         return {}
 
     def receive(self, client: ClientId, upload: Message) -> None:

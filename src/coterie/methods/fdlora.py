@@ -26,7 +26,7 @@ from coterie.chance import generator
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
-from coterie.methods.contract import ClientContext, ServerContext
+from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.fedit import TARGETS
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.training.apart import set_apart
@@ -90,6 +90,15 @@ class FDLora(AdapterMethod):
         """As always; the learning rate's schedule has one round more."""
         rate = learning_rate(client.context.training, self.exchanges(client.context.rounds))
         return [replace(level, learning_rate=rate) for level in super().levels(client)]
+
+    def check(self, setting: Setting) -> None:
+        """The server has no second optimiser."""
+        super().check(setting)
+        if setting.server_optimiser:
+            raise CoterieError(
+                f"The method {self.name!r} has a server optimiser of its own (outer_learning_rate, "
+                "outer_momentum); remove aggregation.optimiser."
+            )
 
     def client(self, context: ClientContext) -> "FDLoraClient":
         """Two adapters."""

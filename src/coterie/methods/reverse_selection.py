@@ -79,6 +79,10 @@ class FedAMoLEServer(ServerSide):
         shapes = {"adapter": shapes_of(self._held_by(client))}
         return {**shapes, "experts": means} if self.method.chooses else shapes
 
+    def averaged(self) -> dict[str, Tensors]:
+        """All experts, and routers."""
+        return {"adapter": self.values}
+
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep the client's token embeddings until the end of the round."""
         paths = self.paths if self.method.chooses else ()

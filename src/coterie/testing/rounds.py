@@ -5,8 +5,8 @@ from pathlib import Path
 
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config import RunConfig
+from coterie.engines import part
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
 from coterie.engines.session import Session
 from coterie.exchange import Message
 from coterie.federation import Participant
@@ -53,10 +53,10 @@ def take(local: LocalRun) -> None:
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
     """The round ends: the server's side gets each upload that it needs, and the mean."""
     counted = (
-        contribution(local.server, local.aggregation, name, uploads[name])
+        part.contribution(local.server, local.aggregation, name, uploads[name])
         for name in sorted(uploads)
     )
-    local.server.close(local.aggregation.mean(round, counted))
+    part.close(local.server, local.aggregation, local.aggregation.mean(round, counted))
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.config import RunConfig
-from coterie.engines.part import contribution, result, score_server
+from coterie.engines.part import close, contribution, restore, result, score_server, server_states
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import TOLD, Entry, Kind, Order, PluginFile, Reply, seal, unseal
@@ -180,7 +180,7 @@ class ServerRun:
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
         self._record_entries(set(done) - refused)
-        self.server.close(mean)
+        close(self.server, self.aggregation, mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return counted
 
@@ -373,7 +373,7 @@ class ServerRun:
         self.watch.note(line)
 
     def _states(self) -> Iterable[tuple[str, State]]:
-        yield "server", self.server.state()
+        yield from server_states(self.server, self.aggregation)
         counted = {name: seat.counted for name, seat in self.seats.items()}
         hellos = {
             n: torch.frombuffer(bytearray(h), dtype=torch.uint8) for n, h in self.hellos.items()
@@ -392,5 +392,5 @@ class ServerRun:
             for name, hello in sorted(engine["hellos"].items()):
                 self.hellos[name] = hello.numpy().tobytes()
                 self._take_hello(name, self.hellos[name])
-            self.server.restore(self.folder.load("server"))
+            restore(self.server, self.aggregation, self.folder)
         return done
