@@ -56,7 +56,7 @@ def overlap_tables(summary: Summary) -> list[Table]:
             f"{summary['table']}: {name}",
             ("client", *shares),
             [(client, *(f"{v:.2f}" for v in row.values())) for client, row in shares.items()],
-            "Jaccard index of the multisets of tokens in the training texts; 0.5 means identical ones.",
+            "Jaccard index of the multisets of tokens in training texts; 0.5 means identical ones.",
         )
         for name, shares in summary["columns"].items()
     ]
