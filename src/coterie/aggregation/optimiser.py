@@ -27,11 +27,11 @@ class ServerOptimiser:
 
     def stepped(self, mean: Groups, before: Groups) -> dict[str, dict[str, Tensor]]:
         """The parameters after the step, float32, for all tensors of `before` with a mean; other
-        means as they are. Call it once per round. Raises CoterieError if there is no such tensor.
+        means as they are. Call it once per round. Raises CoterieError if `before` is empty.
         """
         found = {group: dict(tensors) for group, tensors in mean.items()}
         steps = [(g, n) for g, tensors in found.items() for n in tensors if n in before.get(g, {})]
-        if not steps:
+        if not any(before.values()):
             raise CoterieError(
                 "aggregation.optimiser has no effect: the server replaces no parameters by their "
                 "mean; remove it."
