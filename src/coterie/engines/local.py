@@ -68,8 +68,8 @@ class Rounds(ABC):
         """Let every client take the last download in, in the order of `names`."""
 
     @abstractmethod
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        """Every client's state after a round."""
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        """What a checkpoint has of the clients; see `ClientPart.states`."""
 
     @abstractmethod
     def _restore_clients(self) -> None:
@@ -126,10 +126,9 @@ class Rounds(ABC):
     def _download(self, name: ClientId) -> bytes:
         return self.schema.send("down", self.server.download(name))
 
-    def _states(self) -> Iterator[tuple[str, State]]:
+    def _states(self) -> Iterator[tuple[str, State | None]]:
         yield "server", self.server.state()
-        for name, state in self._client_states():
-            yield f"client-{name}", state
+        yield from self._client_states()
 
     def _restore(self) -> int:
         done = self.folder.rounds()
@@ -183,12 +182,13 @@ class LocalRun(Rounds):
 
     def _finish(self) -> None:
         for name, part in self.parts.items():
-            part.finish(self._download(name))
+            part.finish(self._download(name), self.folder.find(f"kept-{name}"))
 
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        for name, client in self.clients.items():
-            yield name, client.state()
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        for part in self.parts.values():
+            yield from part.states()
 
     def _restore_clients(self) -> None:
-        for name, client in self.clients.items():
-            client.restore(self.folder.load(f"client-{name}"))
+        for name, part in self.parts.items():
+            state, kept = self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}")
+            part.restore(state, kept)

@@ -1,5 +1,6 @@
 """One client's part of a run: messages in and out as bytes, and what its model scores."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
@@ -8,10 +9,11 @@ from transformers import PreTrainedModel
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.exchange import Json, Message, MessageError
+from coterie.engines.kept import Keeper, kept_model
+from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
-from coterie.methods.contract import ServerSide
+from coterie.methods.contract import ClientSide, ServerSide
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
 
@@ -45,6 +47,11 @@ class ClientPart:
         self.schema = self.aggregation.schema
         context = client_context(config, self.base, participant, partial(log, self.name))
         self.side = config.method.client(context)
+        self.keeper: Keeper | None = None
+        """Where the best model is kept, of a side that learns."""
+        if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
+            self.keeper = Keeper(config, self.base, participant, self.side)
+        self.reports_aggregated = config.method.reports == "aggregated" and bool(self.schema.down)
         self.scores: dict[str, dict[str, Score]] = {}
         """By point (trained or aggregated) and text."""
 
@@ -59,24 +66,48 @@ class ClientPart:
         client's upload `counted` then), and the trained one.
         """
         self._take(download)
+        if round and self.reports_aggregated:
+            self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
+        if not self.reports_aggregated:
+            self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
         upload = self._sent("up", self.side.upload(round))
         self.log(self.name, "bytes/up", len(upload))
         return upload
 
-    def finish(self, download: bytes) -> None:
-        """After the last round: take the download in, score, and keep it if it is the result."""
-        if not self.schema.down:
-            return
-        before = self.side.state() if self.config.method.reports == "trained" else None
-        self._take(download)
-        self._score("aggregated", self.config.rounds - 1)
-        if before is not None:
-            self.side.restore(before)
+    def finish(self, download: bytes, kept: State | None) -> None:
+        """After the last round: take the download in, score, and keep it if it is the result.
+
+        Then score the best model, unless it is that of the last round; `kept` is what the newest
+        checkpoint has of it.
+        """
+        if self.schema.down:
+            before = None if self.reports_aggregated else self.side.state()
+            self._take(download)
+            if self.reports_aggregated:
+                self._compare(self.config.rounds)
+            self._score("aggregated", self.config.rounds - 1)
+            if before is not None:
+                self.side.restore(before)
+        if self.keeper is not None:
+            self._score_kept(self.keeper.found or kept)
+
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """What a checkpoint has of this client, by file; None: as the one before it."""
+        yield f"client-{self.name}", self.side.state()
+        if self.keeper is not None and self.keeper.best is not None:
+            yield f"kept-{self.name}", self.keeper.found
+            self.keeper.found = None
+
+    def restore(self, state: State, kept: State | None) -> None:
+        """Go back to a checkpoint: the client's state, and what it has of the best model."""
+        self.side.restore(state)
+        if self.keeper is not None:
+            self.keeper.restore(kept)
 
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.
@@ -86,6 +117,22 @@ class ClientPart:
         self._score("trained", round)
         if not self.schema.down:
             self._log_scores("aggregated", round, self.scores["trained"])
+
+    def _compare(self, rounds: int) -> None:
+        if self.keeper is not None:
+            self.log(self.name, "validation/loss", self.keeper.compare(rounds), rounds - 1)
+
+    def _score_kept(self, kept: State | None) -> None:
+        """Say which model is the best, and score it if nobody has; the side stays as it is."""
+        assert kept is not None, "models are compared in every round"
+        self.log(self.name, "kept", kept.values["round"])
+        if kept.values["round"] == self.config.rounds:
+            return
+        now = self.side.state()
+        model = kept_model(self.base, self.side, kept)
+        for text, score in _scored(self.config, self.base, model, self.participant).items():
+            self.log(text, "test/kept", score.as_dict())
+        self.side.restore(now)
 
     def _take(self, download: bytes) -> None:
         self.log(self.name, "bytes/down", len(download))
@@ -152,24 +199,37 @@ def due(config: RunConfig, round: int) -> bool:
 
 
 def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
-    """The last scores per text, and what it took: from the metrics, to count all parts."""
+    """The last scores per text, and what it took: from the metrics, to count all parts.
+
+    Where clients keep their best models, what the method reports are the scores of these; `kept`
+    says of how many rounds each client's is.
+    """
+    reports = config.method.reports
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
     traffic = {"bytes/up": 0, "bytes/down": 0}
     server: dict[str, dict[str, float]] = {}
+    best: dict[str, dict[str, float]] = {}
+    kept: dict[str, int] = {}
     seconds = 0.0
     for line in folder.metrics():
         kind, _, point = line["name"].partition("/")
         if kind == "test" and point in points:
             points[point][line["client"]] = line["value"]
+        elif line["name"] == "test/kept":
+            best[line["client"]] = line["value"]
+        elif line["name"] == "kept":
+            kept[line["client"]] = line["value"]
         elif line["name"] == SERVER_SCORE:
             server = {"server": line["value"]}
         elif line["name"] in traffic:
             traffic[line["name"]] += line["value"]
         elif line["name"] == "seconds":
             seconds += line["value"]
+    points[reports] |= best
     return {
         "method": config.label,
-        "reports": config.method.reports,
+        "reports": reports,
+        **({"kept": kept} if kept else {}),
         **points,
         **server,
         "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},

@@ -115,6 +115,17 @@ class EvaluationSpec(BaseModel):
     batch: int = Field(
         default=16, ge=1, description="windows per evaluation batch; does not affect scores"
     )
+    keep: Literal["best", "last"] = Field(
+        default="best",
+        description="model that each client ends with: that of the round with the lowest "
+        "validation loss, round 0 being the base as it came (best), or that of the last round",
+    )
+    validation_samples: int = Field(
+        default=128,
+        ge=1,
+        description="validation samples that choose the best round, evenly spaced, the same in "
+        "every round",
+    )
     split: Literal["test", "validation"] = Field(
         default="test", description="held-out split that models are scored on"
     )

@@ -198,7 +198,7 @@ class SiteRun:
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder.log)
         if self.folder.checkpoints():
-            self.part.side.restore(self.folder.load(self._state))
+            self._restore()
         else:
             self._save(0, About())
 
@@ -206,9 +206,9 @@ class SiteRun:
         """Let go of the folder."""
         self.locked.close()
 
-    @property
-    def _state(self) -> str:
-        return f"client-{self.part.name}"
+    def _restore(self) -> None:
+        name = self.part.name
+        self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
     def _folder(self, site: Site, participant: Participant) -> RunFolder:
         folder = RunFolder(site.out / f"{self.config.name}-{site.name}-{self.id[:8]}")
@@ -249,7 +249,7 @@ class SiteRun:
                 self.recorder.round = last
                 if order.counted != last:  # its last step was not of the last round
                     self.part.score_trained(last)
-                self.part.finish(download)
+                self.part.finish(download, self.folder.find(f"kept-{self.part.name}"))
                 self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))
@@ -264,7 +264,7 @@ class SiteRun:
             yield
         except BaseException:
             self.recorder.take()
-            self.part.side.restore(self.folder.load(self._state))
+            self._restore()
             raise
 
     def _about_now(self, round: int, digest: str, began: float) -> "About":
@@ -284,7 +284,7 @@ class SiteRun:
             log.warning("round %d was not counted and has been undone", newest.round + 1)
             if len(self.folder.checkpoints()) > 1:
                 self.folder.drop([self.folder.checkpoint(newest.round + 1)])
-                self.part.side.restore(self.folder.load(self._state))
+                self._restore()
                 newest = self._about()
         if newest.round < counted:
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
@@ -302,9 +302,8 @@ class SiteRun:
         return About(**json.loads(text))
 
     def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
-        state = self.part.side.state()
         beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
-        self.folder.save(rounds, [(self._state, state)], files=beside, keep=2)
+        self.folder.save(rounds, self.part.states(), files=beside, keep=2)
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,13 @@ class SimulatedRun(Rounds):
     def _finish(self) -> None:
         deque(self._all("finish", self.config.rounds, self._download), maxlen=0)
 
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        for name in self.names:
-            yield name, State.decode(_state(self.folder, name).read_bytes())
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        for file in (f"{kind}-{name}" for name in self.names for kind in ("client", "kept")):
+            if (state := _state(self.folder, file)) is not None:
+                _path(self.folder, file).unlink()
+                yield file, state
+            elif self.folder.has(file):
+                yield file, None
 
     def _restore_clients(self) -> None:
         """A step begins at the newest checkpoint as it is."""
@@ -228,19 +232,32 @@ class Actor:
         upload = part.hello()
         if do == "hello":
             return upload, entries
+        state, kept = (_newest(self.folder, f"{kind}-{client}") for kind in ("client", "kept"))
+        if state is not None:
+            part.restore(state, kept)
         if do == "step":
-            if round:
-                part.side.restore(self.folder.load(f"client-{client}"))
             upload = part.step(round, body)
         else:
-            part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
-            part.finish(body)
-        write_bytes(_state(self.folder, client), part.side.state().encode())
+            part.finish(body, kept)
+        for file, state in part.states():
+            if state is not None:
+                write_bytes(_path(self.folder, file), state.encode())
         return upload, entries
 
 
-def _state(folder: RunFolder, client: ClientId) -> Path:
-    return folder.path / STATES / f"{client}.safetensors"
+def _path(folder: RunFolder, file: str) -> Path:
+    return folder.path / STATES / f"{file}.safetensors"
+
+
+def _state(folder: RunFolder, file: str) -> State | None:
+    """A state of the round in progress, if it is there already."""
+    path = _path(folder, file)
+    return State.decode(path.read_bytes()) if path.exists() else None
+
+
+def _newest(folder: RunFolder, file: str) -> State | None:
+    """That, or the newest checkpoint's."""
+    return _state(folder, file) or folder.find(file)
 
 
 @contextmanager
