@@ -1,8 +1,6 @@
 """Each client ends with the best model that it had, by its own validation text."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +13,14 @@ from coterie.config import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.engines import part
+from coterie.engines.deployed import server as engine
 from coterie.engines.session import Session
-from coterie.exchange.envelope import Order, unseal
+from coterie.exchange.envelope import Reply, unseal
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder, Watch, folder
 from coterie.testing import loop
-from coterie.testing.rounds import close, down, joined, step, take, up
+from coterie.testing.rounds import close, down, joined, take, up
+from coterie.training.spec import EvaluationSpec
 
 HIGH = {
     "steps": 2,
@@ -153,7 +153,7 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
         def round_over(self, round: int, note: str) -> None:
             stop("the end of a round")
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         for write in ("write_bytes", "link"):
             original = getattr(folder, write)
 
@@ -162,7 +162,8 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
                 stop((one if isinstance(other, bytes) else other).stem)
 
             patch.setattr(folder, write, stopped)
-        coterie.run(trained(config), out=tmp_path / "run", watch=Stop)
+        with pytest.raises(KeyboardInterrupt):
+            coterie.run(trained(config), out=tmp_path / "run", watch=Stop)
     stopped_run = RunFolder(tmp_path / "run")
     assert 2 <= stopped_run.rounds() <= 3
     coterie.resume(stopped_run.path)
@@ -277,10 +278,152 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
         if count == 1:
             text = type(text)(text.ids[:window], 0)
         expected = naive_loss(participant.base, done.model(participant.name), text, window)
-        lines = [json.loads(line) for line in Path(done.path, "metrics.jsonl").open()]
         [loss] = [
             m["value"]
-            for m in lines
+            for m in RunFolder(done.path).metrics()
             if (m["name"], m["client"]) == ("validation/loss", participant.name)
         ]
         assert loss == pytest.approx(expected, rel=1e-6)
+
+
+# Patience.
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg"])
+def test_a_client_that_gains_no_more_stops(method, config, tmp_path) -> None:
+    """By hand: after so many comparisons in a row without a gain it is in no round."""
+    settings = {"patience": 1}
+    run = config(method=method, rounds=5, training=HIGH, evaluation=settings)
+    done = coterie.run(run, out=tmp_path / "run")
+    present, losses, local = stopping(run)
+    assert len(present[0]) == 3 > len(present[-1])  # somebody stops
+    ended = RunFolder(done.path)
+    trained = [
+        [m["client"] for m in ended.metrics() if (m["name"], m["round"]) == ("bytes/up", round)]
+        for round in range(5)
+    ]
+    assert [names for names in trained if names] == present
+    kept = {name: of.index(min(of)) for name, of in losses.items()}
+    assert done.results[method]["kept"] == kept
+    for name, client in local.clients.items():
+        loop.assert_equal(client.state(), ended.load(f"client-{name}"), name)
+    loop.assert_equal(local.server.state(), ended.load("server"), "server")
+    # All have scores at the end, those of their own models.
+    assert all(len(done.results[method][point]) == 3 for point in ("trained", "aggregated"))
+
+
+def stopping(run: RunConfig):
+    """Who takes part in each round, each one's losses from the base's on, and the sides after it;
+    with a patience of one."""
+    local = joined(run)
+    aggregated = run.method.reports == "aggregated"
+    losses: dict[str, list[float]] = {}
+    present: list[list[str]] = []
+
+    def compare(name: str) -> None:
+        one, window = local.parts[name], run.data.window
+        text = one.participant.data.validation
+        of = losses.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
+        of.append(naive_loss(one.base, local.clients[name].model(), text, window))
+
+    def gains(name: str) -> bool:
+        of = losses.get(name, [])
+        return len(of) < 2 or of[-1] < min(of[:-1])
+
+    for round in range(run.rounds):
+        names = [name for name in sorted(local.clients) if gains(name)]
+        if not names:
+            break
+        present.append(names)
+        local.server.open(round, names)
+        uploads = {}
+        for name in names:
+            local.clients[name].take(down(local, name))
+            if aggregated and round:
+                compare(name)
+            local.clients[name].train(round)
+            uploads[name] = up(local, name, round)
+            if not aggregated:
+                compare(name)
+        close(local, round, uploads)
+    for name, client in local.clients.items():
+        before = client.state()
+        client.take(down(local, name))
+        if aggregated and name in present[-1]:
+            compare(name)
+        if not aggregated:
+            client.restore(before)
+    return present, losses, local
+
+
+@pytest.fixture(scope="module")
+def patient(config, tmp_path_factory) -> RunFolder:
+    """A run whose clients stop, one after another."""
+    run = trained(config, evaluation={"patience": 1})
+    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("patient") / "run").path)
+
+
+def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
+    config, patient, tmp_path
+) -> None:
+    run = trained(config, evaluation={"patience": 1})
+    network = loop.deploy(run, tmp_path)
+    loop.assert_as_local(run, tmp_path, patient)
+    steps = Counter(order.round for _, order in network.orders if order.kind == "step")
+    assert steps[0] == 3 > steps[max(steps)] > 0  # the quorum, all three, does not hold it up
+    # One word tells of it, and only where a client stops.
+    replies = [
+        data for data in network.seen if b'"kind": "step"' in data and b"counted" not in data
+    ]
+    said = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
+    assert sorted(said) == sorted({*said})
+    assert said
+
+
+def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
+    class Stop(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            if round == patient.rounds() - 2:
+                raise KeyboardInterrupt
+
+    run = trained(config, evaluation={"patience": 1})
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "run", watch=Stop)
+    coterie.resume(tmp_path / "run")
+    again = RunFolder(tmp_path / "run")
+    assert files(again) == files(patient)
+    assert (again.result or {}) | {"seconds": 0} == (patient.result or {}) | {"seconds": 0}
+
+
+def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
+    run = config(method="local", rounds=9, training=HIGH, evaluation={"patience": 2})
+    done = coterie.run(run, out=tmp_path / "run")
+    kept, rounds = done.results["local"]["kept"], RunFolder(done.path).rounds()
+    assert rounds == max(kept.values()) + 2 < 9
+    assert coterie.resume(done.path).results == done.results  # nothing is left to do
+    (done.path / "result.json").unlink()
+    assert coterie.resume(done.path).results["local"]["kept"] == kept
+    assert RunFolder(done.path).rounds() == rounds
+    loop.deploy(run, tmp_path)
+    loop.assert_as_local(run, tmp_path, RunFolder(done.path))
+
+
+def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, monkeypatch) -> None:
+    """The whaler leaves for good; the two others stop, and the run ends."""
+    monkeypatch.setattr(engine, "GRACE", 0.0)
+    deployment = {"quorum": 2, "deadline": 0.001}
+    run = config(
+        method="local",
+        rounds=9,
+        training=HIGH,
+        evaluation={"patience": 1},
+        deployment=deployment,
+    )
+    loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
+    assert RunFolder(tmp_path / "server").rounds() < 9
+    assert loop.folder(run, tmp_path, "poet").result is not None
+
+
+def test_patience_needs_a_best_model() -> None:
+    with pytest.raises(ValueError, match="needs keep: best"):
+        EvaluationSpec(keep="last", patience=1)

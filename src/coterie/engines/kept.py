@@ -16,7 +16,7 @@ from coterie.config import RunConfig
 from coterie.data.windows import even_batch
 from coterie.exchange import State
 from coterie.federation import Participant
-from coterie.methods.contract import ClientSide
+from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
 from coterie.scoring.evaluation import mean_loss
 
@@ -32,6 +32,9 @@ class Best:
     """Rounds that were complete when the client had it; 0: the base as it came."""
     loss: float
     """Nats per token of the validation samples (with instructions: of their answers)."""
+    since: int
+    """Rounds that were complete when it became the best: `round`, but of the base as it came those
+    before the client's first."""
 
 
 class Keeper:
@@ -54,10 +57,10 @@ class Keeper:
         Its loss. The first comparison is with the base as it came.
         """
         if self.best is None:
-            self._keep(Best(0, self._loss(bare(self.base))))
+            self._keep(Best(0, self._loss(bare(self.base)), rounds - 1))
         loss = self._loss(self.side.model())
         if self.best is not None and loss < self.best.loss:
-            self._keep(Best(rounds, loss), {SIDE: self.side.state()})
+            self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
         return loss
 
     def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
@@ -69,7 +72,26 @@ class Keeper:
 
     def restore(self, kept: State | None) -> None:
         """Go on from a checkpoint's kept state; None: from the start."""
-        self.best, self.found = None if kept is None else Best(**kept.values), None
+        self.best, self.found = best_of(kept), None
+
+
+def best_of(kept: State | None) -> Best | None:
+    """What a checkpoint's kept state tells of the best model; None before the first comparison."""
+    return None if kept is None else Best(**kept.values)
+
+
+def compares_aggregated(method: Method) -> bool:
+    """Whether models are compared after a download rather than after local training."""
+    return method.reports == "aggregated" and bool(method.schema().down)
+
+
+def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
+    """Whether a client takes no part in rounds after so many: it has gained nothing for long.
+
+    What it has of the last of them is not compared yet where that needs the next download.
+    """
+    patience, compared = config.evaluation.patience, rounds - compares_aggregated(config.method)
+    return patience is not None and best is not None and compared - best.since >= patience
 
 
 def kept_model(base: Base, side: ClientSide, kept: State) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.engines.kept import Keeper, kept_model
+from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
@@ -51,7 +51,7 @@ class ClientPart:
         """Where the best model is kept, of a side that learns."""
         if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
             self.keeper = Keeper(config, self.base, participant, self.side)
-        self.reports_aggregated = config.method.reports == "aggregated" and bool(self.schema.down)
+        self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
         """By point (trained or aggregated) and text."""
 
@@ -66,12 +66,12 @@ class ClientPart:
         client's upload `counted` then), and the trained one.
         """
         self._take(download)
-        if round and self.reports_aggregated:
+        if round and self.compares_aggregated:
             self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
-        if not self.reports_aggregated:
+        if not self.compares_aggregated:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
@@ -79,22 +79,31 @@ class ClientPart:
         self.log(self.name, "bytes/up", len(upload))
         return upload
 
-    def finish(self, download: bytes, kept: State | None) -> None:
+    def finish(
+        self, download: bytes, kept: State | None, round: int, *, counted: bool = True
+    ) -> None:
         """After the last round: take the download in, score, and keep it if it is the result.
 
         Then score the best model, unless it is that of the last round; `kept` is what the newest
-        checkpoint has of it.
+        checkpoint has of it. `counted`: whether this client's upload did in the last round.
         """
+        stopped = self.stops(round)  # before it
+        if stopped or not counted or not due(self.config, round):
+            self.score_trained(round)
         if self.schema.down:
-            before = None if self.reports_aggregated else self.side.state()
+            before = None if self.config.method.reports == "aggregated" else self.side.state()
             self._take(download)
-            if self.reports_aggregated:
-                self._compare(self.config.rounds)
-            self._score("aggregated", self.config.rounds - 1)
+            if self.compares_aggregated and not stopped:
+                self._compare(round + 1)
+            self._score("aggregated", round)
             if before is not None:
                 self.side.restore(before)
         if self.keeper is not None:
-            self._score_kept(self.keeper.found or kept)
+            self._score_kept(self.keeper.found or kept, round + 1)
+
+    def stops(self, rounds: int) -> bool:
+        """Whether this client takes no part in rounds after so many."""
+        return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """What a checkpoint has of this client, by file; None: as the one before it."""
@@ -122,11 +131,11 @@ class ClientPart:
         if self.keeper is not None:
             self.log(self.name, "validation/loss", self.keeper.compare(rounds), rounds - 1)
 
-    def _score_kept(self, kept: State | None) -> None:
+    def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Say which model is the best, and score it if nobody has; the side stays as it is."""
         assert kept is not None, "models are compared in every round"
         self.log(self.name, "kept", kept.values["round"])
-        if kept.values["round"] == self.config.rounds:
+        if kept.values["round"] == rounds:
             return
         now = self.side.state()
         model = kept_model(self.base, self.side, kept)
@@ -170,10 +179,19 @@ def _scored(
 
 
 def score_server(
-    config: RunConfig, server: ServerSide, own: Participant | None, round: int, log: LogFor
+    config: RunConfig,
+    server: ServerSide,
+    own: Participant | None,
+    round: int,
+    log: LogFor,
+    *,
+    last: bool = False,
 ) -> None:
-    """Score the server's own model after a round (0 is the first), if it has one and it is due."""
-    if own is None or own.base is None or not due(config, round):
+    """Score the server's own model after a round (0 is the first), if it has one and it is due.
+
+    last: whether the run ends with the round, maybe early.
+    """
+    if own is None or own.base is None or not (last or due(config, round)):
         return
     if (model := server.model()) is not None:
         for score in _scored(config, own.base, model, own).values():

@@ -101,6 +101,8 @@ class Reply(_Header):
     fault: Fault | None = None
     base: str = ""
     """Hash of the base's weights, in the answer to join."""
+    stops: bool | None = None
+    """Whether the client takes no part in further rounds (`evaluation.patience`); else left out."""
     entries: list[Entry] | None = None
     """What was logged, where the run shares metrics."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -126,6 +126,12 @@ class EvaluationSpec(BaseModel):
         description="validation samples that choose the best round, evenly spaced, the same in "
         "every round",
     )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="rounds without a lower validation loss after which a client stops training "
+        "(with keep: best); default: clients train in every round",
+    )
     split: Literal["test", "validation"] = Field(
         default="test", description="held-out split that models are scored on"
     )
@@ -140,3 +146,11 @@ class EvaluationSpec(BaseModel):
         description="metric in tables and plots; default: accuracy if answers are chosen from "
         "a list, else rouge_l if they are generated, else perplexity",
     )
+
+    @model_validator(mode="after")
+    def _settles(self) -> Self:
+        if self.patience is not None and self.keep == "last":
+            raise ValueError(
+                "`patience` stops clients whose best model is found; it needs keep: best"
+            )
+        return self

@@ -107,7 +107,7 @@ class Worker:
             return self._reply(order, fault="unknown run")
         if order.kind == "step":
             upload, entries = self.run.step(order, body)
-            return self._reply(order, upload, entries)
+            return self._reply(order, upload, entries, stops=self.run.stops)
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
@@ -153,6 +153,7 @@ class Worker:
         *,
         fault: Fault | None = None,
         base: str = "",
+        stops: bool = False,
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
         told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
@@ -164,6 +165,7 @@ class Worker:
             round=order.round,
             fault=fault,
             base=base,
+            stops=stops or None,
             entries=shared,
         )
         return seal(reply, body)
@@ -238,23 +240,29 @@ class SiteRun:
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
         self.seen("step", order.round)
+        if self.stops:
+            self.seen("stopped", self.config.evaluation.patience)
         return upload, about.entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Take in the last download; the folder then holds the result. Returns its entries."""
-        last, began = self.config.rounds - 1, time.monotonic()
+        last, began = order.round - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")
             with self._whole():
                 self.recorder.round = last
-                if order.counted != last:  # its last step was not of the last round
-                    self.part.score_trained(last)
-                self.part.finish(download, self.folder.find(f"kept-{self.part.name}"))
+                kept = self.folder.find(f"kept-{self.part.name}")
+                self.part.finish(download, kept, last, counted=order.counted == last)
                 self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
         return self._about().entries
+
+    @property
+    def stops(self) -> bool:
+        """Whether this client takes no part in rounds after its last step."""
+        return self.part.stops(self._about().round + 1)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -42,6 +42,7 @@ from flwr.clientapp import ClientApp
 from coterie.bases import Bases, load_tokenizer
 from coterie.config import parse
 from coterie.engines.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
+from coterie.engines.kept import best_of, stops
 from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError
@@ -87,13 +88,16 @@ class SimulatedRun(Rounds):
             super().run()
 
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all("hello", 0, lambda name: b"")
+        return self._all(self.names, "hello", 0, lambda name: b"")
 
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all("step", round, self._download)
+        return self._all(self.training, "step", round, self._download)
 
-    def _finish(self) -> None:
-        deque(self._all("finish", self.config.rounds, self._download), maxlen=0)
+    def _finish(self, round: int) -> None:
+        deque(self._all(self.names, "finish", round, self._download), maxlen=0)
+
+    def _stops(self, name: ClientId, rounds: int) -> bool:
+        return stops(self.config, best_of(_newest(self.folder, f"kept-{name}")), rounds)
 
     def _client_states(self) -> Iterator[tuple[str, State | None]]:
         for file in (f"{kind}-{name}" for name in self.names for kind in ("client", "kept")):
@@ -107,14 +111,18 @@ class SimulatedRun(Rounds):
         """A step begins at the newest checkpoint as it is."""
 
     def _all(
-        self, do: str, round: int, download: Callable[[ClientId], bytes]
+        self,
+        names: Sequence[ClientId],
+        do: str,
+        round: int,
+        download: Callable[[ClientId], bytes],
     ) -> Iterator[tuple[ClientId, bytes]]:
-        """Give every client the same order; what each answers, in the order of `names`.
+        """Give clients the same order; what each answers, in the order of `names`.
 
         Downloads are made when an actor is about to be free, so that they do not fill the memory.
         """
         waiting: deque[tuple[ClientId, Future[Answer]]] = deque()
-        for name in self.names:
+        for name in names:
             if len(waiting) == 2 * self.actors:
                 yield self._answered(*waiting.popleft())
             run, body = str(self.folder.path.resolve()), download(name)
@@ -238,7 +246,7 @@ class Actor:
         if do == "step":
             upload = part.step(round, body)
         else:
-            part.finish(body, kept)
+            part.finish(body, kept, round)
         for file, state in part.states():
             if state is not None:
                 write_bytes(_path(self.folder, file), state.encode())
