@@ -87,13 +87,12 @@ class ClientPart:
         Then score the best model, unless it is that of the last round; `kept` is what the newest
         checkpoint has of it. `counted`: whether this client's upload did in the last round.
         """
-        stopped = self.stops(round)  # before it
-        if stopped or not counted or not due(self.config, round):
-            self.score_trained(round)
+        if self.stops(round) or not counted or not due(self.config, round):
+            self.score_trained(round)  # nobody has
         if self.schema.down:
             before = None if self.config.method.reports == "aggregated" else self.side.state()
             self._take(download)
-            if self.compares_aggregated and not stopped:
+            if self.compares_aggregated and not self.stops(round + 1):
                 self._compare(round + 1)
             self._score("aggregated", round)
             if before is not None:
