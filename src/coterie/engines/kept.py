@@ -52,16 +52,21 @@ class Keeper:
         """The best model's state, until it is in a checkpoint."""
 
     def compare(self, rounds: int) -> float:
-        """Keep the side's model after so many rounds if it is better than all before it.
+        """Keep the side's model after so many rounds if it is better than all before it; its loss.
 
-        Its loss. The first comparison is with the base as it came.
+        The first comparison is with the base as it came.
         """
-        if self.best is None:
-            self._keep(Best(0, self._loss(bare(self.base)), rounds - 1))
-        loss = self._loss(self.side.model())
-        if self.best is not None and loss < self.best.loss:
+        best, loss = self.begin(rounds - 1), self._loss(self.side.model())
+        if loss < best.loss:
             self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
         return loss
+
+    def begin(self, rounds: int) -> Best:
+        """The best model so far: the base as it came, after so many rounds without this client."""
+        if self.best is None:
+            self._keep(Best(0, self._loss(bare(self.base)), rounds))
+        assert self.best is not None
+        return self.best
 
     def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
         self.best, self.found = best, State(values=asdict(best), parts=parts or {})

@@ -98,6 +98,7 @@ class ClientPart:
             if before is not None:
                 self.side.restore(before)
         if self.keeper is not None:
+            self.keeper.begin(round + 1)  # it may have come when all rounds were over
             self._score_kept(self.keeper.found or kept, round + 1)
 
     def stops(self, rounds: int) -> bool:
