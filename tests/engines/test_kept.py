@@ -5,53 +5,17 @@ from collections import Counter
 import pytest
 import torch
 from every_method import METHODS, run_of
-from torch.nn.functional import cross_entropy
+from kept_runs import HIGH, ROUNDS, files, naive_loss, trained
 
 import coterie
-from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
-from coterie.data.tokens import Split
 from coterie.engines import part
-from coterie.engines.deployed import server as engine
 from coterie.engines.session import Session
-from coterie.exchange.envelope import Reply, unseal
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder, Watch, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
-from coterie.training.spec import EvaluationSpec
-
-HIGH = {
-    "steps": 2,
-    "batch": 2,
-    "precision": "fp32",
-    "learning_rate": 30.0,
-    "learning_rate_decay": 1.0,
-}
-"""Training with which rounds are good and bad in turn."""
-
-
-def naive_loss(base: Base, model, text: Split, window: int) -> float:
-    """The mean over all predicted tokens, a window or a sample at a time."""
-    losses = []
-    if isinstance(text, Examples):
-        for n in range(len(text)):
-            start, answer, end = text.starts[n], text.answers[n], text.starts[n + 1]
-            ids = text.ids[start:end].long()[None]
-            losses.append(_losses(model, ids)[answer - start - 1 :])
-        return torch.cat(losses).mean().item()
-    stream = torch.cat([torch.tensor([base.context_token]), text.ids]).long()
-    for start in range(0, len(text.ids), window):
-        losses.append(_losses(model, stream[None, start : start + window + 1]))
-    return torch.cat(losses).mean().item()
-
-
-@torch.no_grad()
-def _losses(model, ids: torch.Tensor) -> torch.Tensor:
-    targets = ids[0, 1:]
-    logits = model(input_ids=ids[:, :-1]).logits[0, -len(targets) :]  # behind a soft prompt
-    return cross_entropy(logits.double(), targets, reduction="none")
 
 
 def naive_rounds(run: RunConfig) -> dict[str, list[float]]:
@@ -112,14 +76,6 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
         assert naive_loss(base, model, text, run.data.window) == pytest.approx(best, rel=1e-6)
 
 
-ROUNDS = 4
-
-
-def trained(config, **changes) -> RunConfig:
-    """A run whose clients keep models of different rounds."""
-    return config(method="comigs-1g1s", training=HIGH, rounds=ROUNDS, **changes)
-
-
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory) -> RunFolder:
     """A run that nothing happened to, with kept models of different rounds."""
@@ -128,12 +84,6 @@ def whole(config, tmp_path_factory) -> RunFolder:
     rounds = set(done.results["comigs-1g1s"]["kept"].values())
     assert min(rounds) < ROUNDS in rounds
     return RunFolder(done.path)
-
-
-def files(run: RunFolder) -> dict[str, bytes]:
-    """The newest checkpoint, byte for byte."""
-    newest = run.checkpoint(run.rounds())
-    return {path.name: path.read_bytes() for path in newest.iterdir()}
 
 
 @pytest.mark.parametrize("file", ["kept-poet", "client-whaler", "the end of a round"])
@@ -292,147 +242,3 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
             if (m["name"], m["client"]) == ("validation/loss", participant.name)
         ]
         assert loss == pytest.approx(expected, rel=1e-6)
-
-
-# Patience.
-
-
-@pytest.mark.parametrize(("method", "rate"), [("comigs-1g1s", 30.0), ("fedavg", 5.0)])
-def test_a_client_that_gains_no_more_stops(method, rate, config, tmp_path) -> None:
-    """By hand: after so many comparisons in a row without a gain it is in no round."""
-    settings = {"patience": 1}
-    training = HIGH | {"learning_rate": rate}
-    run = config(method=method, rounds=5, training=training, evaluation=settings)
-    done = coterie.run(run, out=tmp_path / "run")
-    present, losses, local = stopping(run)
-    assert len(present[0]) == 3 > len(present[-1])  # somebody stops
-    ended = RunFolder(done.path)
-    trained = [
-        [m["client"] for m in ended.metrics() if (m["name"], m["round"]) == ("bytes/up", round)]
-        for round in range(5)
-    ]
-    assert [names for names in trained if names] == present
-    kept = {name: of.index(min(of)) for name, of in losses.items()}
-    assert done.results[method]["kept"] == kept
-    for name, client in local.clients.items():
-        loop.assert_equal(client.state(), ended.load(f"client-{name}"), name)
-    loop.assert_equal(local.server.state(), ended.load("server"), "server")
-    # All have scores at the end, those of their own models.
-    assert all(len(done.results[method][point]) == 3 for point in ("trained", "aggregated"))
-
-
-def stopping(run: RunConfig):
-    """Who takes part in each round, each one's losses from the base's on, and the sides after it;
-    with a patience of one."""
-    local = joined(run)
-    aggregated = run.method.reports == "aggregated"
-    losses: dict[str, list[float]] = {}
-    present: list[list[str]] = []
-
-    def compare(name: str) -> None:
-        one, window = local.parts[name], run.data.window
-        text = one.participant.data.validation
-        of = losses.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
-        of.append(naive_loss(one.base, local.clients[name].model(), text, window))
-
-    def gains(name: str) -> bool:
-        of = losses.get(name, [])
-        return len(of) < 2 or of[-1] < min(of[:-1])
-
-    for round in range(run.rounds):
-        names = [name for name in sorted(local.clients) if gains(name)]
-        if not names:
-            break
-        present.append(names)
-        local.server.open(round, names)
-        uploads = {}
-        for name in names:
-            local.clients[name].take(down(local, name))
-            if aggregated and round:
-                compare(name)
-            local.clients[name].train(round)
-            uploads[name] = up(local, name, round)
-            if not aggregated:
-                compare(name)
-        close(local, round, uploads)
-    for name, client in local.clients.items():
-        before = client.state()
-        client.take(down(local, name))
-        if aggregated and gains(name):  # its best model is still sought
-            compare(name)
-        if not aggregated:
-            client.restore(before)
-    return present, losses, local
-
-
-@pytest.fixture(scope="module")
-def patient(config, tmp_path_factory) -> RunFolder:
-    """A run whose clients stop, one after another."""
-    run = trained(config, evaluation={"patience": 1})
-    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("patient") / "run").path)
-
-
-def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
-    config, patient, tmp_path
-) -> None:
-    run = trained(config, evaluation={"patience": 1})
-    network = loop.deploy(run, tmp_path)
-    loop.assert_as_local(run, tmp_path, patient)
-    steps = Counter(order.round for _, order in network.orders if order.kind == "step")
-    assert steps[0] == 3 > steps[max(steps)] > 0  # the quorum, all three, does not hold it up
-    # One word tells of it, and only where a client stops.
-    replies = [
-        data for data in network.seen if b'"kind": "step"' in data and b"counted" not in data
-    ]
-    said = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
-    assert sorted(said) == sorted({*said})
-    assert said
-
-
-def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
-    class Stop(Watch):
-        def round_over(self, round: int, note: str) -> None:
-            if round == patient.rounds() - 2:
-                raise KeyboardInterrupt
-
-    run = trained(config, evaluation={"patience": 1})
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=Stop)
-    coterie.resume(tmp_path / "run")
-    again = RunFolder(tmp_path / "run")
-    assert files(again) == files(patient)
-    assert (again.result or {}) | {"seconds": 0} == (patient.result or {}) | {"seconds": 0}
-
-
-def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
-    run = config(method="local", rounds=9, training=HIGH, evaluation={"patience": 2})
-    done = coterie.run(run, out=tmp_path / "run")
-    kept, rounds = done.results["local"]["kept"], RunFolder(done.path).rounds()
-    assert rounds == max(kept.values()) + 2 < 9
-    assert coterie.resume(done.path).results == done.results  # nothing is left to do
-    (done.path / "result.json").unlink()
-    assert coterie.resume(done.path).results["local"]["kept"] == kept
-    assert RunFolder(done.path).rounds() == rounds
-    loop.deploy(run, tmp_path)
-    loop.assert_as_local(run, tmp_path, RunFolder(done.path))
-
-
-def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, monkeypatch) -> None:
-    """The whaler leaves for good; the two others stop, and the run ends."""
-    monkeypatch.setattr(engine, "GRACE", 0.0)
-    deployment = {"quorum": 2, "deadline": 0.001}
-    run = config(
-        method="local",
-        rounds=9,
-        training=HIGH,
-        evaluation={"patience": 1},
-        deployment=deployment,
-    )
-    loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
-    assert RunFolder(tmp_path / "server").rounds() < 9
-    assert loop.folder(run, tmp_path, "poet").result is not None
-
-
-def test_patience_needs_a_best_model() -> None:
-    with pytest.raises(ValueError, match="needs keep: best"):
-        EvaluationSpec(keep="last", patience=1)

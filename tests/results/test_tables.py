@@ -57,10 +57,10 @@ def test_tables_say_which_rounds_models_are_kept() -> None:
     rows = Comparison("x", found).summary()
     assert [row["kept"] for row in rows] == [{}, {"a": [0, 4], "b": [12, 13]}]
     table = Comparison("x", found).table()
-    column = table.columns.index("kept round")
+    column = table.columns.index("kept")
     assert [row[column] for row in table.rows] == ["", "0-13"]
-    assert "Kept round: the round" in table.note
-    assert "kept round" not in Comparison("x", {"base": found["base"]}).table().columns
+    assert "Kept: the round" in table.note
+    assert "kept" not in Comparison("x", {"base": found["base"]}).table().columns
     assert "rackets" not in run_table({"base": result(a=1, b=1)}).note
 
 

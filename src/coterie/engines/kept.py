@@ -47,26 +47,24 @@ class Keeper:
         validation, most = participant.data.validation, config.evaluation.validation_samples
         self.samples = even_batch(validation, most, config.data.window, base.context_token)
         self.best: Best | None = None
-        """None before the first comparison."""
+        """None before the client's first round."""
         self.found: State | None = None
         """The best model's state, until it is in a checkpoint."""
 
-    def compare(self, rounds: int) -> float:
-        """Keep the side's model after so many rounds if it is better than all before it; its loss.
-
-        The first comparison is with the base as it came.
-        """
-        best, loss = self.begin(rounds - 1), self._loss(self.side.model())
-        if loss < best.loss:
-            self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
-        return loss
-
-    def begin(self, rounds: int) -> Best:
-        """The best model so far: the base as it came, after so many rounds without this client."""
+    def begin(self, rounds: int) -> None:
+        """Keep the base as it came, unless a model is kept; after so many rounds without this
+        client."""
         if self.best is None:
             self._keep(Best(0, self._loss(bare(self.base)), rounds))
-        assert self.best is not None
-        return self.best
+
+    def compare(self, rounds: int) -> float:
+        """Keep the side's model after so many rounds if it is better than all before it; its
+        loss."""
+        assert self.best is not None, "begin() comes first"
+        loss = self._loss(self.side.model())
+        if loss < self.best.loss:
+            self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
+        return loss
 
     def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
         self.best, self.found = best, State(values=asdict(best), parts=parts or {})
@@ -81,7 +79,8 @@ class Keeper:
 
 
 def best_of(kept: State | None) -> Best | None:
-    """What a checkpoint's kept state tells of the best model; None before the first comparison."""
+    """What a checkpoint's kept state tells of the best model; None before the client's first
+    round."""
     return None if kept is None else Best(**kept.values)
 
 

@@ -65,6 +65,8 @@ class ClientPart:
         Models are scored where that is due: the aggregated one of the round before (if this
         client's upload `counted` then), and the trained one.
         """
+        if self.keeper is not None:
+            self.keeper.begin(round)
         self._take(download)
         if round and self.compares_aggregated:
             self._compare(round)
@@ -87,6 +89,8 @@ class ClientPart:
         Then score the best model, unless it is that of the last round; `kept` is what the newest
         checkpoint has of it. `counted`: whether this client's upload did in the last round.
         """
+        if self.keeper is not None:
+            self.keeper.begin(round + 1)  # it may have come when all rounds were over
         if self.stops(round) or not counted or not due(self.config, round):
             self.score_trained(round)  # nobody has
         if self.schema.down:
@@ -98,7 +102,6 @@ class ClientPart:
             if before is not None:
                 self.side.restore(before)
         if self.keeper is not None:
-            self.keeper.begin(round + 1)  # it may have come when all rounds were over
             self._score_kept(self.keeper.found or kept, round + 1)
 
     def stops(self, rounds: int) -> bool:
@@ -133,7 +136,7 @@ class ClientPart:
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Say which model is the best, and score it if nobody has; the side stays as it is."""
-        assert kept is not None, "models are compared in every round"
+        assert kept is not None, "it is in the newest checkpoint, or was found since"
         self.log(self.name, "kept", kept.values["round"])
         if kept.values["round"] == rounds:
             return

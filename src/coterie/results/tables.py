@@ -241,15 +241,15 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
         ),
         ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
         (beside, [_beside_mean(row, metric) for row in entries]),
-        ("kept round", [_rounds(row) for row in entries]),
         ("rank", [str(row["rank"]) for row in entries]),
+        ("kept", [_rounds(row) for row in entries]),
         ("server", [_of_server(row, metric) for row in entries]),
     ]
     known = [(head, cells) for head, cells in columns if any(cells)]
     seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
     aside = " Mean and rank exclude the server." if served else ""
     if any(map(_rounds, entries)):
-        aside += f" Kept round: {KEPT}"
+        aside += f" Kept: {KEPT}"
     return Table(
         title,
         [head for head, _ in known],

@@ -318,7 +318,7 @@ class ServerRun:
             write_bytes(spool / name, body)
             self.recorder.log(name, "bytes/up", len(body))
         seat = self.seats[name]
-        seat.stops = bool(reply.stops)
+        seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
         seat.again, seat.failed = 0.0, False
         if self.config.deployment.share_metrics:
             seat.entries = reply.entries or []
