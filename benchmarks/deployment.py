@@ -142,6 +142,7 @@ def run_file(names: list[str], rounds: int) -> RunConfig:
             "data": {"window": 32, "limits": {"train": 2000, "validation": 400, "test": 400}},
             "clients": [{"name": name, "path": str(TEXT)} for name in names],
             "training": {"steps": 1, "batch": 1},
+            "evaluation": {"keep": "last"},
         }
     )
 

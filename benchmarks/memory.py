@@ -77,6 +77,7 @@ def measure(folder: Path, clients: int, precision: Precision, threads: int) -> P
         "clients": make_texts(folder, clients),
         "data": {"window": 128, "limits": {"test": 600}},
         "training": {"steps": 1, "batch": 8, "precision": precision},
+        "evaluation": {"keep": "last"},
     }
     run = coterie.run(config, out=folder / f"run-{clients}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -56,6 +56,16 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
                 check(cell, clients, public)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
+    """Those of the last round, whatever the default is."""
+    if recipe in RUNS:
+        assert load_config(recipe).evaluation.keep == "last"
+        return
+    for column in load_table(recipe)[1]:
+        assert {cell.evaluation.keep for cell in (column.run, *column.cells.values())} == {"last"}
+
+
 @pytest.mark.parametrize(
     ("table", "rows"),
     [("table1", 9), ("table2", 5), ("table4", 15), ("table6", 7)],

@@ -1,10 +1,12 @@
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.chance import generator
 from coterie.data.tokens import Tokens
-from coterie.data.windows import evaluation_windows, sample_batch
+from coterie.data.windows import evaluation_windows, even_batch, sample_batch
 
 CONTEXT = 99_999
 
@@ -54,3 +56,22 @@ def test_batches_follow_their_generator() -> None:
 def test_a_split_of_one_window_suffices() -> None:
     batch = sample_batch(stream(9), 4, 8, generator(0, "batch")).ids
     assert torch.equal(batch, torch.arange(9).expand(4, 9))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 70))
+def test_an_even_batch_is_windows_of_the_whole_evenly_spaced(
+    count: int, window: int, most: int
+) -> None:
+    [(ids, mask)] = evaluation_windows(stream(count), window, CONTEXT, 60)
+    rows = len(ids)
+    chosen = [n * rows // min(most, rows) for n in range(min(most, rows))]
+    assert chosen[0] == 0
+    assert len({*chosen}) == len(chosen)
+    steps = {after - before for before, after in pairwise([*chosen, rows])}
+    assert max(steps) - min(steps) <= 1
+    batch = even_batch(stream(count), most, window, CONTEXT)
+    assert torch.equal(batch.ids, ids[chosen])
+    assert batch.counted is not None
+    assert torch.equal(batch.counted, mask[chosen])
+    assert batch.real is None

@@ -26,6 +26,7 @@ from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
 
 NAMES = ("diarist", "poet", "whaler")
+FIGURES = ("loss", "test", "routing", "validation", "kept")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_a_deployment_ends_in_the_bits_of_one_process(run, local, tmp_path) -> N
     loop = deploy(run, tmp_path)
     assert_as_local(run, tmp_path, local)
     assert set(steps(loop).values()) == {1}
-    losses = [m for m in local.metrics() if m["name"].startswith(("loss", "test", "routing"))]
+    losses = [m for m in local.metrics() if m["name"].startswith(FIGURES)]
     for name in NAMES:
         mine = [m for m in folder(run, tmp_path, name).metrics() if m["client"] == name]
         assert [m for m in mine if not m["name"].startswith("bytes")] == [

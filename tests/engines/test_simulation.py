@@ -79,6 +79,21 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     assert [process for process in family() if "ray" in process.name()] == []
 
 
+@pytest.mark.slow
+def test_clients_keep_their_best_models_and_stop_as_in_the_local_engine(config, tmp_path) -> None:
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 30.0}
+    run = config(
+        method="comigs-1g1s",
+        rounds=4,
+        training=training | {"learning_rate_decay": 1.0},
+        evaluation={"patience": 1},
+    )
+    expected = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION)
+    assert_same(RunFolder(done.path), expected)
+    assert len({*(expected.result or {})["kept"].values()}) > 1
+
+
 STOPPED = """
 import os, signal, sys
 import coterie

@@ -140,6 +140,26 @@ def test_the_newest_checkpoint_alone_is_kept(folder) -> None:
         folder.load("client-zed")
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_state_that_is_as_before_is_not_written_again(linked, folder, monkeypatch) -> None:
+    """It is a second name of the file; a copy, where the file system has none."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no links here")
+
+    state = State({"g": {"w": torch.ones(3)}})
+    folder.save(1, [("kept-zed", state)])
+    inode = (folder.checkpoint(1) / "kept-zed.safetensors").stat().st_ino
+    if not linked:
+        monkeypatch.setattr(os, "link", refuse)
+    for rounds in (2, 3, 3):  # the last one replaces its own checkpoint
+        folder.save(rounds, [("kept-zed", None)], keep=2)
+    newest = folder.checkpoint(3) / "kept-zed.safetensors"
+    assert newest.read_bytes() == state.encode()
+    assert (newest.stat().st_ino == inode) == linked
+    assert folder.find("kept-ann") is None
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_and_no_rubbish(folder, full_disk) -> None:
     folder.save(1, [("server", State())])
     before = content(folder.path)

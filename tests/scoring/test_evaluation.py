@@ -73,12 +73,12 @@ def test_the_mean_loss_is_over_counted_tokens(bases, family) -> None:
     targets = torch.cat([row[first:] for row, first in zip(rows, FIRST, strict=True)])
     expected = torch.nn.functional.cross_entropy(logits_alone(base, rows), targets).item()
     for at_once in (1, 3, 16):
-        assert mean_loss(base, batch, at_once) == pytest.approx(expected, rel=1e-5)
+        assert mean_loss(base, base.model, batch, at_once) == pytest.approx(expected, rel=1e-5)
     full = Batch(batch.ids)
     whole = torch.nn.functional.cross_entropy(
         base.model(batch.ids[:, :-1]).logits.flatten(0, 1), batch.ids[:, 1:].flatten()
     )
-    assert mean_loss(base, full, 3) == pytest.approx(whole.item(), rel=1e-5)
+    assert mean_loss(base, base.model, full, 3) == pytest.approx(whole.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -126,6 +126,7 @@ def client(
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.run is not None:
         folder = worker.run.folder.path
+        terminal.tell_unhelped(worker.run.config.label, worker.run.folder.result or {})
         terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
         given = '--prompt "..."' + terminal.plugin_options(worker.run.config.plugins)
         terminal.say(f"  coterie generate {folder} --client {kit.name} {given}")

@@ -96,6 +96,8 @@ def _show(finished: "Run") -> None:
 
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
+    for method, result in finished.results.items():
+        terminal.tell_unhelped(method, result)
     terminal.say(f"\nThe run is saved in {finished.path}. To generate text with a client's model:")
     given = '--prompt "..."'
     if (instructions := finished.config.data.instructions) is not None:

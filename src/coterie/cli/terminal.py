@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -31,6 +31,15 @@ def watch() -> "Watch":
     from coterie.runs import ConsoleWatch
 
     return ConsoleWatch(console)
+
+
+def tell_unhelped(method: str, result: Mapping[str, Any]) -> None:
+    """Name the clients that end with the base as it came, where a run's result has any."""
+    if names := [name for name, round in result.get("kept", {}).items() if round == 0]:
+        say(
+            f"Training with {method} did not help {', '.join(names)}: no round had a lower "
+            "validation loss than the base, which is kept as it came."
+        )
 
 
 def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:

@@ -77,3 +77,21 @@ def evaluation_windows(
     ids = stream.unfold(0, window + 1, window)  # (rows, window + 1), overlapping by one token
     mask = (torch.arange(rows * window) < count).view(rows, window)
     yield from zip(ids.split(batch), mask.split(batch), strict=True)
+
+
+def even_batch(tokens: Tokens | Examples, most: int, window: int, context: int) -> Batch:
+    """At most so many samples of a split, evenly spaced from its first to its last.
+
+    Of a stream, windows as of `evaluation_windows`; of prompts with answers, whole samples.
+    """
+    if isinstance(tokens, Examples):
+        return tokens.batch(_even(len(tokens), most))
+    [(ids, mask)] = evaluation_windows(tokens, window, context, len(tokens.ids))
+    chosen = _even(len(ids), most)
+    return Batch(ids[chosen], mask[chosen])
+
+
+def _even(count: int, most: int) -> Tensor:
+    """At most so many of the numbers 0 .. count-1, evenly spaced."""
+    taken = min(count, most)
+    return torch.arange(taken) * count // taken

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config import RunConfig, parse
 from coterie.data.tokens import ClientData
+from coterie.engines.kept import kept_model
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
 from coterie.methods.contract import SERVER, Method
@@ -17,6 +18,7 @@ from coterie.runs import RunFolder
 def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
     """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
 
+    Where clients keep their best models, it is that: the base alone if that was the best.
     `.generate()` works on it; its tokenizer is `coterie.tokenizer(path, client)`. "server" is the
     server with a model of its own. `method` is needed for a run whose method is not registered. A
     pooled run has one model, whatever the client.
@@ -35,10 +37,12 @@ def model_of(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedMod
         raise CoterieError(
             f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
         )
-    state = folder.load(f"client-{name}")
+    state, kept = folder.load(f"client-{name}"), folder.find(f"kept-{name}")
     empty = _empty(config, name)
     assert empty.base is not None
     side = config.method.client(client_context(config, empty.base, empty, lambda *_: None))
+    if kept is not None:
+        return kept_model(empty.base, side, kept)
     side.restore(state)
     return side.model()
 

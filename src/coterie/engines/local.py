@@ -53,6 +53,8 @@ class Rounds(ABC):
     ) -> None:
         self.config, self.folder, self.watch, self.own = config, folder, watch, own
         self.names = [p.name for p in participants]
+        self.training = self.names
+        """Those who take part in the round in progress."""
         self.texts = sum(len(p.tests) for p in participants)
         window = config.data.window
         self.sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
@@ -69,15 +71,20 @@ class Rounds(ABC):
 
     @abstractmethod
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        """Every client's upload, in the order of `names`; its entries are recorded by then."""
+        """The upload of every client that trains, in their order; its entries are recorded by
+        then."""
 
     @abstractmethod
-    def _finish(self) -> None:
-        """Let every client take the last download in, in the order of `names`."""
+    def _finish(self, round: int) -> None:
+        """Let every client take the download after the last round in, in the order of `names`."""
 
     @abstractmethod
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        """Every client's state after a round."""
+    def _stops(self, name: ClientId, rounds: int) -> bool:
+        """Whether a client takes no part in rounds after so many; see `ClientPart.stops`."""
+
+    @abstractmethod
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        """What a checkpoint has of the clients; see `ClientPart.states`."""
 
     @abstractmethod
     def _restore_clients(self) -> None:
@@ -97,6 +104,9 @@ class Rounds(ABC):
         with self.watch as watch, TemporaryDirectory() as spool:
             watch.start(config.label, config.exchanges, done, len(self.names), tokens)
             for round in range(done, config.exchanges):
+                self.training = self._left(round)
+                if not self.training:
+                    break
                 began = time.monotonic()
                 self.recorder.round = round
                 self._round(round, Path(spool))
@@ -109,16 +119,23 @@ class Rounds(ABC):
 
     def _round(self, round: int, spool: Path) -> None:
         self.exchange(round, spool)
-        score_server(self.config, self.server, self.own, round, self.recorder.log)
-        if round + 1 == self.config.exchanges:
-            self._finish()
+        last = round + 1 == self.config.exchanges or not self._left(round + 1)
+        score_server(self.config, self.server, self.own, round, self.recorder.log, last=last)
+        if last:
+            self._finish(round)
+
+    def _left(self, rounds: int) -> list[ClientId]:
+        """Who still trains after so many rounds."""
+        if self.config.evaluation.patience is None:
+            return self.names
+        return [name for name in self.names if not self._stops(name, rounds)]
 
     def exchange(self, round: int, spool: Path) -> None:
         """Algorithm 1 of most papers: download, local work, upload; then the server aggregates.
 
         Uploads are left in the folder `spool`, by name.
         """
-        self.server.open(round, sorted(self.names))
+        self.server.open(round, sorted(self.training))
         for name, upload in self._steps(round):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
@@ -128,17 +145,16 @@ class Rounds(ABC):
 
     def _contributions(self, spool: Path) -> Iterator[Contribution]:
         """What the uploads that wait on disk add to the mean, in the order of names."""
-        for name in sorted(self.names):
+        for name in sorted(self.training):
             upload = self.schema.receive("up", (spool / name).read_bytes())
             yield contribution(self.server, self.aggregation, name, upload)
 
     def _download(self, name: ClientId) -> bytes:
         return self.schema.send("down", self.server.download(name))
 
-    def _states(self) -> Iterator[tuple[str, State]]:
+    def _states(self) -> Iterator[tuple[str, State | None]]:
         yield from server_states(self.server, self.aggregation)
-        for name, state in self._client_states():
-            yield f"client-{name}", state
+        yield from self._client_states()
 
     def _restore(self) -> int:
         done = self.folder.rounds()
@@ -187,17 +203,21 @@ class LocalRun(Rounds):
             yield name, part.hello()
 
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        for name, part in self.parts.items():
-            yield name, part.step(round, self._download(name))
+        for name in self.training:
+            yield name, self.parts[name].step(round, self._download(name))
 
-    def _finish(self) -> None:
+    def _finish(self, round: int) -> None:
         for name, part in self.parts.items():
-            part.finish(self._download(name))
+            part.finish(self._download(name), self.folder.find(f"kept-{name}"), round)
 
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        for name, client in self.clients.items():
-            yield name, client.state()
+    def _stops(self, name: ClientId, rounds: int) -> bool:
+        return self.parts[name].stops(rounds)
+
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        for part in self.parts.values():
+            yield from part.states()
 
     def _restore_clients(self) -> None:
-        for name, client in self.clients.items():
-            client.restore(self.folder.load(f"client-{name}"))
+        for name, part in self.parts.items():
+            state, kept = self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}")
+            part.restore(state, kept)

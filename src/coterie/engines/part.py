@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
+from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context
-from coterie.methods.contract import ServerSide
+from coterie.methods.contract import ClientSide, ServerSide
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
 
@@ -46,6 +47,11 @@ class ClientPart:
         self.schema = self.aggregation.schema
         context = client_context(config, self.base, participant, partial(log, self.name))
         self.side = config.method.client(context)
+        self.keeper: Keeper | None = None
+        """Where the best model is kept, of a side that learns."""
+        if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
+            self.keeper = Keeper(config, self.base, participant, self.side)
+        self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
         """By point (trained or aggregated) and text."""
 
@@ -59,25 +65,61 @@ class ClientPart:
         Models are scored where that is due: the aggregated one of the round before (if this
         client's upload `counted` then), and the trained one.
         """
+        if self.keeper is not None:
+            self.keeper.begin(round)
         self._take(download)
+        if round and self.compares_aggregated:
+            self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
+        if not self.compares_aggregated:
+            self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
         upload = self._sent("up", self.side.upload(round))
         self.log(self.name, "bytes/up", len(upload))
         return upload
 
-    def finish(self, download: bytes) -> None:
-        """After the last round: take the download in, score, and keep it if it is the result."""
-        if not self.schema.down:
-            return
-        before = self.side.state() if self.config.method.reports == "trained" else None
-        self._take(download)
-        self._score("aggregated", self.config.exchanges - 1)
-        if before is not None:
-            self.side.restore(before)
+    def finish(
+        self, download: bytes, kept: State | None, round: int, *, counted: bool = True
+    ) -> None:
+        """After the last round: take the download in, score, and keep it if it is the result.
+
+        Then score the best model, unless it is that of the last round; `kept` is what the newest
+        checkpoint has of it. `counted`: whether this client's upload did in the last round.
+        """
+        if self.keeper is not None:
+            self.keeper.begin(round + 1)  # it may have come when all rounds were over
+        if self.stops(round) or not counted or not due(self.config, round):
+            self.score_trained(round)  # nobody has
+        if self.schema.down:
+            before = None if self.config.method.reports == "aggregated" else self.side.state()
+            self._take(download)
+            if self.compares_aggregated and not self.stops(round + 1):
+                self._compare(round + 1)
+            self._score("aggregated", round)
+            if before is not None:
+                self.side.restore(before)
+        if self.keeper is not None:
+            self._score_kept(self.keeper.found or kept, round + 1)
+
+    def stops(self, rounds: int) -> bool:
+        """Whether this client takes no part in rounds after so many."""
+        return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
+
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """What a checkpoint has of this client, by file; None: as the one before it."""
+        yield f"client-{self.name}", self.side.state()
+        if self.keeper is not None and self.keeper.best is not None:
+            yield f"kept-{self.name}", self.keeper.found
+            self.keeper.found = None
+
+    def restore(self, state: State, kept: State | None) -> None:
+        """Go back to a checkpoint: the client's state, and what it has of the best model."""
+        self.side.restore(state)
+        if self.keeper is not None:
+            self.keeper.restore(kept)
 
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.
@@ -87,6 +129,22 @@ class ClientPart:
         self._score("trained", round)
         if not self.schema.down:
             self._log_scores("aggregated", round, self.scores["trained"])
+
+    def _compare(self, rounds: int) -> None:
+        if self.keeper is not None:
+            self.log(self.name, "validation/loss", self.keeper.compare(rounds), rounds - 1)
+
+    def _score_kept(self, kept: State | None, rounds: int) -> None:
+        """Say which model is the best, and score it if nobody has; the side stays as it is."""
+        assert kept is not None, "it is in the newest checkpoint, or was found since"
+        self.log(self.name, "kept", kept.values["round"])
+        if kept.values["round"] == rounds:
+            return
+        now = self.side.state()
+        model = kept_model(self.base, self.side, kept)
+        for text, score in _scored(self.config, self.base, model, self.participant).items():
+            self.log(text, "test/kept", score.as_dict())
+        self.side.restore(now)
 
     def _take(self, download: bytes) -> None:
         self.log(self.name, "bytes/down", len(download))
@@ -124,10 +182,19 @@ def _scored(
 
 
 def score_server(
-    config: RunConfig, server: ServerSide, own: Participant | None, round: int, log: LogFor
+    config: RunConfig,
+    server: ServerSide,
+    own: Participant | None,
+    round: int,
+    log: LogFor,
+    *,
+    last: bool = False,
 ) -> None:
-    """Score the server's own model after a round (0 is the first), if it has one and it is due."""
-    if own is None or own.base is None or not due(config, round):
+    """Score the server's own model after a round (0 is the first), if it has one and it is due.
+
+    last: whether the run ends with the round, maybe early.
+    """
+    if own is None or own.base is None or not (last or due(config, round)):
         return
     if (model := server.model()) is not None:
         for score in _scored(config, own.base, model, own).values():
@@ -172,24 +239,37 @@ def due(config: RunConfig, round: int) -> bool:
 
 
 def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
-    """The last scores per text, and what it took: from the metrics, to count all parts."""
+    """The last scores per text, and what it took: from the metrics, to count all parts.
+
+    Where clients keep their best models, what the method reports are the scores of these; `kept`
+    says of how many rounds each client's is.
+    """
+    reports = config.method.reports
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
     traffic = {"bytes/up": 0, "bytes/down": 0}
     server: dict[str, dict[str, float]] = {}
+    best: dict[str, dict[str, float]] = {}
+    kept: dict[str, int] = {}
     seconds = 0.0
     for line in folder.metrics():
         kind, _, point = line["name"].partition("/")
         if kind == "test" and point in points:
             points[point][line["client"]] = line["value"]
+        elif line["name"] == "test/kept":
+            best[line["client"]] = line["value"]
+        elif line["name"] == "kept":
+            kept[line["client"]] = line["value"]
         elif line["name"] == SERVER_SCORE:
             server = {"server": line["value"]}
         elif line["name"] in traffic:
             traffic[line["name"]] += line["value"]
         elif line["name"] == "seconds":
             seconds += line["value"]
+    points[reports] |= best
     return {
         "method": config.label,
-        "reports": config.method.reports,
+        "reports": reports,
+        **({"kept": kept} if kept else {}),
         **points,
         **server,
         "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},

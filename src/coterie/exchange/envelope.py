@@ -76,9 +76,13 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _draws(self) -> Self:
-        scores = self.name.startswith("test/")
-        if not plain(self.value) or (scores and not _is_score(self.value)):
-            raise ValueError("it is not a entry")
+        scores, rounds = self.name.startswith("test/"), self.name == "kept"
+        if (
+            not plain(self.value)
+            or (scores and not _is_score(self.value))
+            or (rounds and not (type(self.value) is int and 0 <= self.value <= LAST_ROUND))
+        ):
+            raise ValueError("it is not an entry")
         return self
 
 
@@ -97,6 +101,8 @@ class Reply(_Header):
     fault: Fault | None = None
     base: str = ""
     """Hash of the base's weights, in the answer to join."""
+    stops: bool | None = None
+    """Whether the client takes no part in further rounds (`evaluation.patience`); else left out."""
     entries: list[Entry] | None = None
     """What was logged, where the run shares metrics."""
 

@@ -83,7 +83,10 @@ class ClientSide:
         """Take the server's word in; `download.round` rounds are complete. May compute."""
 
     def train(self, round: int) -> None:
-        """The local work of a round (0 is the first), on what was taken in."""
+        """The local work of a round (0 is the first), on what was taken in.
+
+        A side that leaves this as it is learns nothing: its models are not compared.
+        """
 
     def upload(self, round: int) -> Message:
         """What is sent after it; changes nothing."""
@@ -98,7 +101,8 @@ class ClientSide:
         return {}
 
     def state(self) -> State:
-        """Everything that must survive a restart. It is personal and never travels."""
+        """Everything that must survive a restart, and give the model back, whichever step came
+        last. It is personal and never travels."""
         return State()
 
     def restore(self, state: State) -> None:

@@ -337,11 +337,11 @@ class PCLClient(AdapterClient):
 
     def losses(self, uploads: Uploads, batch: Batch) -> dict[ClientId, float]:
         """Mean loss of everybody's model on samples, in nats per token."""
-        self.model()
+        base, model = self.context.base, self.model()
         mine, found = copied(self.shared), {}
         for peer, upload in uploads.items():
             copy(upload["adapter"], self.shared)
-            found[peer] = mean_loss(self.context.base, batch, self.context.training.at_once)
+            found[peer] = mean_loss(base, model, batch, self.context.training.at_once)
         copy(mine, self.shared)
         return found
 

@@ -32,7 +32,7 @@ class PretrainedClient(ClientSide):
 
     def model(self) -> PreTrainedModel:
         """The base, bare."""
-        return _bare(self.context.base)
+        return bare(self.context.base)
 
 
 class PretrainedServer(ServerSide):
@@ -43,9 +43,10 @@ class PretrainedServer(ServerSide):
 
     def model(self) -> PreTrainedModel:
         """The base, bare."""
-        return _bare(self.base)
+        return bare(self.base)
 
 
-def _bare(base: Base) -> PreTrainedModel:
+def bare(base: Base) -> PreTrainedModel:
+    """The base as it came, without an adapter."""
     detach(base.model)
     return base.model

@@ -82,6 +82,8 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
         except CoterieError as error:
             yield LeftOut(title, str(error))
             continue
+        if not coloured:
+            yield LeftOut(title, "every client keeps the base as it came, which has no experts")
         for client in dict.fromkeys(one.model_of for one in coloured):
             yield _picture(label, client, [one for one in coloured if one.model_of == client])
     if not found:
@@ -112,6 +114,8 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
         alike = [name for name in tests if config.base_of(name) == config.base_of(client)]
         for text_of in dict.fromkeys((client, alike[(alike.index(client) + 1) % len(alike)])):
             ids, chosen = _read(model, _beginning(tests[text_of], context_token(encoder)))
+            if not chosen:  # it keeps the base as it came, which has no experts
+                break
             for number in _layers(layer, len(chosen)):
                 path = list(chosen)[number]
                 count = run.by_client(PREFIX + path).loc[client].iloc[-1].count()

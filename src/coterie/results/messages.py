@@ -35,14 +35,15 @@ class Weight:
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
-    """The sides of a run, joined, whose training is cut to one step a round.
+    """The sides of a run, joined, whose training is cut to one step a round; no model is compared.
 
     The batch stays: what a method sends beside its adapter may be as large as its batches. So does
     the public text, over which FedMKT's server passes once.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
-    short = config.model_copy(update={"training": training})
+    evaluation = config.evaluation.model_copy(update={"keep": "last", "patience": None})
+    short = config.model_copy(update={"training": training, "evaluation": evaluation})
     who = session.federation(short)
     return LocalRun(short, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
 

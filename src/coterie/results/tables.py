@@ -11,11 +11,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from coterie.federation import EVERYONE
 from coterie.results.frame import Column, Frame, Result, over_runs, scores, std
 from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
 Summary = Mapping[str, Any]
 """What a table shows, or a part of it, as plain data that JSON can hold."""
+KEPT = "the round whose model is kept, by validation loss; 0: the base as it came."
 ALIKE = 12
 """Decimals to which figures must be the same to rank the same: what follows is rounding."""
 
@@ -111,13 +113,19 @@ def run_table(
     """A row per client and a column per method; then the means; then the server, if it has a model.
 
     Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
-    for (see `metric_of`); of a share, its standard deviation over clients follows the mean.
+    for (see `metric_of`); of a share, its standard deviation over clients follows the mean. Where
+    clients keep their best models, their rounds stand in brackets.
     """
     metric = shown_of(results.values(), asked)
     pair = metric is PERPLEXITY
     found = [scores(result) for result in results.values()]
     clients = sorted({client for one in found for client in one.index})
-    rows = [[client, *(_cell(one.loc[client], metric) for one in found)] for client in clients]
+    kept = [result.get("kept", {}) for result in results.values()]
+    pairs = list(zip(found, kept, strict=True))
+    rows = [
+        [name, *(_cell(one.loc[name], metric) + _of_round(rounds, name) for one, rounds in pairs)]
+        for name in clients
+    ]
     rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
     if metric.share and len(clients) > 1:
         rows.append(["std over clients", *(metric.cell(std(one[metric.key])) for one in found)])
@@ -125,6 +133,8 @@ def run_table(
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean excludes the server."
+    if any(kept):
+        note += f" In brackets: {KEPT}"
     what = "perplexity per token / bits per byte" if pair else metric.label
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
@@ -133,6 +143,13 @@ def run_table(
 def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
     cell = metric.cell(score[metric.key])
     return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
+
+
+def _of_round(kept: Mapping[str, int], client: str) -> str:
+    """The round that a client's model is of, where known; a pooled run's one client has a name of
+    its own."""
+    round = kept.get(client, kept.get(EVERYONE))
+    return "" if round is None else f" ({round})"
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,8 @@ class Comparison:
 
         The metric's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
         that key, `std` and `seeds` of the server's own model, which is in no mean, or is None.
+        `kept` is, per client, the round whose model it keeps, a list over seeds; empty where all
+        keep the last.
         """
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
@@ -185,12 +204,18 @@ class Comparison:
             "bits_per_byte": float(means["bits_per_byte"].mean()),
             "trained": _mean_at("trained", results, key),
             "aggregated": _mean_at("aggregated", results, key),
+            "kept": _kept(results),
         }
 
 
 def _over_seeds(values: Column, key: str) -> dict[str, float]:
     """A metric of one model, or a mean over models, per seed: its mean and standard deviation."""
     return {key: float(values.mean()), "std": std(values), "seeds": len(values)}
+
+
+def _kept(results: Sequence[Result]) -> dict[str, list[int]]:
+    known = [result["kept"] for result in results if "kept" in result]
+    return {client: [kept[client] for kept in known] for client in known[0]} if known else {}
 
 
 def _mean_at(point: str, results: Sequence[Result], key: str) -> float:
@@ -217,11 +242,14 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
         ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
         (beside, [_beside_mean(row, metric) for row in entries]),
         ("rank", [str(row["rank"]) for row in entries]),
+        ("kept", [_rounds(row) for row in entries]),
         ("server", [_of_server(row, metric) for row in entries]),
     ]
     known = [(head, cells) for head, cells in columns if any(cells)]
     seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
     aside = " Mean and rank exclude the server." if served else ""
+    if any(map(_rounds, entries)):
+        aside += f" Kept: {KEPT}"
     return Table(
         title,
         [head for head, _ in known],
@@ -243,6 +271,12 @@ def _beside_mean(row: Summary, metric: Metric) -> str:
     if metric is PERPLEXITY:
         return f"{row['bits_per_byte']:.3f}"
     return f"± {metric.cell(row['spread'])}" if "spread" in row else ""
+
+
+def _rounds(row: Summary) -> str:
+    """The first and the last of the rounds whose models are kept; empty where none is known."""
+    rounds = sorted({round for kept in row.get("kept", {}).values() for round in kept})
+    return "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else ""
 
 
 def _of_server(row: Mapping[str, Any], metric: Metric) -> str:

@@ -4,6 +4,8 @@ run.json             the run's description, the threads and versions it ran with
 metrics.jsonl        a line per figure: round, client, name, value; and `during`, the round in
                      which it came up, where that is a later one
 checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
+                     (client-NAME), and what is needed for each client's best model so far
+                     (kept-NAME)
 result.json          the scores, once the run is finished
 baselines/NAME/      the run folder of a baseline
 """
@@ -23,7 +25,7 @@ import torch
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.exchange.formats import FormatError, check_stamp, stamp
-from coterie.files import write_bytes, write_folder, write_json, write_text, writing
+from coterie.files import link, write_bytes, write_folder, write_json, write_text, writing
 
 LEFT = (".lock", ".run.json.*tmp")
 """What a start that was killed leaves behind."""
@@ -139,24 +141,29 @@ class RunFolder:
     def save(
         self,
         rounds: int,
-        states: Iterable[tuple[str, State]],
+        states: Iterable[tuple[str, State | None]],
         *,
         files: Mapping[str, bytes] | None = None,
         keep: int = 1,
     ) -> None:
         """Write the checkpoint after so many rounds, one state at a time, and files beside them.
 
-        Then drop all but the newest `keep`.
+        None stands for a state that is as in the newest checkpoint. Then drop all but the newest
+        `keep`.
         """
+        newest, before = self.checkpoint(rounds), self.checkpoint(self.rounds())
 
         def fill(folder: Path) -> None:
             for name, state in states:
-                write_bytes(folder / f"{name}.safetensors", state.encode())
+                path = folder / f"{name}.safetensors"
+                if state is None:
+                    link(before / path.name, path)
+                else:
+                    write_bytes(path, state.encode())
             for name, data in (files or {}).items():
                 write_bytes(folder / name, data)
+            shutil.rmtree(newest, ignore_errors=True)
 
-        newest = self.checkpoint(rounds)
-        shutil.rmtree(newest, ignore_errors=True)
         write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
@@ -179,12 +186,21 @@ class RunFolder:
         return int(found[-1].name) if found else 0
 
     def load(self, name: str) -> State:
-        """One side's state from the newest checkpoint."""
-        path = self.checkpoint(self.rounds()) / f"{name}.safetensors"
-        try:
-            return State.decode(path.read_bytes())
-        except FileNotFoundError:
-            raise CoterieError(f"{self.path} has no state for {name!r}.") from None
+        """One side's state from the newest checkpoint; raises CoterieError if it has none."""
+        if (state := self.find(name)) is None:
+            raise CoterieError(f"{self.path} has no state for {name!r}.")
+        return state
+
+    def find(self, name: str) -> State | None:
+        """The same; None if the checkpoint has none."""
+        return State.decode(self._state(name).read_bytes()) if self.has(name) else None
+
+    def has(self, name: str) -> bool:
+        """Whether the newest checkpoint has a state."""
+        return self._state(name).exists()
+
+    def _state(self, name: str) -> Path:
+        return self.checkpoint(self.rounds()) / f"{name}.safetensors"
 
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Add figures to metrics.jsonl."""

@@ -133,12 +133,11 @@ def _answers(
 
 
 @torch.no_grad()
-def mean_loss(base: Base, batch: Batch, at_once: int) -> float:
-    """Nats per counted token of the base, with whatever is attached; so many samples at once."""
+def mean_loss(base: Base, model: PreTrainedModel, batch: Batch, at_once: int) -> float:
+    """Nats per counted token of a model (the base, with whatever is attached); so many samples at
+    once."""
     with autocast(base.precision, base.device.type):
-        losses = [
-            token_losses(base.model, *part.to(base.device)).cpu() for part in batch.split(at_once)
-        ]
+        losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
     counted = batch.ids[:, 1:].numel() if batch.counted is None else int(batch.counted.sum())
     return torch.cat(losses).sum(dtype=torch.float64).item() / counted
 

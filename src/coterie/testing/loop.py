@@ -116,9 +116,14 @@ def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
 
 
 def assert_same_states(one: RunFolder, other: RunFolder) -> None:
-    """The server and every client ended in the same bits."""
-    for side in ["server", *(f"client-{name}" for name in other.description["clients"])]:
+    """The server and every client ended in the same bits, and kept the same models."""
+    for side in sides(other):
         assert_same_state(one, other, side)
+
+
+def sides(folder: RunFolder) -> list[str]:
+    """The names of all states in the newest checkpoint."""
+    return sorted(path.stem for path in folder.checkpoint(folder.rounds()).glob("*.safetensors"))
 
 
 def assert_same_state(one: RunFolder, other: RunFolder, side: str) -> None:
@@ -145,13 +150,13 @@ def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
 
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
     """The server and every client ended in the bits, and with the entries, of the local engine."""
-    pairs = {"server": RunFolder(out / "server")}
-    pairs |= {f"client-{c.name}": folder(run, out, c.name) for c in run.clients}
-    for side, mine in pairs.items():
+    for side in sides(local):
+        name = side.partition("-")[2]
+        mine = folder(run, out, name) if name else RunFolder(out / "server")
         assert_same_state(mine, local, side)
     for client in run.clients:
         result, expected = folder(run, out, client.name).result, local.result
         assert result is not None
         assert expected is not None
-        for point in ("trained", "aggregated"):
-            assert result[point] == {client.name: expected[point][client.name]}
+        for key in ("trained", "aggregated", *(["kept"] if "kept" in expected else [])):
+            assert result[key] == {client.name: expected[key][client.name]}

@@ -10,6 +10,7 @@ import pytest
 
 from coterie.config import RunConfig
 from coterie.engines import part
+from coterie.engines.kept import Keeper
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.runs import RunFolder, Watch
@@ -68,13 +69,8 @@ def worked(
             for step in ("take", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
-        scored = part._scored
-
-        def scores(*args: Any) -> Any:
-            with work.evaluation():
-                return scored(*args)
-
-        patch.setattr(part, "_scored", scores)
+        for owner, name in ((part, "_scored"), (Keeper, "_loss")):
+            patch.setattr(owner, name, _within(work, getattr(owner, name)))
         bases = {id(one.base): one.base.model for one in local.parts.values()}
         if who.server is not None and who.server.base is not None:
             bases[id(who.server.base)] = who.server.base.model
@@ -83,3 +79,11 @@ def worked(
         for hook in hooks:
             hook.remove()
     return work
+
+
+def _within(work: Work, function: Callable[..., Any]) -> Callable[..., Any]:
+    def scores(*args: Any) -> Any:
+        with work.evaluation():
+            return function(*args)
+
+    return scores

@@ -185,6 +185,23 @@ class EvaluationSpec(BaseModel):
     batch: int = Field(
         default=16, ge=1, description="windows per evaluation batch; does not affect scores"
     )
+    keep: Literal["best", "last"] = Field(
+        default="best",
+        description="model that each client ends with: that of the round with the lowest "
+        "validation loss, round 0 being the base as it came (best), or that of the last round",
+    )
+    validation_samples: int = Field(
+        default=128,
+        ge=1,
+        description="validation samples that choose the best round, evenly spaced, the same in "
+        "every round",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="rounds without a lower validation loss after which a client stops training "
+        "(with keep: best); default: clients train in every round",
+    )
     split: Literal["test", "validation"] = Field(
         default="test", description="held-out split that models are scored on"
     )
@@ -199,3 +216,11 @@ class EvaluationSpec(BaseModel):
         description="metric in tables and plots; default: accuracy if answers are chosen from "
         "a list, else rouge_l if they are generated, else perplexity",
     )
+
+    @model_validator(mode="after")
+    def _settles(self) -> Self:
+        if self.patience is not None and self.keep == "last":
+            raise ValueError(
+                "`patience` stops clients whose best model is found; it needs keep: best"
+            )
+        return self

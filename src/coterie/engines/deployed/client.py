@@ -109,7 +109,7 @@ class Worker:
             return self._reply(order, fault="unknown run")
         if order.kind == "step":
             upload, entries = self.run.step(order, body)
-            return self._reply(order, upload, entries)
+            return self._reply(order, upload, entries, stops=self.run.stops)
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
@@ -155,6 +155,7 @@ class Worker:
         *,
         fault: Fault | None = None,
         base: str = "",
+        stops: bool = False,
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
         told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
@@ -166,6 +167,7 @@ class Worker:
             round=order.round,
             fault=fault,
             base=base,
+            stops=stops or None,
             entries=shared,
         )
         return seal(reply, body)
@@ -200,7 +202,7 @@ class SiteRun:
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder.log)
         if self.folder.checkpoints():
-            self.part.side.restore(self.folder.load(self._state))
+            self._restore()
         else:
             self._save(0, About())
 
@@ -213,9 +215,9 @@ class SiteRun:
         for text in sentences(read.quality(self.config, AT_START)):
             self.seen("warning", text)
 
-    @property
-    def _state(self) -> str:
-        return f"client-{self.part.name}"
+    def _restore(self) -> None:
+        name = self.part.name
+        self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
     def _folder(self, site: Site, participant: Participant) -> RunFolder:
         folder = RunFolder(site.out / f"{self.config.name}-{site.name}-{self.id[:8]}")
@@ -245,23 +247,29 @@ class SiteRun:
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
         self.seen("step", order.round)
+        if self.stops:
+            self.seen("stopped", self.config.evaluation.patience)
         return upload, about.entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Take in the last download; the folder then holds the result. Returns its entries."""
-        last, began = self.config.exchanges - 1, time.monotonic()
+        last, began = order.round - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")
             with self._whole():
                 self.recorder.round = last
-                if order.counted != last:  # its last step was not of the last round
-                    self.part.score_trained(last)
-                self.part.finish(download)
+                kept = self.folder.find(f"kept-{self.part.name}")
+                self.part.finish(download, kept, last, counted=order.counted == last)
                 self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
         return self._about().entries
+
+    @property
+    def stops(self) -> bool:
+        """Whether this client takes no part in rounds after its last step."""
+        return self.part.stops(self._about().round + 1)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -271,7 +279,7 @@ class SiteRun:
             yield
         except BaseException:
             self.recorder.take()
-            self.part.side.restore(self.folder.load(self._state))
+            self._restore()
             raise
 
     def _about_now(self, round: int, digest: str, began: float) -> "About":
@@ -291,7 +299,7 @@ class SiteRun:
             log.warning("round %d was not counted and has been undone", newest.round + 1)
             if len(self.folder.checkpoints()) > 1:
                 self.folder.drop([self.folder.checkpoint(newest.round + 1)])
-                self.part.side.restore(self.folder.load(self._state))
+                self._restore()
                 newest = self._about()
         if newest.round < counted:
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
@@ -309,9 +317,8 @@ class SiteRun:
         return About(**json.loads(text))
 
     def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
-        state = self.part.side.state()
         beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
-        self.folder.save(rounds, [(self._state, state)], files=beside, keep=2)
+        self.folder.save(rounds, self.part.states(), files=beside, keep=2)
 
 
 @dataclass(frozen=True)

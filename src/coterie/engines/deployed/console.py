@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.status import Status
 from rich.table import Table
 
-from coterie.engines.deployed.server import Seat, ServerWatch
+from coterie.engines.deployed.seats import Seat, ServerWatch
 
 
 class LiveDisplay:
@@ -138,6 +138,8 @@ class ClientBoard(LiveDisplay):
                 self._say(f"could not process the server's request: {value}")
             case "step":
                 self._step(value)
+            case "stopped":
+                self._say(f"no gain for {value} rounds: training stopped, waiting for the end")
             case "bytes/up" | "bytes/down":
                 self.bytes[what] = value
             case _ if what.startswith("loss/"):
@@ -161,6 +163,8 @@ def _state(seat: Seat, working: bool) -> str:
         return "away"
     if not seat.joined:
         return "joining"
+    if seat.stopped:
+        return "stopped"
     return "working" if working else "ready"
 
 

@@ -5,22 +5,21 @@ It knows clients by their names. How bytes reach them is a `Link`'s affair; see 
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.config import RunConfig
+from coterie.engines.deployed.seats import Link, Seat, ServerWatch
 from coterie.engines.part import close, contribution, restore, result, score_server, server_states
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import TOLD, Entry, Kind, Order, PluginFile, Reply, seal, unseal
+from coterie.exchange.envelope import TOLD, Kind, Order, PluginFile, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
 from coterie.files import write_bytes
@@ -36,64 +35,6 @@ COUNTED_HERE = ("bytes/", "seconds", "server/")
 """How names of entries begin that are the server's to record."""
 LONGEST_LINE = 300
 """Characters of a line that tells what happened."""
-
-
-class Link(Protocol):
-    """How bytes travel between the server and clients, by name."""
-
-    def present(self) -> Mapping[str, str]:
-        """Who is connected, and a mark that changes when a client connects anew."""
-        ...
-
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        """Send an order, which nobody needs after so many seconds; a ticket for its reply."""
-        ...
-
-    def replies(self, tickets: Iterable[str]) -> Iterable[tuple[str, bytes | None]]:
-        """Replies that have come to some tickets; None where there will be none. Each once."""
-        ...
-
-    def wait(self) -> None:
-        """Let a little time pass."""
-        ...
-
-
-@dataclass
-class Seat:
-    """What the server knows of a client."""
-
-    present: str | None = None
-    """The link's mark of its connection."""
-    joined: bool = False
-    ticket: str | None = None
-    """Of the order that it has not replied to."""
-    again: float = 0.0
-    """When it may be asked again."""
-    failed: bool = False
-    """Whether it could not do what it was asked the last time."""
-    counted: int | None = None
-    """The last round in which its upload counted."""
-    entries: list[Entry] = field(default_factory=list)
-    """What it told of its last step; recorded if that counts."""
-
-
-class ServerWatch:
-    """Follows a deployed run; the default one shows nothing."""
-
-    def start(self, title: str, rounds: int, done: int) -> None:
-        """A run begins: `done` of its rounds are done."""
-
-    def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Who is there, and who is still working on the round."""
-
-    def moved(self, client: str, up: int, down: int) -> None:
-        """Bytes travelled."""
-
-    def note(self, text: str) -> None:
-        """Something that a person may want to know."""
-
-    def round_over(self, round: int, counted: int) -> None:
-        """A round is complete and saved, with so many uploads."""
 
 
 class ServerRun:
@@ -141,6 +82,8 @@ class ServerRun:
         self.watch.start(self.config.label, self.config.exchanges, done)
         with TemporaryDirectory() as spool:
             for round in range(done, self.config.exchanges):
+                if self._is_over(Path(spool)):
+                    break
                 began = time.monotonic()
                 self.round = self.recorder.round = round
                 counted = self._round(Path(spool))
@@ -153,9 +96,9 @@ class ServerRun:
 
     def _round(self, spool: Path) -> int:
         """One round, of whom is there at its start; how many uploads counted."""
-        if len(self._ready()) < self.quorum:
-            self._note(f"round {self.round + 1}: waiting for {self.quorum} clients")
-        while len(self._ready()) < self.quorum:
+        if len(self._ready()) < self._needed:
+            self._note(f"round {self.round + 1}: waiting for {self._needed} clients")
+        while len(self._ready()) < self._needed:
             self._turn(spool)
         members = self._ready()
         self.server.open(self.round, members)
@@ -168,7 +111,7 @@ class ServerRun:
             refused: set[str] = set()
             mean = self.aggregation.mean(self.round, self._contributions(done, spool, refused))
             counted = len(done) - len(refused)
-            if counted >= self.quorum:
+            if counted >= self._needed:
                 break
             self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
             self._ask("step", {*self.waiting, *refused})
@@ -180,9 +123,35 @@ class ServerRun:
             self._forget(self.seats[name])
         self.waiting = set()  # nobody is asked for anything until the next round
         self._record_entries(set(done) - refused)
+        for name in sorted(set(done) - refused):
+            if self.seats[name].stops:
+                self.seats[name].stopped = True
+                self._note(f"{name} stopped: no gain for {self.config.evaluation.patience} rounds")
         close(self.server, self.aggregation, mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return counted
+
+    @property
+    def _needed(self) -> int:
+        """The quorum, of which clients that have stopped are a part."""
+        return max(1, self.quorum - self._stopped)
+
+    @property
+    def _stopped(self) -> int:
+        return sum(seat.stopped for seat in self.seats.values())
+
+    def _is_over(self, spool: Path) -> bool:
+        """Whether nobody is left to train: all who have taken part have stopped; or a quorum has,
+        and the others are away for as long as a round may take."""
+        if self._stopped >= self.quorum and not self._all_stopped():
+            end = time.monotonic() + self.config.deployment.deadline
+            while not self._ready() and time.monotonic() < end:
+                self._turn(spool)
+            return not self._ready()
+        return self._all_stopped()
+
+    def _all_stopped(self) -> bool:
+        return bool(self.hellos) and all(self.seats[name].stopped for name in self.hellos)
 
     def _complete(self, members: list[str], end: float) -> bool:
         """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
@@ -190,7 +159,7 @@ class ServerRun:
             return True
         seats = [self.seats[name] for name in self.waiting]
         gone = all(seat.present is None or seat.failed for seat in seats)
-        enough = len(members) - len(self.waiting) >= self.quorum
+        enough = len(members) - len(self.waiting) >= self._needed
         return enough and (gone or time.monotonic() > end)
 
     def _contributions(
@@ -210,7 +179,11 @@ class ServerRun:
 
     def _finish(self, spool: Path) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
-        self.round = self.recorder.round = self.config.exchanges
+        self.round = self.folder.rounds()
+        if self.round < self.config.exchanges:  # it ends early
+            log_own, self.recorder.round = self.recorder.log, self.round - 1
+            score_server(self.config, self.server, self.own, self.round - 1, log_own, last=True)
+        self.recorder.round = self.round
         self._ask("finish", self.hellos)
         began = time.monotonic()
         longest = max(GRACE, self.config.deployment.deadline)
@@ -230,14 +203,15 @@ class ServerRun:
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
             seat = self.seats[name]
-            seat.again, seat.failed, seat.entries = 0.0, False, []
+            seat.again, seat.failed, seat.entries, seat.stops = 0.0, False, [], False
 
     def _failed(self, seat: Seat) -> None:
         """Ask a client again later; a round that has enough others does not wait for it."""
         seat.again, seat.failed = time.monotonic() + RETRY, True
 
     def _ready(self) -> list[str]:
-        return sorted(n for n, seat in self.seats.items() if seat.joined and seat.present)
+        here = (n for n, s in self.seats.items() if s.joined and s.present and not s.stopped)
+        return sorted(here)
 
     def _turn(self, spool: Path) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
@@ -290,8 +264,7 @@ class ServerRun:
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if kind != "join":
-            of = min(self.round, self.config.exchanges - 1)
-            self.recorder.log(name, "bytes/down", len(body), of)
+            self.recorder.log(name, "bytes/down", len(body), self._of)
         self.watch.moved(name, 0, len(data))
 
     def _plugin(self) -> PluginFile | None:
@@ -345,6 +318,7 @@ class ServerRun:
             write_bytes(spool / name, body)
             self.recorder.log(name, "bytes/up", len(body))
         seat = self.seats[name]
+        seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
         seat.again, seat.failed = 0.0, False
         if self.config.deployment.share_metrics:
             seat.entries = reply.entries or []
@@ -352,13 +326,17 @@ class ServerRun:
 
     def _record_entries(self, names: Iterable[str]) -> None:
         """Record what clients told of their last steps, each under its own name."""
-        last = min(self.round, self.config.exchanges - 1)
         for name in sorted(names):
             for entry in self.seats[name].entries:
                 if entry.client is not None and not entry.name.startswith(COUNTED_HERE):
                     # A score of the round before comes up in this one.
-                    round = max(self.round - 1, min(entry.round, last))
+                    round = max(self.round - 1, min(entry.round, self._of))
                     self.recorder.log(name, entry.name, entry.value, round)
+
+    @property
+    def _of(self) -> int:
+        """The round that figures are of: the last one's, at the end."""
+        return self.round - (self.kind == "finish")
 
     def _refuse(self, what: str, error: Exception) -> None:
         """Note what was wrong; what a method did not foresee is kept for its author."""
@@ -378,19 +356,24 @@ class ServerRun:
         hellos = {
             n: torch.frombuffer(bytearray(h), dtype=torch.uint8) for n, h in self.hellos.items()
         }
-        yield "engine", State({"hellos": hellos}, {"counted": counted, "base": self.base})
+        stopped = sorted(name for name, seat in self.seats.items() if seat.stopped)
+        values = {"counted": counted, "base": self.base, "stopped": stopped}
+        yield "engine", State({"hellos": hellos}, values)
 
     def _restore(self) -> int:
         done = self.folder.rounds()
-        # What was told at the end stays: who told it may have left.
-        self.folder.forget_from(done if done < self.config.exchanges else done + 1)
         if done:
             engine = self.folder.load("engine")
             self.base = engine.values["base"]
             for name, counted in engine.values["counted"].items():
                 self.seats.setdefault(name, Seat()).counted = counted
+            for name in engine.values["stopped"]:
+                self.seats[name].stopped = True
             for name, hello in sorted(engine["hellos"].items()):
                 self.hellos[name] = hello.numpy().tobytes()
                 self._take_hello(name, self.hellos[name])
             restore(self.server, self.aggregation, self.folder)
+        # What was told at the end stays: who told it may have left.
+        ended = done == self.config.exchanges or self._all_stopped()
+        self.folder.forget_from(done + ended)
         return done

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -42,6 +42,7 @@ from flwr.clientapp import ClientApp
 from coterie.bases import Bases, load_tokenizer
 from coterie.config import parse
 from coterie.engines.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
+from coterie.engines.kept import best_of, stops
 from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError
@@ -87,30 +88,41 @@ class SimulatedRun(Rounds):
             super().run()
 
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all("hello", 0, lambda name: b"")
+        return self._all(self.names, "hello", 0, lambda name: b"")
 
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all("step", round, self._download)
+        return self._all(self.training, "step", round, self._download)
 
-    def _finish(self) -> None:
-        deque(self._all("finish", self.config.exchanges, self._download), maxlen=0)
+    def _finish(self, round: int) -> None:
+        deque(self._all(self.names, "finish", round, self._download), maxlen=0)
 
-    def _client_states(self) -> Iterator[tuple[ClientId, State]]:
-        for name in self.names:
-            yield name, State.decode(_state(self.folder, name).read_bytes())
+    def _stops(self, name: ClientId, rounds: int) -> bool:
+        return stops(self.config, best_of(_newest(self.folder, f"kept-{name}")), rounds)
+
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        for file in (f"{kind}-{name}" for name in self.names for kind in ("client", "kept")):
+            if (state := _state(self.folder, file)) is not None:
+                _path(self.folder, file).unlink()
+                yield file, state
+            elif self.folder.has(file):
+                yield file, None
 
     def _restore_clients(self) -> None:
         """A step begins at the newest checkpoint as it is."""
 
     def _all(
-        self, do: str, round: int, download: Callable[[ClientId], bytes]
+        self,
+        names: Sequence[ClientId],
+        do: str,
+        round: int,
+        download: Callable[[ClientId], bytes],
     ) -> Iterator[tuple[ClientId, bytes]]:
-        """Give every client the same order; what each answers, in the order of `names`.
+        """Give clients the same order; what each answers, in the order of `names`.
 
         Downloads are made when an actor is about to be free, so that they do not fill the memory.
         """
         waiting: deque[tuple[ClientId, Future[Answer]]] = deque()
-        for name in self.names:
+        for name in names:
             if len(waiting) == 2 * self.actors:
                 yield self._answered(*waiting.popleft())
             run, body = str(self.folder.path.resolve()), download(name)
@@ -228,19 +240,32 @@ class Actor:
         upload = part.hello()
         if do == "hello":
             return upload, entries
+        state, kept = (_newest(self.folder, f"{kind}-{client}") for kind in ("client", "kept"))
+        if state is not None:
+            part.restore(state, kept)
         if do == "step":
-            if round:
-                part.side.restore(self.folder.load(f"client-{client}"))
             upload = part.step(round, body)
         else:
-            part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
-            part.finish(body)
-        write_bytes(_state(self.folder, client), part.side.state().encode())
+            part.finish(body, kept, round)
+        for file, state in part.states():
+            if state is not None:
+                write_bytes(_path(self.folder, file), state.encode())
         return upload, entries
 
 
-def _state(folder: RunFolder, client: ClientId) -> Path:
-    return folder.path / STATES / f"{client}.safetensors"
+def _path(folder: RunFolder, file: str) -> Path:
+    return folder.path / STATES / f"{file}.safetensors"
+
+
+def _state(folder: RunFolder, file: str) -> State | None:
+    """A state of the round in progress, if it is there already."""
+    path = _path(folder, file)
+    return State.decode(path.read_bytes()) if path.exists() else None
+
+
+def _newest(folder: RunFolder, file: str) -> State | None:
+    """That, or the newest checkpoint's."""
+    return _state(folder, file) or folder.find(file)
 
 
 @contextmanager

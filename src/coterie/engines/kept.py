@@ -1,0 +1,106 @@
+"""The best model that a client has had, by its loss on the client's own validation text.
+
+The client finds it where its text is, whatever engine runs it, and tells nobody. A checkpoint has,
+beside each client's state, the file `kept-NAME`: which round's model is the best so far, its loss,
+and the state to go back to. A client whose best model is the base as it came has no such state.
+"""
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+
+from transformers import PreTrainedModel
+
+from coterie.bases import Base
+from coterie.config import RunConfig
+from coterie.data.windows import even_batch
+from coterie.exchange import State
+from coterie.federation import Participant
+from coterie.methods.contract import ClientSide, Method
+from coterie.methods.pretrained import bare
+from coterie.scoring.evaluation import mean_loss
+
+SIDE = "side"
+"""The part of a kept state that is the client's own."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which of a client's models is the best so far."""
+
+    round: int
+    """Rounds that were complete when the client had it; 0: the base as it came."""
+    loss: float
+    """Nats per token of the validation samples (with instructions: of their answers)."""
+    since: int
+    """Rounds that were complete when it became the best: `round`, but of the base as it came those
+    before the client's first."""
+
+
+class Keeper:
+    """Compares the models that a client has after each round, and the base as it came."""
+
+    def __init__(
+        self, config: RunConfig, base: Base, participant: Participant, side: ClientSide
+    ) -> None:
+        self.base, self.side, self.at_once = base, side, config.evaluation.batch
+        validation, most = participant.data.validation, config.evaluation.validation_samples
+        self.samples = even_batch(validation, most, config.data.window, base.context_token)
+        self.best: Best | None = None
+        """None before the client's first round."""
+        self.found: State | None = None
+        """The best model's state, until it is in a checkpoint."""
+
+    def begin(self, rounds: int) -> None:
+        """Keep the base as it came, unless a model is kept; after so many rounds without this
+        client."""
+        if self.best is None:
+            self._keep(Best(0, self._loss(bare(self.base)), rounds))
+
+    def compare(self, rounds: int) -> float:
+        """Keep the side's model after so many rounds if it is better than all before it; its
+        loss."""
+        assert self.best is not None, "begin() comes first"
+        loss = self._loss(self.side.model())
+        if loss < self.best.loss:
+            self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
+        return loss
+
+    def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
+        self.best, self.found = best, State(values=asdict(best), parts=parts or {})
+
+    def _loss(self, model: PreTrainedModel) -> float:
+        loss = mean_loss(self.base, model, self.samples, self.at_once)
+        return loss if math.isfinite(loss) else sys.float_info.max  # worse than any other
+
+    def restore(self, kept: State | None) -> None:
+        """Go on from a checkpoint's kept state; None: from the start."""
+        self.best, self.found = best_of(kept), None
+
+
+def best_of(kept: State | None) -> Best | None:
+    """What a checkpoint's kept state tells of the best model; None before the client's first
+    round."""
+    return None if kept is None else Best(**kept.values)
+
+
+def compares_aggregated(method: Method) -> bool:
+    """Whether models are compared after a download rather than after local training."""
+    return method.reports == "aggregated" and bool(method.schema().down)
+
+
+def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
+    """Whether a client takes no part in rounds after so many: it has gained nothing for long.
+
+    What it has of the last of them is not compared yet where that needs the next download.
+    """
+    patience, compared = config.evaluation.patience, rounds - compares_aggregated(config.method)
+    return patience is not None and best is not None and compared - best.since >= patience
+
+
+def kept_model(base: Base, side: ClientSide, kept: State) -> PreTrainedModel:
+    """The model of a kept state; the side goes back to it."""
+    if SIDE not in kept.parts:
+        return bare(base)
+    side.restore(kept.parts[SIDE])
+    return side.model()

@@ -1,0 +1,55 @@
+"""Runs whose clients keep models of different rounds, and the slow way to tell which is best."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from coterie.bases import Base
+from coterie.config import RunConfig
+from coterie.data.examples import Examples
+from coterie.data.tokens import Split
+from coterie.runs import RunFolder
+
+HIGH = {
+    "steps": 2,
+    "batch": 2,
+    "precision": "fp32",
+    "learning_rate": 30.0,
+    "learning_rate_decay": 1.0,
+}
+"""Training with which rounds are good and bad in turn."""
+
+
+def naive_loss(base: Base, model, text: Split, window: int) -> float:
+    """The mean over all predicted tokens, a window or a sample at a time."""
+    losses = []
+    if isinstance(text, Examples):
+        for n in range(len(text)):
+            start, answer, end = text.starts[n], text.answers[n], text.starts[n + 1]
+            ids = text.ids[start:end].long()[None]
+            losses.append(_losses(model, ids)[answer - start - 1 :])
+        return torch.cat(losses).mean().item()
+    stream = torch.cat([torch.tensor([base.context_token]), text.ids]).long()
+    for start in range(0, len(text.ids), window):
+        losses.append(_losses(model, stream[None, start : start + window + 1]))
+    return torch.cat(losses).mean().item()
+
+
+@torch.no_grad()
+def _losses(model, ids: torch.Tensor) -> torch.Tensor:
+    targets = ids[0, 1:]
+    logits = model(input_ids=ids[:, :-1]).logits[0, -len(targets) :]  # behind a soft prompt
+    return cross_entropy(logits.double(), targets, reduction="none")
+
+
+ROUNDS = 4
+
+
+def trained(config, **changes) -> RunConfig:
+    """A run whose clients keep models of different rounds."""
+    return config(method="comigs-1g1s", training=HIGH, rounds=ROUNDS, **changes)
+
+
+def files(run: RunFolder) -> dict[str, bytes]:
+    """The newest checkpoint, byte for byte."""
+    newest = run.checkpoint(run.rounds())
+    return {path.name: path.read_bytes() for path in newest.iterdir()}

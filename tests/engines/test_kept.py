@@ -1,0 +1,244 @@
+"""Each client ends with the best model that it had, by its own validation text."""
+
+from collections import Counter
+
+import pytest
+import torch
+from every_method import METHODS, run_of
+from kept_runs import HIGH, ROUNDS, files, naive_loss, trained
+
+import coterie
+from coterie.config import RunConfig
+from coterie.data.examples import Examples
+from coterie.engines import part
+from coterie.engines.session import Session
+from coterie.methods.pretrained import bare
+from coterie.runs import RunFolder, Watch, folder
+from coterie.testing import loop
+from coterie.testing.rounds import close, down, joined, take, up
+
+
+def naive_rounds(run: RunConfig) -> dict[str, list[float]]:
+    """Each client's loss with the base as it came and after every round, by hand."""
+    local = joined(run)
+    aggregated = run.method.reports == "aggregated" and bool(local.schema.down)
+    found: dict[str, list[float]] = {}
+
+    def note(name: str) -> None:
+        one = local.parts[name]
+        text, window = one.participant.data.validation, run.data.window
+        losses = found.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
+        losses.append(naive_loss(one.base, local.clients[name].model(), text, window))
+
+    for round in range(run.rounds):
+        local.server.open(round, sorted(local.clients))
+        uploads = {}
+        for name, client in sorted(local.clients.items()):
+            client.take(down(local, name))
+            if aggregated and round:
+                note(name)
+            client.train(round)
+            uploads[name] = up(local, name, round)
+            if not aggregated:
+                note(name)
+        close(local, round, uploads)
+    if aggregated:
+        take(local)
+        for name in local.clients:
+            note(name)
+    return found
+
+
+QUICK = ("local", "fedavg", "comigs-1g1s", "fedmkt")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, method in METHODS.items()
+    ],
+)
+def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> None:
+    run = run_of(method, values, teachers, rounds=3, training=HIGH)
+    done = coterie.run(run, out=tmp_path / "run")
+    result = done.results[run.label]
+    if method["name"] == "pretrained":
+        assert "kept" not in result
+        return
+    losses = naive_rounds(run)
+    assert result["kept"] == {name: of.index(min(of)) for name, of in losses.items()}
+    session = Session(run)
+    for participant in session.participants(run):
+        base, best = participant.base, min(losses[participant.name])
+        assert base is not None
+        model, text = done.model(participant.name), participant.data.validation
+        assert naive_loss(base, model, text, run.data.window) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory) -> RunFolder:
+    """A run that nothing happened to, with kept models of different rounds."""
+    run = trained(config)
+    done = coterie.run(run, out=tmp_path_factory.mktemp("whole") / "run")
+    rounds = set(done.results["comigs-1g1s"]["kept"].values())
+    assert min(rounds) < ROUNDS in rounds
+    return RunFolder(done.path)
+
+
+@pytest.mark.parametrize("file", ["kept-poet", "client-whaler", "the end of a round"])
+def test_a_run_that_is_stopped_keeps_the_same_models(
+    file, config, whole, tmp_path, monkeypatch
+) -> None:
+    """Between rounds, or after the best model of one client, not of all, is written."""
+    count = 0
+
+    def stop(name: str) -> None:
+        nonlocal count
+        count += name == file
+        if count == 3:
+            raise KeyboardInterrupt
+
+    class Stop(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            stop("the end of a round")
+
+    with monkeypatch.context() as patch:
+        for write in ("write_bytes", "link"):
+            original = getattr(folder, write)
+
+            def stopped(one, other, original=original) -> None:
+                original(one, other)
+                stop((one if isinstance(other, bytes) else other).stem)
+
+            patch.setattr(folder, write, stopped)
+        with pytest.raises(KeyboardInterrupt):
+            coterie.run(trained(config), out=tmp_path / "run", watch=Stop)
+    stopped_run = RunFolder(tmp_path / "run")
+    assert 2 <= stopped_run.rounds() <= 3
+    coterie.resume(stopped_run.path)
+    assert files(stopped_run) == files(whole)
+    assert (stopped_run.result or {}) | {"seconds": 0} == (whole.result or {}) | {"seconds": 0}
+
+
+def test_a_deployed_client_keeps_what_it_would_at_home_and_tells_nobody(
+    config, whole, tmp_path
+) -> None:
+    sent = {}
+    for keep in ("best", "last"):
+        run = trained(config, evaluation={"keep": keep})
+        seen = loop.deploy(run, tmp_path / keep).seen
+        # An order to join holds the run file.
+        sent[keep] = [data for data in seen if b'"config"' not in data]
+        if keep == "best":
+            loop.assert_as_local(run, tmp_path / keep, whole)
+    assert len(sent["best"]) > 15
+    assert sent["best"] == sent["last"]
+
+
+def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
+    """The poet's work in the third round comes to nothing: its best model is of another."""
+    quorum = {"quorum": 2, "deadline": 0.001}
+    run = config(method="local", rounds=3, deployment=quorum)
+    assert coterie.run(run, out=tmp_path / "run").results["local"]["kept"]["poet"] == 3
+    loop.deploy(run, tmp_path, lose=lambda name, order: (name, order.round) == ("poet", 2))
+    mine = loop.folder(run, tmp_path, "poet")
+    kept, before = mine.load("kept-poet"), RunFolder(tmp_path / "run")
+    assert (mine.result or {})["kept"] == {"poet": 2}
+    assert kept.values["round"] == 2
+    loop.assert_equal(kept.parts["side"], mine.load("client-poet"), "poet")
+    assert before.load("kept-poet").values["loss"] < kept.values["loss"]
+
+
+def test_who_comes_when_all_rounds_are_over_keeps_the_base(config, tmp_path) -> None:
+    run = config(method="local", rounds=1, deployment={"quorum": 2})
+    late = {2: lambda network: network.again("whaler")}
+    network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
+    assert [o.kind for name, o in network.orders if name == "whaler"] == ["join", "finish"]
+    assert (loop.folder(run, tmp_path, "whaler").result or {})["kept"] == {"whaler": 0}
+
+
+def test_training_is_the_same_whatever_is_kept(config, whole, tmp_path) -> None:
+    last = coterie.run(trained(config, evaluation={"keep": "last"}), out=tmp_path / "run")
+    other, result, best = RunFolder(last.path), last.results["comigs-1g1s"], whole.result or {}
+    for side in loop.sides(other):
+        loop.assert_same_state(other, whole, side)
+    assert not any(side.startswith("kept") for side in loop.sides(other))
+    assert result.keys() == best.keys() - {"kept"}
+    assert result["traffic"] == best["traffic"]
+    # Only the scores of models that are kept differ, and are scores of theirs.
+    for client, round in best["kept"].items():
+        same = result["trained"][client] == best["trained"][client]
+        assert same == (round == ROUNDS)
+    assert {m["name"] for m in other.metrics()} == {m["name"] for m in whole.metrics()} - {
+        *("validation/loss", "kept", "test/kept")
+    }
+
+
+@pytest.mark.parametrize(("method", "rate"), [("fedavg", 30.0), ("fedptuning", 300.0)])
+def test_who_does_not_gain_keeps_the_base_as_it_came(method, rate, config, tmp_path) -> None:
+    run = config(method=method, rounds=2, training=HIGH | {"learning_rate": rate})
+    done = coterie.run(run.model_copy(update={"baselines": ("pretrained",)}), out=tmp_path / "run")
+    result, base = done.results[method], done.results["pretrained"]
+    assert result["kept"] == dict.fromkeys(("diarist", "poet", "whaler"), 0)
+    assert result[run.method.reports] == base["trained"]
+    assert "(0)" in done.table().markdown()
+    ids = torch.arange(12)[None]
+    own = coterie.load(done.path / "baselines" / "pretrained", "poet")
+    assert torch.equal(done.model("poet")(ids).logits, own(ids).logits)
+
+
+def test_the_kept_model_is_scored_once_unless_it_is_the_last(
+    config, whole, tmp_path, monkeypatch
+) -> None:
+    scored: Counter[str] = Counter()
+    original = part.evaluate
+
+    def counted(base, model, tokens, *more):
+        scored[names[tokens.ids.numpy().tobytes()]] += 1
+        return original(base, model, tokens, *more)
+
+    run = trained(config)
+    participants = Session(run).participants(run)
+    names = {p.data.test.ids.numpy().tobytes(): p.name for p in participants}
+    monkeypatch.setattr(part, "evaluate", counted)
+    done = coterie.run(run, out=tmp_path / "run")
+    kept = done.results["comigs-1g1s"]["kept"]
+    assert kept == (whole.result or {})["kept"]
+    # The trained and the aggregated model of the last round; and another, if that is better.
+    assert scored == {name: 2 + (round < ROUNDS) for name, round in kept.items()}
+
+
+def test_a_pooled_run_keeps_one_model_by_all_validation_texts(config, tmp_path) -> None:
+    run = config(method="centralized", rounds=4, training=HIGH)
+    done = coterie.run(run, out=tmp_path / "run")
+    result = done.results["centralized"]
+    losses = naive_rounds(run)["everyone"]
+    assert result["kept"] == {"everyone": losses.index(min(losses))}
+    for participant in Session(run).participants(run):
+        for client, text in participant.tests.items():
+            assert participant.base is not None
+            loss = naive_loss(participant.base, done.model(client), text, run.data.window)
+            assert result["trained"][client]["loss"] == pytest.approx(loss, rel=1e-5)
+    [mark] = set(result["kept"].values())
+    assert done.table().markdown().count(f"({mark})") == 3
+
+
+def test_so_many_validation_samples_choose(config, tmp_path) -> None:
+    """Losses of one window and of all differ, and each is the mean of its own."""
+    for count in (1, 1000):
+        run = config(method="local", rounds=1, evaluation={"validation_samples": count, "batch": 3})
+        done = coterie.run(run, out=tmp_path / str(count))
+        [participant, *_] = Session(run).participants(run)
+        text, window = participant.data.validation, run.data.window
+        assert participant.base is not None
+        assert not isinstance(text, Examples)
+        if count == 1:
+            text = type(text)(text.ids[:window], 0)
+        expected = naive_loss(participant.base, done.model(participant.name), text, window)
+        [loss] = [
+            m["value"]
+            for m in RunFolder(done.path).metrics()
+            if (m["name"], m["client"]) == ("validation/loss", participant.name)
+        ]
+        assert loss == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,182 @@
+"""Clients that gain no more stop, and the run goes on without them."""
+
+from collections import Counter
+
+import pytest
+from kept_runs import HIGH, files, naive_loss, trained
+
+import coterie
+from coterie.config import RunConfig
+from coterie.engines.deployed import server as engine
+from coterie.exchange.envelope import Entry, Reply, unseal
+from coterie.methods.pretrained import bare
+from coterie.runs import RunFolder, Watch
+from coterie.testing import loop
+from coterie.testing.rounds import close, down, joined, up
+from coterie.training.spec import EvaluationSpec
+
+
+@pytest.mark.parametrize(("method", "rate"), [("comigs-1g1s", 30.0), ("fedavg", 5.0)])
+def test_a_client_that_gains_no_more_stops(method, rate, config, tmp_path) -> None:
+    """By hand: after so many comparisons in a row without a gain it is in no round."""
+    settings = {"patience": 1}
+    training = HIGH | {"learning_rate": rate}
+    run = config(method=method, rounds=5, training=training, evaluation=settings)
+    done = coterie.run(run, out=tmp_path / "run")
+    present, losses, local = stopping(run)
+    assert len(present[0]) == 3 > len(present[-1])  # somebody stops
+    ended = RunFolder(done.path)
+    trained = [
+        [m["client"] for m in ended.metrics() if (m["name"], m["round"]) == ("bytes/up", round)]
+        for round in range(5)
+    ]
+    assert [names for names in trained if names] == present
+    kept = {name: of.index(min(of)) for name, of in losses.items()}
+    assert done.results[method]["kept"] == kept
+    for name, client in local.clients.items():
+        loop.assert_equal(client.state(), ended.load(f"client-{name}"), name)
+    loop.assert_equal(local.server.state(), ended.load("server"), "server")
+    # All have scores at the end, those of their own models.
+    assert all(len(done.results[method][point]) == 3 for point in ("trained", "aggregated"))
+
+
+def stopping(run: RunConfig):
+    """Who takes part in each round, each one's losses from the base's on, and the sides after it;
+    with a patience of one."""
+    local = joined(run)
+    aggregated = run.method.reports == "aggregated"
+    losses: dict[str, list[float]] = {}
+    present: list[list[str]] = []
+
+    def compare(name: str) -> None:
+        one, window = local.parts[name], run.data.window
+        text = one.participant.data.validation
+        of = losses.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
+        of.append(naive_loss(one.base, local.clients[name].model(), text, window))
+
+    def gains(name: str) -> bool:
+        of = losses.get(name, [])
+        return len(of) < 2 or of[-1] < min(of[:-1])
+
+    for round in range(run.rounds):
+        names = [name for name in sorted(local.clients) if gains(name)]
+        if not names:
+            break
+        present.append(names)
+        local.server.open(round, names)
+        uploads = {}
+        for name in names:
+            local.clients[name].take(down(local, name))
+            if aggregated and round:
+                compare(name)
+            local.clients[name].train(round)
+            uploads[name] = up(local, name, round)
+            if not aggregated:
+                compare(name)
+        close(local, round, uploads)
+    for name, client in local.clients.items():
+        before = client.state()
+        client.take(down(local, name))
+        if aggregated and gains(name):  # its best model is still sought
+            compare(name)
+        if not aggregated:
+            client.restore(before)
+    return present, losses, local
+
+
+@pytest.fixture(scope="module")
+def patient(config, tmp_path_factory) -> RunFolder:
+    """A run whose clients stop, one after another."""
+    run = trained(config, evaluation={"patience": 1})
+    return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("patient") / "run").path)
+
+
+def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
+    config, patient, tmp_path
+) -> None:
+    run = trained(config, evaluation={"patience": 1})
+    network = loop.deploy(run, tmp_path)
+    loop.assert_as_local(run, tmp_path, patient)
+    steps = Counter(order.round for _, order in network.orders if order.kind == "step")
+    assert steps[0] == 3 > steps[max(steps)] > 0  # the quorum, all three, does not hold it up
+    # One word tells of it, and only where a client stops.
+    replies = [
+        data for data in network.seen if b'"kind": "step"' in data and b"counted" not in data
+    ]
+    said = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
+    assert sorted(said) == sorted({*said})
+    assert said
+
+
+def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
+    class Stop(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            if round == patient.rounds() - 2:
+                raise KeyboardInterrupt
+
+    run = trained(config, evaluation={"patience": 1})
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "run", watch=Stop)
+    coterie.resume(tmp_path / "run")
+    again = RunFolder(tmp_path / "run")
+    assert files(again) == files(patient)
+    assert (again.result or {}) | {"seconds": 0} == (patient.result or {}) | {"seconds": 0}
+
+
+def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
+    run = config(method="local", rounds=9, training=HIGH, evaluation={"patience": 2})
+    done = coterie.run(run, out=tmp_path / "run")
+    kept, rounds = done.results["local"]["kept"], RunFolder(done.path).rounds()
+    assert rounds == max(kept.values()) + 2 < 9
+    assert coterie.resume(done.path).results == done.results  # nothing is left to do
+    (done.path / "result.json").unlink()
+    assert coterie.resume(done.path).results["local"]["kept"] == kept
+    assert RunFolder(done.path).rounds() == rounds
+    loop.deploy(run, tmp_path)
+    loop.assert_as_local(run, tmp_path, RunFolder(done.path))
+
+
+def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, monkeypatch) -> None:
+    """The whaler leaves for good; the two others stop, and the run ends."""
+    monkeypatch.setattr(engine, "GRACE", 0.0)
+    deployment = {"quorum": 2, "deadline": 0.001}
+    run = config(
+        method="local",
+        rounds=9,
+        training=HIGH,
+        evaluation={"patience": 1},
+        deployment=deployment,
+    )
+    loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
+    assert RunFolder(tmp_path / "server").rounds() < 9
+    assert loop.folder(run, tmp_path, "poet").result is not None
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, "3", True, None, {"round": 3}])
+def test_a_kept_round_that_a_client_tells_is_a_number_of_rounds(value) -> None:
+    assert Entry(round=1, client="poet", name="kept", value=3)
+    with pytest.raises(ValueError, match="not an entry"):
+        Entry(round=1, client="poet", name="kept", value=value)
+
+
+def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
+    """Rounds before a client's first are not held against it: it takes part in two at least,
+    whose model is compared when the second begins."""
+    run = config(
+        method="fedavg",
+        rounds=5,
+        training=HIGH | {"learning_rate": 1e-6},
+        evaluation={"patience": 2},
+        deployment={"quorum": 2},
+    )
+    late = {6: lambda network: network.again("whaler")}
+    network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
+    first = min(o.round for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
+    assert first > 1
+    kept = loop.folder(run, tmp_path, "whaler").load("kept-whaler").values
+    assert kept["since"] >= first
+
+
+def test_patience_needs_a_best_model() -> None:
+    with pytest.raises(ValueError, match="needs keep: best"):
+        EvaluationSpec(keep="last", patience=1)
