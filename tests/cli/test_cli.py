@@ -146,17 +146,6 @@ def test_an_audit_of_teaching_names_a_public_samples_bytes(
     assert all(line.split()[-1].replace(",", "").isdecimal() for line in lines)
 
 
-def test_clients_whom_training_did_not_help_are_named(capsys) -> None:
-    terminal.tell_unhelped("local", {"kept": {"anna": 0, "ben": 3, "cyd": 0}})
-    assert capsys.readouterr().out == (
-        "Training with local did not help anna, cyd: no round had a lower validation loss than "
-        "the base, which is kept as it came.\n"
-    )
-    terminal.tell_unhelped("local", {"kept": {"anna": 1}})
-    terminal.tell_unhelped("pretrained", {})
-    assert capsys.readouterr().out == ""
-
-
 def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> None:
     out = tmp_path / "out"
     first = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained")

@@ -8,6 +8,7 @@ from every_method import METHODS, run_of
 from kept_runs import HIGH, ROUNDS, files, naive_loss, trained
 
 import coterie
+from coterie.cli import terminal
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
 from coterie.engines import part
@@ -242,3 +243,14 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
             if (m["name"], m["client"]) == ("validation/loss", participant.name)
         ]
         assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_clients_whom_training_did_not_help_are_named(capsys) -> None:
+    terminal.tell_unhelped("local", {"kept": {"anna": 0, "ben": 3, "cyd": 0}})
+    assert capsys.readouterr().out == (
+        "Training with local did not help anna, cyd: no round had a lower validation loss than "
+        "the base, which is kept as it came.\n"
+    )
+    terminal.tell_unhelped("local", {"kept": {"anna": 1}})
+    terminal.tell_unhelped("pretrained", {})
+    assert capsys.readouterr().out == ""
