@@ -13,7 +13,7 @@ import coterie
 from coterie import CoterieError
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.config import parse
 from coterie.engines.deployed import server as engine
 from coterie.engines.local import LocalRun
@@ -37,6 +37,11 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 SMALL: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}, "attention": None}
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def aggregation_of(optimiser: Any, *up: Field) -> Aggregation:
+    spec = AggregationSpec.model_validate({"optimiser": optimiser})
+    return Aggregation(spec, Schema(up=up))
 
 
 class Paper:
@@ -72,7 +77,7 @@ class Paper:
 def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
     """Eight rounds of three clients of unlike weights, of which one is not always there."""
     chance = torch.Generator().manual_seed(0)
-    aggregation = Aggregation(AggregationSpec(optimiser=spec), Schema(up=(FIELD,)))
+    aggregation = aggregation_of(spec, FIELD)
     x = torch.randn(5, generator=chance)
     papers = [Paper(value, **spec) for value in x.tolist()]
     for round in range(8):
@@ -91,8 +96,7 @@ def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
 
 
 def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -> None:
-    spec = AggregationSpec(optimiser={"name": "fedavgm", "momentum": 0.5})
-    aggregation, one = Aggregation(spec, Schema()), torch.ones(2)
+    aggregation, one = aggregation_of({"name": "fedavgm", "momentum": 0.5}), torch.ones(2)
     before = {"adapter": {"a": one, "b": one}}
     first = Message(0, {"adapter": {"a": 2 * one, "b": 3 * one}, "statistics": {"a": 9 * one}})
     found = aggregation.stepped(first, before)
@@ -108,9 +112,7 @@ def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_moments_come_back_through_their_bytes(spec: dict[str, Any]) -> None:
-    given = AggregationSpec(optimiser=spec).optimiser
-    assert given is not None
-    one, other = ServerOptimiser(given), ServerOptimiser(given)
+    one, other = (ServerOptimiser(ServerOptimiserSpec.model_validate(spec)) for _ in range(2))
     chance = torch.Generator().manual_seed(0)
     means = [{"adapter": {"x": torch.randn(7, generator=chance)}} for _ in range(4)]
     before: dict[str, dict[str, Tensor]] = {"adapter": {"x": torch.zeros(7)}}
@@ -223,7 +225,7 @@ def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
 
 
 def test_where_nothing_is_replaced_it_is_refused() -> None:
-    aggregation = Aggregation(AggregationSpec(optimiser="fedadam"), Schema())
+    aggregation = aggregation_of("fedadam")
     mean = Message(0, {"statistics": {"x": torch.ones(1)}})
     with pytest.raises(CoterieError, match="replaces no parameters by their mean; remove it"):
         aggregation.stepped(mean, ServerSide().averaged())

@@ -15,7 +15,7 @@ from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import REFUSED, classes
 from coterie.training.spec import OptimiserSpec, TrainingSpec
-from coterie.training.update import Updater
+from coterie.training.update import Piece, Updater
 
 KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSED)} | {
     "sgd, momentum": {"name": "sgd", "momentum": 0.9},
@@ -217,3 +217,36 @@ def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: floa
     )
     assert_same(weights.values(), before)
     assert one.state().encode() == state
+
+
+def test_pieces_weigh_by_their_tokens_and_the_penalty_counts_once() -> None:
+    """One step of plain descent at rate 1 moves by the gradient itself."""
+
+    def moved(loss: Any) -> dict[str, Tensor]:
+        weights = Weights()
+        before = weights.values()
+        one = updater(weights, optimiser=OptimiserSpec(name="sgd"))
+        value = one.update(
+            loss(weights), 1.0, lambda: 0.3 * weights.all["b"].pow(4).sum(), where="at step 1"
+        )
+        assert value == pytest.approx((3 * first + 5 * second) / 8)
+        return {n: p.detach() - before[n] for n, p in weights.all.items()}
+
+    first, second = (loss_of(Weights().all, step).item() for step in (0, 1))
+    whole = moved(lambda w: lambda: (3 * loss_of(w.all, 0) + 5 * loss_of(w.all, 1)) / 8)
+    pieces = moved(
+        lambda w: [Piece(lambda: loss_of(w.all, 0), 3), Piece(lambda: loss_of(w.all, 1), 5)]
+    )
+    for name, move in whole.items():
+        torch.testing.assert_close(pieces[name], move)
+
+
+def test_a_later_piece_that_is_not_finite_changes_nothing_either() -> None:
+    weights = Weights()
+    one = updater(weights)
+    before = weights.values()
+    bad = [Piece(lambda: loss_of(weights.all, 0), 1), Piece(lambda: loss_of(weights.all, 1) / 0, 1)]
+    with pytest.raises(CoterieError, match="is not finite at step 1"):
+        one.update(bad, 0.1, where="at step 1")
+    assert_same(weights.values(), before)
+    assert all(p.grad is None for p in weights.all.values())

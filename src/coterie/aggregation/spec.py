@@ -63,6 +63,6 @@ class AggregationSpec(BaseModel):
     )
     optimiser: ServerOptimiserSpec | None = Field(
         default=None,
-        description="server optimiser, which steps towards a round's mean (a name, or a mapping); "
-        "default: the mean replaces what it is of",
+        description="optimiser with which the server steps towards a round's mean: a name, or a "
+        "mapping; default: the mean replaces the server's parameters",
     )
