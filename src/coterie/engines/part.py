@@ -10,7 +10,7 @@ from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.exchange import Json, Message, MessageError
 from coterie.exchange.schema import Way
-from coterie.federation import Participant, client_context
+from coterie.federation import Participant, client_context, digest_of
 from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
@@ -32,13 +32,20 @@ class LogFor(Protocol):
 class ClientPart:
     """A client's side of the method, its messages' bytes and checks, and its evaluations.
 
-    Every engine runs clients by this, so they compute and record the same wherever they are.
+    Every engine runs clients by this, so they compute and record the same wherever they are. What
+    each test window scored is kept in `folder`, and is neither logged nor sent.
     """
 
     def __init__(
-        self, config: RunConfig, base: Base, participant: Participant, log: LogFor
+        self,
+        config: RunConfig,
+        base: Base,
+        participant: Participant,
+        log: LogFor,
+        folder: RunFolder,
     ) -> None:
         self.config, self.participant, self.log = config, participant, log
+        self.folder = folder
         self.base = participant.base or base
         self.name = participant.name
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
@@ -109,6 +116,9 @@ class ClientPart:
         self.scores[point] = scores
         for text, score in scores.items():
             self.log(text, f"test/{point}", score.as_dict(), round)
+            # Windows of the same length and the same text can be paired between runs.
+            of = f"{digest_of([self.participant.tests[text]])}-{self.config.data.window}"
+            self.folder.keep_items(point, text, {"of": of, **score.items()})
 
 
 def _scored(

@@ -196,7 +196,7 @@ class SiteRun:
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder.log)
+        self.part = ClientPart(config, base, participant, self.recorder.log, self.folder)
         if self.folder.checkpoints():
             self.part.side.restore(self.folder.load(self._state))
         else:

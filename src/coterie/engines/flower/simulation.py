@@ -224,7 +224,7 @@ class Actor:
         def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
             entries.append((client, name, value, round))
 
-        part = ClientPart(self.config, base, participant, log)
+        part = ClientPart(self.config, base, participant, log, self.folder)
         upload = part.hello()
         if do == "hello":
             return upload, entries
