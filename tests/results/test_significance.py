@@ -169,6 +169,6 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says(nested, monkeypat
                 of = f"x{seed % len(hard)}"
                 items = {"of": of, "nats": [1] * count, "tokens": [1] * count}
                 row.append(outcome(seed, ada=items | {"accuracy": shares.tolist()}))
-        found = difference(*rows, ACCURACY)
+        found = difference(rows[0], rows[1], ACCURACY)
         held += found.low <= 0.5 <= found.high
     assert 0.85 <= held / tries <= 0.99

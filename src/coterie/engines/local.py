@@ -169,7 +169,7 @@ class LocalRun(Rounds):
     ) -> None:
         super().__init__(config, base, participants, folder, watch, own, rule)
         log = self.recorder.log
-        self.parts = {p.name: ClientPart(config, base, p, log, folder) for p in participants}
+        self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
         self.clients = {name: part.side for name, part in self.parts.items()}
         self._join()
 
@@ -184,6 +184,7 @@ class LocalRun(Rounds):
     def _finish(self) -> None:
         for name, part in self.parts.items():
             part.finish(self._download(name))
+            part.keep_items(self.folder)
 
     def _client_states(self) -> Iterator[tuple[ClientId, State]]:
         for name, client in self.clients.items():

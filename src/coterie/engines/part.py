@@ -32,20 +32,13 @@ class LogFor(Protocol):
 class ClientPart:
     """A client's side of the method, its messages' bytes and checks, and its evaluations.
 
-    Every engine runs clients by this, so they compute and record the same wherever they are. What
-    each test window scored is kept in `folder`, and is neither logged nor sent.
+    Every engine runs clients by this, so they compute and record the same wherever they are.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        base: Base,
-        participant: Participant,
-        log: LogFor,
-        folder: RunFolder,
+        self, config: RunConfig, base: Base, participant: Participant, log: LogFor
     ) -> None:
         self.config, self.participant, self.log = config, participant, log
-        self.folder = folder
         self.base = participant.base or base
         self.name = participant.name
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
@@ -85,6 +78,17 @@ class ClientPart:
         if before is not None:
             self.side.restore(before)
 
+    def keep_items(self, folder: RunFolder) -> None:
+        """Keep in this client's folder what each test window scored, where models were scored.
+
+        It is neither logged nor sent.
+        """
+        for point, scores in self.scores.items():
+            for text, score in scores.items():
+                # Windows of the same length and the same text can be paired between runs.
+                of = f"{digest_of([self.participant.tests[text]])}-{self.config.data.window}"
+                folder.keep_items(point, text, {"of": of, **score.items()})
+
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.
 
@@ -116,9 +120,6 @@ class ClientPart:
         self.scores[point] = scores
         for text, score in scores.items():
             self.log(text, f"test/{point}", score.as_dict(), round)
-            # Windows of the same length and the same text can be paired between runs.
-            of = f"{digest_of([self.participant.tests[text]])}-{self.config.data.window}"
-            self.folder.keep_items(point, text, {"of": of, **score.items()})
 
 
 def _scored(

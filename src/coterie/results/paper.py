@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from coterie.results.comparison import ALIKE, Comparison, clients_table, with_spread
 from coterie.results.frame import Frame, Result
-from coterie.results.tables import ALIKE, Comparison, Summary, Table, clients_table, with_spread
+from coterie.results.tables import Summary, Table
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]

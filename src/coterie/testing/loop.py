@@ -150,8 +150,10 @@ def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
     for side, mine in pairs.items():
         assert_same_state(mine, local, side)
     for client in run.clients:
-        result, expected = folder(run, out, client.name).result, local.result
+        result, expected = folder(run, out, client.name).outcome, local.outcome
         assert result is not None
         assert expected is not None
         for point in ("trained", "aggregated"):
             assert result[point] == {client.name: expected[point][client.name]}
+            mine = expected["items"][point][client.name]
+            assert result["items"][point] == {client.name: mine}

@@ -196,7 +196,7 @@ class SiteRun:
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder.log, self.folder)
+        self.part = ClientPart(config, base, participant, self.recorder.log)
         if self.folder.checkpoints():
             self.part.side.restore(self.folder.load(self._state))
         else:
@@ -235,6 +235,7 @@ class SiteRun:
             self.recorder.round = order.round
             counted = order.counted == order.round - 1
             upload = self.part.step(order.round, download, counted=counted)
+            self.part.keep_items(self.folder)
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
         self.seen("step", order.round)
@@ -250,6 +251,7 @@ class SiteRun:
                 if order.counted != last:  # its last step was not of the last round
                     self.part.score_trained(last)
                 self.part.finish(download)
+                self.part.keep_items(self.folder)
                 self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))

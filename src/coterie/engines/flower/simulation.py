@@ -224,7 +224,7 @@ class Actor:
         def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
             entries.append((client, name, value, round))
 
-        part = ClientPart(self.config, base, participant, log, self.folder)
+        part = ClientPart(self.config, base, participant, log)
         upload = part.hello()
         if do == "hello":
             return upload, entries
@@ -235,6 +235,7 @@ class Actor:
         else:
             part.side.restore(State.decode(_state(self.folder, client).read_bytes()))
             part.finish(body)
+        part.keep_items(self.folder)
         write_bytes(_state(self.folder, client), part.side.state().encode())
         return upload, entries
 
