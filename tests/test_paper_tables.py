@@ -181,7 +181,8 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     begun = json.loads((out / "table.json").read_text())["columns"]
     assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
     shown = coterie.compare_table(path, out=out, seeds=2, report=said.append)
-    assert said == ["pretrained-seed0: already finished"]
+    assert said[0] == "Run 1 of 12: pretrained-seed0 (already finished)"
+    assert said[11] == "Run 12 of 12: centralized-seed1"
     rows = ["pretrained", "low-rank", "centralized"]
     runs = [f"{row}-seed{seed}" for seed in (0, 1) for row in rows]
     assert counted == [*runs[:2], *runs[1:], *runs]  # the interrupted one was continued

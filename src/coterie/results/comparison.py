@@ -55,7 +55,7 @@ class Comparison:
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
         best_first = sorted(rows, key=lambda row: round(metric.order(row[metric.key]), ALIKE))
-        reference = self.against or best_first[0]["method"]
+        reference = self.against or next((row["method"] for row in best_first), "")
         for row in rows:
             row["rank"] = 1 + best_first.index(row)
             row["difference"] = self._difference(row["method"], reference)

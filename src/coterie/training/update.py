@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coterie.adapters import Role, Trainable
 from coterie.bases.precision import autocast
-from coterie.errors import CoterieError
+from coterie.errors import Diverged
 from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
@@ -37,7 +37,7 @@ class Updater:
     ) -> float:
         """One step down the gradient of loss and penalty; the loss, in nats per token.
 
-        Raises CoterieError if their sum is not finite, before anything is changed; `where` says at
+        Raises Diverged if their sum is not finite, before anything is changed; `where` says at
         which point, for people.
         """
         base, training = self.context.base, self.context.training
@@ -46,7 +46,7 @@ class Updater:
             value = loss()
             total = value if penalty is None else value + penalty()
         if not math.isfinite(total.item()):
-            raise CoterieError(
+            raise Diverged(
                 f"The loss of {self.context.name!r} is not finite {where}; a lower "
                 "training.learning_rate may help."
             )
