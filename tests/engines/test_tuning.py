@@ -45,14 +45,15 @@ def chosen_by_hand(folder: Path, method: str) -> float:
         assert config["evaluation"]["split"] == "validation"
         scores = result[result["reports"]].values()
         means[config["training"]["learning_rate"]] = fmean(s["perplexity"] for s in scores)
-    assert len(set(means.values())) == 3
+    assert len(set(means.values())) == 2
     return min(means, key=means.__getitem__)
 
 
 def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
     config, tmp_path, counted
 ) -> None:
-    run, rates = config(rounds=1, seed=4), [1e-4, 3e-2, 3.0]
+    data = {"window": 16, "limits": {"train": 500, "validation": 64, "test": 64}}
+    run, rates = config(rounds=1, seed=4, data=data), [1e-4, 3e-2]
     said: list[str] = []
     rows = ["pretrained", "local", "fedavg"]
     comparison = coterie.compare(
@@ -67,7 +68,7 @@ def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
     best["pretrained"] = run.training.learning_rate  # there is nothing to tune
     finals = [(f"{name}-seed{seed}", "test", best[name], seed) for seed in (4, 5) for name in rows]
     assert counted == [*trials, *finals]
-    assert said == [f"Run {n} of 12: {name}" for n, (name, *_) in enumerate(counted, 1)]
+    assert said == [f"Run {n} of 10: {name}" for n, (name, *_) in enumerate(counted, 1)]
     summary = {row["method"]: row for row in json.loads((tmp_path / "compare.json").read_text())}
     assert "tuned" not in summary["pretrained"]
     for name in rows[1:]:
@@ -81,7 +82,7 @@ def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
         str(best[name]) for name in rows[1:]
     ]
     coterie.compare(run, rows, seeds=2, tune={RATE: rates}, out=tmp_path)
-    assert len(counted) == 12  # all found again
+    assert len(counted) == 10  # all found again
 
 
 def test_trials_never_look_at_the_test_text(config, tmp_path, monkeypatch) -> None:
