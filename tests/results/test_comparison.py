@@ -36,7 +36,8 @@ def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
         ("best", "1"),
         ("near", "2 ="),
     ]
-    assert "`=`: no significant difference from best (95 %; paired bootstrap" in table.note
+    assert "`=`: no significant difference from best (95 %, paired bootstrap over" in table.note
+    assert "windows (or samples) of one seed)." in table.note
     far, best, near = (row["difference"] for row in comparison.summary())
     assert best is None
     assert far["value"] == pytest.approx(math.exp(2.39) - math.exp(1.39))
@@ -48,7 +49,7 @@ def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
     assert differences.rows[0][1] == f"{far['value']:+.2f}"
     assert differences.rows[0][2] == f"{far['low']:+.2f} to {far['high']:+.2f}"
     assert [row[-1] for row in differences.rows] == ["", "="]
-    assert differences.note.startswith("Below zero is better than best.")
+    assert differences.note == "Below zero is better than best. `=`: not significant."
 
 
 def test_differences_are_from_the_row_that_is_named() -> None:
@@ -62,6 +63,13 @@ def test_differences_are_from_the_row_that_is_named() -> None:
     check_against("far", RESULTS)
     with pytest.raises(CoterieError, match=r"no row 'zed' .*\(rows: far, best, near\)"):
         check_against("zed", RESULTS)
+
+
+def test_rows_of_several_seeds_are_compared_over_them() -> None:
+    found = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
+    table = Comparison("c", found).table()
+    assert table.title == "c: test perplexity, mean (standard deviation) over 2 seeds"
+    assert "over windows (or samples) and seeds)." in table.note
 
 
 def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:

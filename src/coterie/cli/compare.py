@@ -13,6 +13,32 @@ from coterie.errors import CoterieError
 
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """What is compared unless the command is told."""
+MethodNames = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated method names (see `coterie methods`). For a table file: "
+        f"names or methods of its rows. Default: {', '.join(METHODS)}; for a table file, all.",
+        show_default=False,
+    ),
+]
+Tune = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUES",
+        help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The one "
+        "that does best on the validation text, with the first seed, is then scored on the test "
+        "text. Repeatable; all combinations are tried.",
+        show_default=False,
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD",
+        help="Row that the others are compared with. Default: the best.",
+        show_default=False,
+    ),
+]
 WriteDocs = Annotated[
     Path | None,
     typer.Option(
@@ -28,14 +54,7 @@ def compare(
         Path | None,
         typer.Argument(help="A run file or a table file (YAML). Default: the built-in demo."),
     ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated method names (see `coterie methods`). For a table file: "
-            f"names or methods of its rows. Default: {', '.join(METHODS)}; for a table file, all.",
-            show_default=False,
-        ),
-    ] = None,
+    methods: MethodNames = None,
     columns: Annotated[
         str | None,
         typer.Option(
@@ -49,24 +68,8 @@ def compare(
             min=1, help="Runs per method. Default: 1, or the table's.", show_default=False
         ),
     ] = None,
-    tune: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUES",
-            help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The "
-            "one that does best on the validation text, with the first seed, is then scored on "
-            "the test text. Repeatable; all combinations are tried.",
-            show_default=False,
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Row that the others are compared with. Default: the best.",
-            show_default=False,
-        ),
-    ] = None,
+    tune: Tune = None,
+    against: Against = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,

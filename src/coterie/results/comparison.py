@@ -175,25 +175,25 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
         for row, one in zip(rows, found, strict=True)
     ]
     way = "Above" if metric.share else "Below"
-    note = f"{way} zero is better than {found[0]['from']}. {_marked(found[0]['from'])}"
+    note = f"{way} zero is better than {found[0]['from']}. `{MARK}`: not significant."
     heads = ["method", f"less {found[0]['from']}", "95 % interval", "p", ""]
     return Table(title, heads, cells, note)
-
-
-def _marked(reference: str) -> str:
-    return (
-        f"`{MARK}`: no significant difference from {reference} (95 %; paired bootstrap over "
-        "windows or samples of the scored text, and over seeds if there are several)."
-    )
 
 
 def _how_marked(rows: Mapping[str, Summary]) -> list[str]:
     """What marks mean, and why there are none where there could be."""
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
-    found = [_marked(one["from"]) for one in compared.values() if "value" in one][:1]
+    found: list[str] = []
+    reference = next((one["from"] for one in compared.values()), "")
+    if any("value" in one for one in compared.values()):
+        several = all(rows[name]["seeds"] > 1 for name in compared)
+        over = "windows (or samples) and seeds" if several else "windows (or samples) of one seed"
+        found.append(
+            f"`{MARK}`: no significant difference from {reference} (95 %, paired bootstrap over "
+            f"{over})."
+        )
     for why in dict.fromkeys(one["unpaired"] for one in compared.values() if "unpaired" in one):
         names = [name for name, one in compared.items() if one.get("unpaired") == why]
-        reference = compared[names[0]]["from"]
         found.append(f"Not compared with {reference}: {', '.join(names)}; {why}.")
     return found
 
