@@ -15,6 +15,8 @@ from coterie.cli import app
 from coterie.engines import part
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.engines.tuning import Tuner
+from coterie.methods.contract import Method
 from coterie.runs import RunFolder, Watch
 
 RATE = "training.learning_rate"
@@ -147,6 +149,23 @@ def test_an_interrupted_tuning_is_continued(config, tmp_path, counted) -> None:
     coterie.compare(run, ["local"], tune=tune, out=tmp_path)
     names = [name for name, *_ in counted]
     assert names == ["local-trial1", "local-trial2", "local-trial2", "local-seed0"]
+
+
+class Unregistered(Method):
+    name = "unregistered"
+    summary = "the base alone"
+
+
+def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
+    session = Session(config())
+    tuner = Tuner(session, {"training.batch": [3, 4]})
+    for method in (Unregistered(), "centralized", "local", config().method):
+        row = config().with_method(method)
+        found = tuner.trials("a row", row)
+        assert [trial.training.batch for trial in found] == [3, 4]
+        for trial in found:
+            assert (trial.label, trial.pooled) == (row.label, row.pooled)
+            assert (trial.method, trial.name[:6]) == (row.method, "a-row-")
 
 
 @pytest.mark.parametrize(
