@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from coterie.results import significance
-from coterie.results.significance import DRAWS, Unpaired, difference
-from coterie.scoring.metrics import ACCURACY, PERPLEXITY
+from coterie.results.significance import DRAWS, Difference, Unpaired, differences
+from coterie.scoring.metrics import ACCURACY, PERPLEXITY, Metric
 
 
 def perplexity(items: dict[str, Any]) -> float:
@@ -28,6 +28,14 @@ def outcome(seed: int, **clients: dict[str, Any]) -> dict[str, Any]:
         for name, items in clients.items()
     }
     return {"reports": "trained", "trained": scores, "seed": seed, "items": {"trained": clients}}
+
+
+def difference(one: list[Any], other: list[Any], metric: Metric) -> Difference:
+    """The difference of two rows; raises Unpaired where there is none."""
+    found = differences({"one": one, "other": other}, "other", metric)["one"]
+    if isinstance(found, Unpaired):
+        raise found
+    return found
 
 
 def windows(chance: np.random.Generator, count: int, of: str, shift: float = 0) -> dict[str, Any]:
@@ -126,6 +134,17 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     assert whole.value == 0  # seed 1 with itself
     with pytest.raises(Unpaired, match="no seed in common"):
         difference(runs[:1], runs[1:], PERPLEXITY)
+
+
+def test_rows_are_compared_each_by_itself() -> None:
+    chance = np.random.default_rng(6)
+    a, b, c = ([outcome(s, ada=windows(chance, 20, "x")) for s in (0, 1)] for _ in "abc")
+    other = [outcome(0, ada=windows(chance, 20, "y"))]
+    found = differences({"a": a, "b": b, "c": c, "d": c[1:], "e": other}, "b", PERPLEXITY)
+    assert list(found) == ["e", "a", "c", "d"]
+    assert isinstance(found.pop("e"), Unpaired)
+    for name, row in {"a": a, "c": c, "d": c[1:]}.items():
+        assert found[name] == difference(row, b, PERPLEXITY)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pandas as pd
 
 from coterie.errors import CoterieError
 from coterie.results.frame import Column, Result, over_runs, std
-from coterie.results.significance import Unpaired, difference
+from coterie.results.significance import Unpaired, differences
 from coterie.results.tables import Summary, Table, server_score, shown_of
 from coterie.scoring.metrics import PERPLEXITY, Metric
 
@@ -55,10 +55,10 @@ class Comparison:
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
         best_first = sorted(rows, key=lambda row: round(metric.order(row[metric.key]), ALIKE))
-        reference = self.against or next((row["method"] for row in best_first), "")
+        found = self._differences(self.against or next((row["method"] for row in best_first), ""))
         for row in rows:
             row["rank"] = 1 + best_first.index(row)
-            row["difference"] = self._difference(row["method"], reference)
+            row["difference"] = found.get(row["method"])
             if row["method"] in self.tuned:
                 row["tuned"] = self.tuned[row["method"]]
         return rows
@@ -91,14 +91,18 @@ class Comparison:
             "aggregated": _mean_at("aggregated", results, key),
         }
 
-    def _difference(self, method: str, reference: str) -> dict[str, Any] | None:
-        if method == reference or reference not in self.results:
-            return None
-        try:
-            found = difference(self.results[method], self.results[reference], self.metric)
-        except Unpaired as why:
-            return {"from": reference, "unpaired": str(why)}
-        return {"from": reference, **asdict(found), "significant": found.significant}
+    def _differences(self, reference: str) -> dict[str, dict[str, Any]]:
+        if reference not in self.results:
+            return {}
+        return {
+            name: {"from": reference}
+            | (
+                {"unpaired": str(found)}
+                if isinstance(found, Unpaired)
+                else {**asdict(found), "significant": found.significant}
+            )
+            for name, found in differences(self.results, reference, self.metric).items()
+        }
 
 
 def check_against(against: str | None, rows: Iterable[str]) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.chance import generator
-from coterie.errors import CoterieError
 from coterie.results.frame import Result, scores
 from coterie.scoring.metrics import PERPLEXITY, Metric
 
 Floats = NDArray[np.float64]
+Items = Mapping[str, Mapping[str, Any]]
+"""What each window scored, by client; see `ClientPart.keep_items`."""
 DRAWS = 2000
 BLOCK = 100
 """Draws at once, so that long texts do not fill the memory."""
@@ -28,7 +29,7 @@ LEVEL = 0.95
 """Of an interval: the share of draws that it holds."""
 
 
-class Unpaired(CoterieError):
+class Unpaired(Exception):
     """Two rows that cannot be compared window by window; the message says why."""
 
 
@@ -47,44 +48,74 @@ class Difference:
         return not self.low <= 0 <= self.high
 
 
-def difference(one: Sequence[Result], other: Sequence[Result], metric: Metric) -> Difference:
-    """How much `one` has more than `other`, over the seeds that both have.
+def differences(
+    rows: Mapping[str, Sequence[Result]], reference: str, metric: Metric
+) -> dict[str, Difference | Unpaired]:
+    """How much each other row has more than the reference, over the seeds that both have.
 
-    Results as `RunFolder.outcome` has them. Raises Unpaired if their windows cannot be paired.
+    Results as `RunFolder.outcome` has them; Unpaired where windows cannot be paired.
     """
-    by_seed = {_seed(result): result for result in other}
-    pairs = [(r, by_seed[_seed(r)]) for r in one if _seed(r) in by_seed]
-    if not pairs:
-        raise Unpaired("they have no seed in common")
-    drawn = np.array([_drawn(mine, theirs, metric) for mine, theirs in pairs])  # (seeds, 1 + DRAWS)
-    value, draws = drawn[:, 0].mean(), drawn[:, 1:]
-    seeds = _chance("seeds").integers(len(pairs), size=(max(1, len(pairs) - 1), DRAWS))
+    others = {name: results for name, results in rows.items() if name != reference}
+    found: dict[str, Difference | Unpaired] = {}
+    drawn: dict[str, list[Floats]] = {name: [] for name in others}
+    for result in rows[reference]:
+        pairs: dict[str, Items] = {}
+        for name, results in others.items():
+            same = next((r for r in results if r.get("seed") == result.get("seed")), None)
+            if same is None:
+                continue
+            try:
+                pairs[name] = _paired(same, result, metric)
+            except Unpaired as why:
+                found[name] = why
+        if pairs:
+            draws = _drawn(pairs, _items(result, metric), metric)
+            for name, one in zip(pairs, draws, strict=True):
+                drawn[name].append(one)
+    for name, by_seed in drawn.items():
+        if name not in found:
+            none = Unpaired("they have no seed in common")
+            found[name] = _difference(np.array(by_seed)) if by_seed else none
+    return found
+
+
+def _difference(drawn: Floats) -> Difference:
+    """Of a difference by seed, as it is and in each draw of windows: (seeds, 1 + DRAWS)."""
+    count, draws = len(drawn), drawn[:, 1:]
+    seeds = _chance("seeds").integers(count, size=(max(1, count - 1), DRAWS))
     found = np.take_along_axis(draws, seeds, axis=0).mean(0)
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     rarer = min((found <= 0).sum(), (found >= 0).sum())
-    return Difference(*map(float, (value, low, high, min(1, 2 * (rarer + 1) / (DRAWS + 1)))))
+    p = min(1, 2 * (rarer + 1) / (DRAWS + 1))
+    return Difference(float(drawn[:, 0].mean()), float(low), float(high), float(p))
 
 
-def _seed(result: Result) -> int:
-    return result.get("seed", -1)
+def _drawn(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floats:
+    """The differences of some rows' runs from the reference's, all of one seed.
 
-
-def _drawn(one: Result, other: Result, metric: Metric) -> Floats:
-    """The difference of two runs of one seed: as it is, then in each draw; (1 + DRAWS,)."""
-    mine, theirs = _items(one, metric), _items(other, metric)
-    if _texts(mine) != _texts(theirs):
-        raise Unpaired("they were scored on different clients, texts, tokens or windows")
+    As they are, then in each draw of windows: (rows, 1 + DRAWS).
+    """
     found = []
-    for name, own in mine.items():
-        sums = np.stack([_sums(own, metric), _sums(theirs[name], metric)])
+    for name, own in reference.items():
+        every = [own, *(items[name] for items in pairs.values())]
+        sums = np.stack([_sums(items, metric) for items in every])
         figures = _figure(_resampled(sums, name, own["of"]), metric)
-        found.append(figures[0] - figures[1])
+        found.append(figures[1:] - figures[0])
     return np.mean(found, axis=0)
 
 
-def _items(result: Result, metric: Metric) -> dict[str, Mapping[str, Any]]:
+def _paired(one: Result, other: Result, metric: Metric) -> Items:
+    """What each window of a run scored; raises Unpaired if another's windows are not the same."""
+    mine, theirs = _items(one, metric), _items(other, metric)
+    if _texts(mine) != _texts(theirs):
+        raise Unpaired("they were scored on different clients, texts, tokens or windows")
+    return mine
+
+
+def _items(result: Result, metric: Metric) -> Items:
     """What each window scored, by client; raises Unpaired where that is not what was reported."""
-    kept, found = result.get("items", {}).get(result["reports"], {}), {}
+    kept: Items = result.get("items", {}).get(result["reports"], {})
+    found: dict[str, Mapping[str, Any]] = {}
     for name, reported in scores(result)[metric.key].items():
         if name not in kept:
             raise Unpaired("runs of earlier versions and deployed runs keep no scores by window")
@@ -95,7 +126,7 @@ def _items(result: Result, metric: Metric) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _texts(items: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _texts(items: Items) -> dict[str, str]:
     return {name: kept["of"] for name, kept in items.items()}
 
 
