@@ -151,10 +151,15 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     first = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained")
     second = coterie_command("compare", run_file, "--out", out, "--methods", "pretrained, local")
     assert (first.code, second.code) == (0, 0)
-    assert second.out.splitlines()[0] == "pretrained-seed0: already finished"
+    lines = [line for line in second.out.splitlines() if line]
+    assert lines[:2] == [
+        "Run 1 of 2: pretrained-seed0 (already finished)",
+        "Run 2 of 2: local-seed0",
+    ]
     assert "local: 1 round, 3 clients" in second.out
-    rows = [line.split()[0] for line in second.out.splitlines() if line]
-    assert rows[-5:-2] == ["pretrained", "local", "Mean"]
+    rows = [line.split()[0] for line in lines]
+    note = rows.index("Column")
+    assert rows[note - 2 : note] == ["pretrained", "local"]
 
 
 def test_compare_fills_a_table_in(values, tmp_path, coterie_command) -> None:
