@@ -160,14 +160,19 @@ def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted
     assert counted == ["comigs-1g1s-0", "pretrained-0"]
     more = coterie.compare(run, ["pretrained", "local"], seeds=2, out=out, report=said.append)
     assert counted[2:] == ["local-0", "pretrained-1", "local-1"]
-    assert said == ["pretrained-seed0: already finished"]
+    assert said == [
+        "Run 1 of 4: pretrained-seed0 (already finished)",
+        "Run 2 of 4: local-seed0",
+        "Run 3 of 4: pretrained-seed1",
+        "Run 4 of 4: local-seed1",
+    ]
     assert [len(results) for results in more.results.values()] == [2, 2]
     assert "| local |" in (out / "compare.md").read_text()
     assert (out / "compare.json").exists()
     change(own_texts, "poet")
     changed = coterie.compare(run, ["pretrained"], out=out, report=said.append)
     assert counted[5:] == ["pretrained-0"]
-    assert said[1:] == ["pretrained-seed0: the texts have changed; running it again"]
+    assert said[4:] == ["Run 1 of 1: pretrained-seed0 (again, as the texts have changed)"]
     before, after = more.results["pretrained"][0], changed.results["pretrained"][0]
     assert before["trained"]["poet"] != after["trained"]["poet"]
     assert before["trained"]["whaler"] == after["trained"]["whaler"]

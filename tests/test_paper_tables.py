@@ -181,7 +181,8 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     begun = json.loads((out / "table.json").read_text())["columns"]
     assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
     shown = coterie.compare_table(path, out=out, seeds=2, report=said.append)
-    assert said == ["pretrained-seed0: already finished"]
+    assert said[0] == "Run 1 of 12: pretrained-seed0 (already finished)"
+    assert said[11] == "Run 12 of 12: centralized-seed1"
     rows = ["pretrained", "low-rank", "centralized"]
     runs = [f"{row}-seed{seed}" for seed in (0, 1) for row in rows]
     assert counted == [*runs[:2], *runs[1:], *runs]  # the interrupted one was continued
@@ -242,6 +243,40 @@ def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
     for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:
         assert column["metric"] == "perplexity"
+
+
+def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
+    tune = {"training.learning_rate": ["1e-4", 0.01]}
+    path, out = (
+        table(tune=tune, rows=[{"method": "local"}, {"method": "pretrained"}]),
+        tmp_path / "o",
+    )
+    said: list[str] = []
+    shown = coterie.compare_table(path, columns=["two"], out=out, report=said.append)
+    assert counted == ["local-trial1", "local-trial2", "local-seed0", "pretrained-seed0"]
+    assert said[-1] == "Run 4 of 4: pretrained-seed0"
+    local, pretrained = shown.summary()["columns"][0]["rows"]
+    figures = {str(t["settings"]): t["perplexity"] for t in local["tuned"]["trials"]}
+    assert str(local["tuned"]["settings"]) == min(figures, key=figures.__getitem__)
+    assert "tuned" not in pretrained
+    assert len(list((out / "two" / "trials").iterdir())) == 2
+    assert "training.learning_rate: the best of 2 trials" in (out / "table.md").read_text()
+    # Other values are tried in place of the file's; those that were tried before are found again.
+    tune["training.learning_rate"] = [0.01, 0.02]
+    more = coterie.compare_table(path, columns=["two"], out=out, tune=tune, against="local")
+    assert counted[4] == "local-trial2"
+    command = more.summary()["command"]
+    assert "--tune training.learning_rate=0.01,0.02 --columns two --against local" in command
+    assert more.summary()["columns"][0]["rows"][1]["difference"]["from"] == "local"
+
+
+def test_what_a_table_cannot_be_tuned_by_is_told_with_its_column(table) -> None:
+    with pytest.raises(CoterieError, match=r"column 'All Three': data\.window cannot be"):
+        load_table(table(tune={"data.window": [8]}))
+    with pytest.raises(
+        CoterieError, match=r"column 'All Three': training\.batch should be a whole"
+    ):
+        load_table(table(), tune={"training.batch": ["x"]})
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:

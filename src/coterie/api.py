@@ -1,19 +1,22 @@
 """What the library offers: run, resume, compare, load."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from coterie.config import RunConfig, parse
+from coterie.engines.cells import Cells
 from coterie.engines.finished import load, model_of, recorded, tokenizer
 from coterie.engines.session import Engine, Session
+from coterie.engines.tuning import Tuner
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
 from coterie.methods.contract import Method
 from coterie.results import Comparison, Table, run_table
+from coterie.results.comparison import check_against
 from coterie.run_file import load_config
 from coterie.runs import RunFolder, Watch
 
@@ -98,6 +101,8 @@ def compare(
     methods: Sequence[str | Method] | Mapping[str, str | Method],
     *,
     seeds: int = 1,
+    tune: Mapping[str, Sequence[Any]] | None = None,
+    against: str | None = None,
     out: str | Path | None = None,
     watch: Callable[[], Watch] = Watch,
     report: Callable[[str], None] = lambda text: None,
@@ -108,31 +113,45 @@ def compare(
     `{"rank 4": FedAvg(..), "rank 8": FedAvg(..)}`. Runs are kept in `out` (default
     `runs/compare-NAME`) under the hash of their configuration: finished ones are used again, an
     interrupted one is continued. The table is written beside them as Markdown and JSON.
+
+    tune: values by dotted key, such as `{"training.learning_rate": [1e-4, 1e-3]}`. Each method is
+    tried with all combinations, with the first seed; the one that does best on validation text is
+    then run with all seeds. against: the row from which differences are told; default: the best.
     """
     config = _config(config)
     if not methods:
         raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
-    cells = [(config.with_method(method), name) for name, method in _named(methods).items()]
+    rows = {name: config.with_method(method) for name, method in _named(methods).items()}
+    check_against(against, rows)
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
     if RunFolder(path).is_run:
         raise CoterieError(f"{path} holds a run; choose another folder with --out.")
     session = Session(config)
-    session.check(*(cell for cell, _ in cells))
+    session.check(*rows.values())
     for text in session.warnings:
         report(text)
-    results: dict[str, list[dict[str, Any]]] = {name: [] for _, name in cells}
+    tuner = Tuner(session, tune or {})
+    trials = {name: tuner.trials(name, row) for name, row in rows.items()}
+    cells = Cells(sum(map(len, trials.values())) + seeds * len(rows), watch, report)
+    tuned: dict[str, dict[str, Any]] = {}
+    for name, tried in trials.items():
+        if tried:
+            rows[name], tuned[name] = tuner.choose(cells, tried, path)
     split, metric = config.evaluation.split, config.evaluation.metric
+    found = Comparison(config.name, {}, split, metric, against, tuned)
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     for seed in range(config.seed, config.seed + seeds):
-        for cell, name in cells:
-            folder = path_part(name)
-            results[name].append(session.cell(cell, folder, seed, path, watch, report))
-            write_comparison(Comparison(config.name, _filled(results), split, metric), path)
-    return Comparison(config.name, results, split, metric)
+        for name, row in rows.items():
+            cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
+            results[name].append(cells.outcome(session, cell, path))
+            found = replace(found, results=_filled(results))
+            write_comparison(found, path)
+    return found
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
     """Leave a comparison's table in a folder, as Markdown and JSON."""
-    write_text(path / "compare.md", comparison.table().markdown())
+    write_text(path / "compare.md", "\n".join(t.markdown() for t in comparison.tables()))
     write_json(path / "compare.json", comparison.summary())
 
 

@@ -44,15 +44,8 @@ class Participant:
 
     def digest(self) -> str:
         """A hash of all tokens, to notice that files changed between two parts of a run."""
-        digest = blake2b(digest_size=8)
         splits = (self.data.train, self.data.validation, *self.tests.values(), self.public)
-        for tokens in filter(None, splits):
-            digest.update(tokens.ids.numpy().tobytes())
-            if isinstance(tokens, Examples):
-                digest.update(tokens.starts.numpy().tobytes())
-                digest.update(tokens.answers.numpy().tobytes())
-                digest.update(repr([item.choices for item in tokens.items]).encode())
-        return digest.hexdigest()
+        return digest_of(filter(None, splits))
 
     def described(self) -> dict[str, Any]:
         """What the run folder records of this client: the digest, and counts."""
@@ -68,6 +61,18 @@ class Participant:
         if self.labels is not None:
             described["labels"] = dict(self.labels)
         return described
+
+
+def digest_of(splits: Iterable[Split]) -> str:
+    """A hash of all tokens, and of what makes samples of them."""
+    digest = blake2b(digest_size=8)
+    for tokens in splits:
+        digest.update(tokens.ids.numpy().tobytes())
+        if isinstance(tokens, Examples):
+            digest.update(tokens.starts.numpy().tobytes())
+            digest.update(tokens.answers.numpy().tobytes())
+            digest.update(repr([item.choices for item in tokens.items]).encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

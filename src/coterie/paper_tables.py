@@ -3,6 +3,7 @@
 Every cell is a run folder as `compare` makes them, so a stopped table is continued.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from coterie.config import RunConfig, parse
+from coterie.engines.cells import Cells
 from coterie.engines.session import Session
+from coterie.engines.tuning import Tuner
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
+from coterie.results.comparison import check_against
 from coterie.results.messages import MessagesTable, traffic
 from coterie.results.overlap import OverlapTable, jaccard
 from coterie.results.pages import markdown
@@ -28,6 +32,8 @@ from coterie.table_file import (
     told_where,
 )
 
+Tune = Mapping[str, Sequence[Any]]
+"""Values by dotted key; see `coterie.compare`."""
 Shown = PaperTable | OverlapTable | MessagesTable
 """What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
 
@@ -46,9 +52,10 @@ def load_table(
     settings: Sequence[str] = (),
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
+    tune: Tune | None = None,
 ) -> tuple[TableSpec, list[Column]]:
     """A table file whose runs are valid, methods and all; see `read_table`."""
-    spec, found = read_table(path, settings, methods, columns)
+    spec, found = read_table(path, settings, methods, columns, tune)
     return spec, [_column(spec, runs) for runs in found]
 
 
@@ -75,20 +82,23 @@ def compare_table(
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
     seeds: int | None = None,
+    tune: Tune | None = None,
+    against: str | None = None,
     out: str | Path | None = None,
     watch: Callable[[], Watch] = Watch,
     report: Callable[[str], None] = lambda text: None,
 ) -> Shown:
     """Fill a paper's table in: run what is not there yet, and set it beside the paper's figures.
 
-    `settings`, `methods` and `columns` as in `read_table`; `seeds` in place of the file's. Runs are
-    in `out/COLUMN` (see `table_folder` for the default). The table is left in `out` as table.md and
-    table.json, anew after every cell.
+    `settings`, `methods` and `columns` as in `read_table`; `seeds` and `tune` in place of the
+    file's; `against` as in `compare`. Runs are in `out/COLUMN` (see `table_folder` for the
+    default). The table is left in `out` as table.md and table.json, anew after every cell.
     """
     path = Path(path)
-    spec, found = load_table(path, settings, methods, columns)
+    spec, found = load_table(path, settings, methods, columns, tune)
+    check_against(against, found[0].cells)
     folder = Path(out) if out is not None else table_folder(path)
-    command = _command(path, settings, methods, columns, seeds)
+    command = _command(path, settings, methods, columns, seeds, tune, against)
     sessions = _sessions(found)
     match spec.shows:
         case "jaccard":
@@ -101,7 +111,8 @@ def compare_table(
             }
             shown = MessagesTable(spec.table, weights, command)
         case _:
-            return _scores(spec, sessions, seeds or spec.seeds, folder, command, watch, report)
+            shown = _empty(spec, sessions, command, against)
+            _fill_in(shown, spec, sessions, seeds or spec.seeds, folder, watch, report)
     write_table(shown, folder)
     return shown
 
@@ -120,12 +131,18 @@ def _command(
     methods: Sequence[str],
     columns: Sequence[str],
     seeds: int | None,
+    tune: Tune | None,
+    against: str | None,
 ) -> str:
     """The command that fills a table in; the folder of the data, which differs, is called DATA."""
     words = ["coterie", "compare", str(path)]
     for setting in settings:
         words += ["--set", "data_root=DATA" if setting.startswith("data_root=") else setting]
+    for key, values in (tune or {}).items():
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+        words += ["--tune", f"{key}={','.join(texts)}"]
     chosen = {"--methods": ",".join(methods), "--columns": ",".join(columns), "--seeds": seeds}
+    chosen["--against"] = against
     for option, value in chosen.items():
         words += [option, str(value)] if value else []
     return shlex.join(words)
@@ -154,19 +171,14 @@ def _precision(run: RunConfig) -> tuple[object, ...]:
     return run.training.precision, run.data.window, run.root
 
 
-def _scores(
+def _empty(
     spec: TableSpec,
     sessions: Sequence[tuple[Column, Session]],
-    seeds: int,
-    folder: Path,
     command: str,
-    watch: Callable[[], Watch],
-    report: Callable[[str], None],
+    against: str | None,
 ) -> PaperTable:
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {
-        column.spec.name: {name: [] for name in column.cells} for column, _ in sessions
-    }
-    shown = PaperTable(
+    """A table of scores in which nothing has been run."""
+    return PaperTable(
         title=spec.table,
         paper=spec.paper,
         split=sessions[0][0].run.evaluation.split,
@@ -175,19 +187,45 @@ def _scores(
             for i, column in enumerate(spec.columns)
         },
         notes={column.spec.name: column.spec.note for column, _ in sessions},
-        results=results,
+        results={c.spec.name: {name: [] for name in c.cells} for c, _ in sessions},
         asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
         command=command,
+        against=against,
+        tuned={column.spec.name: {} for column, _ in sessions},
     )
+
+
+def _fill_in(
+    shown: PaperTable,
+    spec: TableSpec,
+    sessions: Sequence[tuple[Column, Session]],
+    seeds: int,
+    folder: Path,
+    watch: Callable[[], Watch],
+    report: Callable[[str], None],
+) -> None:
+    """Run column by column, and write the table after every run that it shows."""
     points = {row.label: row.point or spec.point for row in spec.rows}
-    for column, session in sessions:
-        path = folder / slug(column.spec.name)
+    tuners = [Tuner(session, spec.tune) for _, session in sessions]
+    trials = [
+        {row: tuner.trials(row, run) for row, run in column.cells.items()}
+        for tuner, (column, _) in zip(tuners, sessions, strict=True)
+    ]
+    total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
+    cells = Cells(total, watch, report)
+    for (column, session), tuner, tried in zip(sessions, tuners, trials, strict=True):
+        name = column.spec.name
         for text in session.warnings:
-            report(f"{column.spec.name}: {text}")
+            report(f"{name}: {text}")
+        path, runs = folder / slug(name), dict(column.cells)
+        for row, each in tried.items():
+            if each:
+                chosen, how = tuner.choose(cells, each, path, points[row])
+                runs[row], shown.tuned[name][row] = chosen, how
         for seed in range(column.run.seed, column.run.seed + seeds):
-            for name, cell in column.cells.items():
-                result = session.cell(cell, cell.name, seed, path, watch, report)
-                point = points[name] or result["reports"]
-                results[column.spec.name][name].append({**result, "reports": point})
+            for row, run in runs.items():
+                named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
+                outcome = cells.outcome(session, run.model_copy(update=named), path)
+                point = points[row] or outcome["reports"]
+                shown.results[name][row].append({**outcome, "reports": point})
                 write_table(shown, folder)
-    return shown

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
+TUNABLE = ("rounds", "method", "training", "aggregation")
+"""What may be tuned: the rest is the data, and how models are scored."""
+NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
+"""Methods are compared, not tuned; and bases are loaded in one precision."""
 
 
 def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
@@ -30,10 +34,16 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
     return _checked(_values(path, settings))
 
 
-def check_texts(path: Path | None, settings: Sequence[str] = ()) -> None:
-    """Raise CoterieError for what is wrong in a run file outside the method, or for a client's file
-    or folder that is not there."""
-    sections = check_sections(_values(path, settings))
+def check_texts(
+    path: Path | None,
+    settings: Sequence[str] = (),
+    tune: Mapping[str, Sequence[Any]] | None = None,
+) -> None:
+    """Raise CoterieError for what is wrong in a run file outside the method, or with a value to
+    tune, or for a client's file or folder that is not there."""
+    values = _values(path, settings)
+    check_trials(values, tune or {})
+    sections = check_sections(values)
     for client in sections.clients:
         for source in (client.path, client.train, client.validation, client.test):
             if source is not None:
@@ -171,6 +181,18 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
     path, equals, text = setting.partition("=")
     if not equals or not path:
         raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CoterieError(f"--set {setting!r}: the value is not valid YAML.") from error
+    try:
+        put(values, path, value)
+    except CoterieError as error:
+        raise CoterieError(f"--set {setting!r}: {error}") from error
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Give the key at a dotted path a value; mappings on the way are copied, not changed."""
     *parents, last = path.split(".")
     target = values
     for parent in parents:
@@ -178,12 +200,53 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
         if parent in ("method", "optimiser") and isinstance(inner, str):
             inner = {"name": inner}  # what is given by its name alone has settings too
         elif inner is not None and not isinstance(inner, Mapping):
-            raise CoterieError(
-                f"--set {setting!r}: {parent!r} is not a mapping; set it as a whole."
-            )
+            raise CoterieError(f"{parent!r} is not a mapping; set it as a whole.")
         target[parent] = dict(inner or {})
         target = target[parent]
-    try:
-        target[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise CoterieError(f"--set {setting!r}: the value is not valid YAML.") from error
+    target[last] = value
+
+
+def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
+    """Values by key, of options such as `training.batch=4,8`; the values are read as YAML."""
+    tune: dict[str, list[Any]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        try:
+            values = yaml.safe_load(f"[{text}]")
+        except yaml.YAMLError:
+            values = None
+        if not (key and equals and values):
+            raise CoterieError(
+                "--tune takes a key and its values, such as training.learning_rate=1e-4,1e-3, not "
+                f"{option!r}."
+            )
+        if key in tune:
+            raise CoterieError(f"--tune has {key} twice; list all values in one --tune.")
+        tune[key] = values
+    return tune
+
+
+def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
+    """Raise CoterieError for a key that may not be tuned, or for a run that is not scored on test
+    text."""
+    for key, values in tune.items():
+        if not values:
+            raise CoterieError(f"There are no values of {key} to tune with.")
+        if key.partition(".")[0] not in TUNABLE or key in NOT_TUNABLE:
+            raise CoterieError(
+                f"{key} cannot be tuned; choose from the settings of {', '.join(TUNABLE)}."
+            )
+    if tune and split != "test":
+        raise CoterieError(
+            "Tuning uses the validation text, so models must be scored on the test text; remove "
+            "evaluation.split."
+        )
+
+
+def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> None:
+    """Raise CoterieError for what is wrong outside the method, in a run or with a value to tune."""
+    check_tune(tune, check_sections(values).evaluation.split)
+    for key, value in ((key, value) for key, found in tune.items() for value in found):
+        trial = dict(values)
+        put(trial, key, value)
+        check_sections(trial)

@@ -16,7 +16,7 @@ from coterie.config_errors import sentence
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.renamed import refuse_renamed
-from coterie.run_file import apply_setting, check_sections, located, read_mapping
+from coterie.run_file import apply_setting, check_trials, located, read_mapping
 
 Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
 
@@ -72,6 +72,11 @@ class TableSpec(_Spec):
         "its data",
     )
     seeds: int = Field(default=1, ge=1, description="runs per cell")
+    tune: dict[str, list[Any]] = Field(
+        default={},
+        description="values by dotted key of a run file, to try each row with; the best on "
+        "validation text are used",
+    )
     point: Literal["trained", "aggregated"] | None = Field(
         default=None, description="evaluation that is scored; default: the one each method reports"
     )
@@ -146,11 +151,13 @@ def read_table(
     settings: Sequence[str] = (),
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
+    tune: Mapping[str, Sequence[Any]] | None = None,
 ) -> tuple[TableSpec, list[ColumnRuns]]:
     """Read a table file; `settings` (`key=value`) change the run of every column.
 
-    `methods` keeps the rows of those names or methods only, `columns` the columns of those names.
-    Raises CoterieError, in one sentence, for anything that is not valid outside the methods.
+    `tune` takes the place of the file's. `methods` keeps the rows of those names or methods only,
+    `columns` the columns of those names. Raises CoterieError, in one sentence, for anything that is
+    not valid outside the methods.
     """
     values = read_mapping(path)
     refuse_renamed(values)
@@ -158,6 +165,8 @@ def read_table(
         spec = TableSpec.model_validate(values)
     except ValidationError as error:
         raise CoterieError(sentence(error, TableSpec, values)) from error
+    if tune:
+        spec = spec.model_copy(update={"tune": tune})
     rows = _chosen("row", methods, {r.label: (r.label, r.settings.get("name")) for r in spec.rows})
     kept = _chosen("column", columns, {c.name: (c.name,) for c in spec.columns})
     chosen = [column for column in spec.columns if column.name in kept]
@@ -186,7 +195,7 @@ def _runs(
         if key in run:
             raise CoterieError(f"A table's rows define its methods; remove {key!r} from its runs.")
     with told_where(f"column {column.name!r}"):
-        check_sections(run)
+        check_trials(run, spec.tune)
     cells = {}
     for row in spec.rows:
         if row.label in rows:

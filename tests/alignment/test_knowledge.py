@@ -100,7 +100,7 @@ def by_strings(student: list[tuple[str, str, str]], teacher: list[tuple[str, str
 def test_positions_line_up_with_what_is_predicted(name) -> None:
     samples, found = encoded(name, ITEMS), positions(name, ITEMS)
     assert found.answers == tuple(split(item)[1] for item in ITEMS)
-    assert len(found.ends) == samples.predicted == found.starts[-1]
+    assert len(found.ends) == samples.lengths.sum() == found.starts[-1]
     assert (found.samples.dtype, found.starts.dtype, found.ends.dtype) == (
         torch.int64, torch.int64, torch.int32,
     )  # fmt: skip

@@ -34,3 +34,18 @@ def test_a_run_file_has_no_page(values, tmp_path) -> None:
     file.write_text(yaml.safe_dump(values(rounds=1)))
     with pytest.raises(CoterieError, match="--write-docs needs a table file"):
         compare(file, "--write-docs", tmp_path / "docs")
+
+
+def test_a_comparison_is_numbered_and_told_against_a_row(values, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.cli.terminal.say", print)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values(rounds=1)))
+    words = ["--methods", "pretrained,local", "--out", tmp_path / "out"]
+    said = compare(file, *words, "--against", "pretrained")
+    assert "Run 1 of 2: pretrained-seed0\n" in said
+    assert "Run 2 of 2: local-seed0\n" in said
+    page = (tmp_path / "out" / "compare.md").read_text()
+    assert "| method | less pretrained | 95 % interval | p |" in page
+    assert "no significant difference from pretrained" in page
+    with pytest.raises(CoterieError, match="no row 'fedavg' to compare with"):
+        compare(file, *words, "--against", "fedavg")

@@ -54,7 +54,7 @@ def test_the_loss_counts_the_answer_and_the_end_alone(
         assert inside.sum() == len(before) + learnt.sum() - 1
         assert not learnt[inside.sum() :].any()
     assert split.bytes == sum(len(sample.answer.encode()) for sample in SAMPLES)
-    assert split.predicted == counted.sum()
+    assert split.lengths.sum() == counted.sum()
 
 
 def test_a_tokenizer_s_own_first_token_comes_first() -> None:

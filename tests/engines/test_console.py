@@ -60,7 +60,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         (Field("size", "how much there is", "json"),), (Field("a*", "the averaged part"),)
     )
     part = SimpleNamespace(schema=schema)
-    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", rounds=2), part=part)
+    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=2), part=part)
     with ClientBoard(console) as board:
         board("warning", "Data: texts repeated in their split: 3")
         board("joined", run)

@@ -69,6 +69,7 @@ def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -
     server_folder = RunFolder(tmp_path / "shared/server")
     assert server_folder.result is not None
     assert set(server_folder.result["trained"]) == set(NAMES)
+    assert not (server_folder.path / "scores").exists()  # of windows it learns none
     assert {m["client"] for m in server_folder.metrics() if "loss" in m["name"]} == set(NAMES)
 
 

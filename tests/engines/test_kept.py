@@ -31,7 +31,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[float]]:
         losses = found.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
         losses.append(naive_loss(one.base, local.clients[name].model(), text, window))
 
-    for round in range(run.rounds):
+    for round in range(run.exchanges):
         local.server.open(round, sorted(local.clients))
         uploads = {}
         for name, client in sorted(local.clients.items()):

@@ -1,9 +1,11 @@
 """The local engine: resumed runs, killed processes, order of clients, one process per client."""
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +212,40 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
         for name in names
     }
     assert_identical({"server": server.state(), **clients}, final_states(undisturbed))
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg", "centralized"])
+def test_what_each_window_scored_is_kept_and_gives_the_score(method, config, tmp_path) -> None:
+    run = coterie.run(config(method=method, rounds=2, evaluation={"every": 1}), out=tmp_path / "r")
+    outcome = RunFolder(run.path).outcome
+    assert outcome is not None
+    for point in ("trained", "aggregated"):
+        assert outcome["items"][point].keys() == outcome[point].keys() > {"poet", "whaler"}
+        for name, score in outcome[point].items():
+            items = outcome["items"][point][name]
+            tokens = sum(items["tokens"])
+            assert tokens == score["tokens"]
+            assert math.exp(sum(items["nats"]) / tokens) == pytest.approx(score["perplexity"])
+
+
+def test_windows_of_the_same_text_have_one_name(config, tmp_path) -> None:
+    def names(folder: str, **changes: Any) -> dict[str, str]:
+        run = config(**{"method": "pretrained", "rounds": 1} | changes)
+        outcome = RunFolder(coterie.run(run, out=tmp_path / folder).path).outcome
+        assert outcome is not None
+        return {name: items["of"] for name, items in outcome["items"]["trained"].items()}
+
+    same, small = names("a"), config().data.model_dump()
+    assert len(set(same.values())) == 3
+    assert names("b", method="centralized", evaluation={"batch": 3}) == same
+    others = {
+        "c": {"evaluation": {"split": "validation"}},
+        "d": {"data": small | {"window": 8}},
+        "e": {"data": small | {"limits": {"test": 300}}},
+        "f": {"seed": 1},  # which divides the text anew
+    }
+    for folder, changes in others.items():
+        assert names(folder, **changes) != same, changes
 
 
 def test_one_base_in_memory(config) -> None:

@@ -30,7 +30,7 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     """The same states, bit for bit, and the same entries."""
     assert_same_states(one, other)
     assert entries(one) == entries(other)
-    mine, theirs = one.result, other.result
+    mine, theirs = one.outcome, other.outcome
     assert mine is not None
     assert theirs is not None
     assert mine | {"seconds": 0} == theirs | {"seconds": 0}

@@ -126,7 +126,7 @@ def test_objects_are_compared_too(config, tmp_path) -> None:
     assert list(found.results) == ["without experts", "with"]
     reports: list[str] = []
     coterie.compare(run, {"with": large}, out=tmp_path, report=reports.append)
-    assert reports == ["with-seed0: already finished"]
+    assert reports == ["Run 1 of 1: with-seed0 (already finished)"]
 
 
 def test_another_version_of_a_class_is_another_run(config) -> None:

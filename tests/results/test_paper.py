@@ -102,7 +102,8 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     assert layout.rows[0] == ["a", "80.00 (7.07)", "1", "83.06", "1"]
     assert layout.note.startswith("Mean test accuracy (%) over clients (standard deviation), 1 to")
     assert "Higher is better." in layout.note
-    assert clients.title == "X: test accuracy (%)"
+    title = "X: test accuracy (%), mean (standard deviation) over 1 to 2 seeds"
+    assert clients.title == title
     assert clients.columns == [
         "method",
         "client-0",
@@ -140,8 +141,8 @@ def test_the_layout(example) -> None:
     assert "1 to 2 seeds" in layout.note
     assert "(GPT-2)" in layout.note
     assert "X: other texts." in layout.note
-    assert x.title == "X: test perplexity"
-    assert x.rows[0][:3] == ["a", "10.50", "13.50"]  # each client's
+    assert x.title == "X: test perplexity, mean (standard deviation) over 1 to 2 seeds"
+    assert x.rows[0][:3] == ["a", "10.50 (3.54)", "13.50 (2.12)"]  # each client's
 
 
 def test_without_any_figure_of_the_paper_there_are_ours_alone() -> None:

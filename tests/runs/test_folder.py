@@ -44,6 +44,7 @@ def full_disk(monkeypatch):
 def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
     folder.append([line(0, 1.0)])
     folder.save(1, [("server", State())])
+    folder.keep_items("trained", "ada", {"nats": [1.5]})
     with pytest.raises(CoterieError, match=r"already contains a run.*--resume .*--out.*--force"):
         RunFolder.create(folder.path, DESCRIPTION)
     assert folder.rounds() == 1
@@ -51,6 +52,17 @@ def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
     RunFolder.create(folder.path, DESCRIPTION | {"threads": 2}, force=True)
     assert content(folder.path) == {".lock", "run.json", "thesis.txt"}
     assert folder.description["threads"] == 2
+
+
+def test_an_outcome_has_what_was_kept_of_each_window_last(tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", DESCRIPTION | {"config": {"seed": 7}})
+    folder.keep_items("trained", "a.b", {"nats": [9.0]})
+    folder.keep_items("trained", "a.b", {"nats": [0.1, 2.5]})
+    assert folder.outcome is None
+    folder.finish({"reports": "trained"})
+    items = {"trained": {"a.b": {"nats": [0.1, 2.5]}}}
+    assert folder.outcome == {"reports": "trained", "seed": 7, "items": items}
+    assert folder.result == {"reports": "trained"}
 
 
 @pytest.mark.parametrize("name", ["thesis.txt", "run.json", ".bashrc"])
@@ -149,14 +161,13 @@ def test_a_state_that_is_as_before_is_not_written_again(linked, folder, monkeypa
 
     state = State({"g": {"w": torch.ones(3)}})
     folder.save(1, [("kept-zed", state)])
-    inode = (folder.checkpoint(1) / "kept-zed.safetensors").stat().st_ino
     if not linked:
         monkeypatch.setattr(os, "link", refuse)
     for rounds in (2, 3, 3):  # the last one replaces its own checkpoint
         folder.save(rounds, [("kept-zed", None)], keep=2)
     newest = folder.checkpoint(3) / "kept-zed.safetensors"
     assert newest.read_bytes() == state.encode()
-    assert (newest.stat().st_ino == inode) == linked
+    assert newest.stat().st_nlink == (2 if linked else 1)  # that of round 2, too
     assert folder.find("kept-ann") is None
 
 

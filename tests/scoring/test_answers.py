@@ -90,6 +90,11 @@ def test_scores_are_those_of_rows_alone(bases, family, batch) -> None:
     assert told["perplexity"] == pytest.approx(math.exp(mean))
     assert told["bits_per_byte"] == pytest.approx(score.nats / math.log(2) / score.bytes)
     assert {"exact_match", "rouge_l"}.isdisjoint(told)
+    items = score.items()
+    assert items["nats"] == pytest.approx([loss.sum().item() for loss in losses], rel=1e-4)
+    assert items["tokens"] == [len(loss) for loss in losses]
+    wins = [float(right(base, item, 40)) if item.choices else None for item in ITEMS]
+    assert items["accuracy"] == wins
 
 
 def test_every_choice_is_compared_with_every_other(bases) -> None:
@@ -130,7 +135,9 @@ def test_what_is_written_is_compared(bases, batch) -> None:
     score = evaluate(base, base.model, encoded(base, [*items, *ITEMS[3:]]), 40, batch, generate=1)
     told = score.as_dict()
     assert told["exact_match"] == 3 / len(ITEMS)
+    assert score.items()["exact_match"] == [1, 1, 1] + [0] * (len(ITEMS) - 3)
     answers = [item.answer for item in [*items, *ITEMS[3:]]]
+    assert score.items()["rouge_l"] == pytest.approx(list(map(f1, answers, texts)))
     assert told["rouge_l"] == pytest.approx(sum(map(f1, answers, texts)) / len(ITEMS))
 
 
@@ -167,12 +174,11 @@ def test_answers_of_one_token_are_finite_in_bf16(bases) -> None:
     ],
 )
 def test_rouge_l_by_hand(answer, text, score) -> None:
-    assert rouge_l([answer], [text]) == pytest.approx(score)
-    assert rouge_l([answer, answer], [text, answer]) == pytest.approx((score + 1) / 2)
+    assert rouge_l([answer, answer], [text, answer]) == pytest.approx([score, 1])
 
 
 def test_spaces_around_a_written_answer_do_not_count() -> None:
-    assert exact(["yes", "no", "no", "a b"], [" yes\n", "no.", "No", "a b"]) == 0.5
+    assert exact(["yes", "no", "no", "a b"], [" yes\n", "no.", "No", "a b"]) == [1, 0, 0, 1]
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch) -> None:

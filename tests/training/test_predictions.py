@@ -63,7 +63,7 @@ def test_predictions_are_those_of_rows_alone(base, batch, at_once, monkeypatch) 
     size = logprobs.shape[1]
     monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", at_once * size)
     got = predictions(base, base.model, samples, 7, batch)
-    assert got.tokens.shape == got.logprobs.shape == (samples.predicted, 7)
+    assert got.tokens.shape == got.logprobs.shape == (int(samples.lengths.sum()), 7)
     assert got.tokens.dtype == torch.int64
     near: Any = {"rtol": 0, "atol": 1e-4}
     values, _ = logprobs.topk(7)
@@ -90,9 +90,11 @@ def test_of_more_than_there_are_all_are_told(base) -> None:
     samples = encoded(base)
     size = base.model.config.vocab_size
     got = predictions(base, base.model, samples, size + 5, 2)
-    assert got.tokens.shape == (samples.predicted, size)
+    assert got.tokens.shape == (int(samples.lengths.sum()), size)
     assert torch.equal(got.tokens.sort().values[0], torch.arange(size))
-    torch.testing.assert_close(got.lognorm, torch.zeros(samples.predicted), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        got.lognorm, torch.zeros(int(samples.lengths.sum())), rtol=0, atol=1e-5
+    )
 
 
 def test_a_head_that_is_not_plain_gives_the_models_own_logits(base, monkeypatch) -> None:

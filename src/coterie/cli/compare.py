@@ -1,8 +1,9 @@
 """The command `coterie compare`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +13,32 @@ from coterie.errors import CoterieError
 
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """What is compared unless the command is told."""
+MethodNames = Annotated[
+    str | None,
+    typer.Option(
+        help="Comma-separated method names (see `coterie methods`). For a table file: "
+        f"names or methods of its rows. Default: {', '.join(METHODS)}; for a table file, all.",
+        show_default=False,
+    ),
+]
+Tune = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUES",
+        help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The one "
+        "that does best on the validation text, with the first seed, is then scored on the test "
+        "text. Repeatable; all combinations are tried.",
+        show_default=False,
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD",
+        help="Row that the others are compared with. Default: the best.",
+        show_default=False,
+    ),
+]
 WriteDocs = Annotated[
     Path | None,
     typer.Option(
@@ -27,14 +54,7 @@ def compare(
         Path | None,
         typer.Argument(help="A run file or a table file (YAML). Default: the built-in demo."),
     ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated method names (see `coterie methods`). For a table file: "
-            f"names or methods of its rows. Default: {', '.join(METHODS)}; for a table file, all.",
-            show_default=False,
-        ),
-    ] = None,
+    methods: MethodNames = None,
     columns: Annotated[
         str | None,
         typer.Option(
@@ -48,6 +68,8 @@ def compare(
             min=1, help="Runs per method. Default: 1, or the table's.", show_default=False
         ),
     ] = None,
+    tune: Tune = None,
+    against: Against = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
@@ -69,43 +91,58 @@ def compare(
 
         coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
 
+        coterie compare mine.yaml --tune training.learning_rate=1e-4,5e-4,2e-3
+
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
+    from coterie.run_file import read_tune
     from coterie.table_file import is_table
 
+    common = _Common(settings or (), read_tune(tune or ()), against, out)
     if file is not None and is_table(file):
-        _fill_in(file, settings or (), _listed(methods), _listed(columns), seeds, out, write_docs)
+        _fill_in(file, _listed(methods), _listed(columns), seeds, write_docs, common)
         return
     if columns is not None:
         raise CoterieError("--columns needs a table file; this is a run file.")
     if write_docs is not None:
         raise CoterieError("--write-docs needs a table file; this is a run file.")
-    names = METHODS if methods is None else _listed(methods)
-    _compare(file, settings or (), names, seeds or 1, out)
+    _compare(file, METHODS if methods is None else _listed(methods), seeds or 1, common)
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What both kinds of files take."""
+
+    settings: Sequence[str]
+    tune: dict[str, list[Any]]
+    against: str | None
+    out: Path | None
 
 
 def _fill_in(
     file: Path,
-    settings: Sequence[str],
     methods: list[str],
     columns: list[str],
     seeds: int | None,
-    out: Path | None,
     docs: Path | None,
+    common: _Common,
 ) -> None:
     """Run what a table lacks and show it; `docs`: a folder of results to write its page into."""
     import coterie
     from coterie.table_file import read_table, table_folder
 
-    read_table(file, settings, methods, columns)  # told at once, what is wrong outside the methods
-    folder = out or table_folder(file)
+    # Told at once, what is wrong outside the methods.
+    read_table(file, common.settings, methods, columns, common.tune)
+    folder = common.out or table_folder(file)
     with terminal.stoppable():
         shown = coterie.compare_table(
             file,
-            settings=settings,
+            settings=common.settings,
             methods=methods,
             columns=columns,
             seeds=seeds,
+            tune=common.tune,
+            against=common.against,
             out=folder,
             watch=terminal.watch,
             report=terminal.say,
@@ -119,26 +156,27 @@ def _fill_in(
         terminal.say(f"Page: {write_docs(shown.summary(), docs)}")
 
 
-def _compare(
-    file: Path | None, settings: Sequence[str], methods: list[str], seeds: int, out: Path | None
-) -> None:
+def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:
     """Compare methods on a run file."""
     import coterie
     from coterie.run_file import check_texts
 
-    check_texts(file, settings)  # at once; torch takes seconds to import
-    config = coterie.load_config(file, settings)
-    folder = out or Path("runs") / f"compare-{config.name}"
+    check_texts(file, common.settings, common.tune)  # at once; torch takes seconds to import
+    config = coterie.load_config(file, common.settings)
+    folder = common.out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
         comparison = coterie.compare(
             config,
             methods,
             seeds=seeds,
+            tune=common.tune,
+            against=common.against,
             out=folder,
             watch=terminal.watch,
             report=terminal.say,
         )
-    terminal.console.print(comparison.table())
+    for table in comparison.tables():
+        terminal.console.print(table)
     terminal.say(f"\nSaved to {folder}/compare.md and compare.json.")
     terminal.say(
         "To add methods or seeds, run the command again with them; finished runs are reused."

@@ -42,9 +42,9 @@ class Examples:
         return len(self.items)
 
     @property
-    def predicted(self) -> int:
-        """Tokens of all answers, end tokens included: what a loss or a score is over."""
-        return int((self.starts[1:] - self.answers).sum())
+    def lengths(self) -> Tensor:
+        """Tokens of each answer, end token included: what a loss or a score is over; (n,) int64."""
+        return self.starts[1:] - self.answers
 
     def only(self, chosen: Sequence[int]) -> "Examples":
         """These samples, in this order."""

@@ -209,6 +209,7 @@ class LocalRun(Rounds):
     def _finish(self, round: int) -> None:
         for name, part in self.parts.items():
             part.finish(self._download(name), self.folder.find(f"kept-{name}"), round)
+            part.keep_items(self.folder)
 
     def _stops(self, name: ClientId, rounds: int) -> bool:
         return self.parts[name].stops(rounds)

@@ -12,7 +12,7 @@ from coterie.config import RunConfig
 from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
-from coterie.federation import Participant, client_context
+from coterie.federation import Participant, client_context, digest_of
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
@@ -121,6 +121,17 @@ class ClientPart:
         if self.keeper is not None:
             self.keeper.restore(kept)
 
+    def keep_items(self, folder: RunFolder) -> None:
+        """Keep in this client's folder what each test window scored, where models were scored.
+
+        It is neither logged nor sent.
+        """
+        for point, scores in self.scores.items():
+            for text, score in scores.items():
+                # Windows of the same length and the same text can be paired between runs.
+                of = f"{digest_of([self.participant.tests[text]])}-{self.config.data.window}"
+                folder.keep_items(point, text, {"of": of, **score.items()})
+
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.
 
@@ -142,7 +153,9 @@ class ClientPart:
             return
         now = self.side.state()
         model = kept_model(self.base, self.side, kept)
-        for text, score in _scored(self.config, self.base, model, self.participant).items():
+        scores = _scored(self.config, self.base, model, self.participant)
+        self.scores[self.config.method.reports] = scores
+        for text, score in scores.items():
             self.log(text, "test/kept", score.as_dict())
         self.side.restore(now)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,7 +32,7 @@ class Session:
         self.rounds = _rounds(engine, config.method)
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
-        self._federations: dict[tuple[int, bool], Federation] = {}
+        self._federations: dict[tuple[int, bool, str], Federation] = {}
         self.warnings: list[str] = []
         """What a person should know of the clients' texts, as they were first divided."""
 
@@ -54,7 +53,7 @@ class Session:
 
     def federation(self, config: RunConfig) -> Federation:
         """Everybody who takes part in a run with this session's data, with their bases."""
-        key = (config.seed, config.pooled)
+        key = (config.seed, config.pooled, config.evaluation.split)
         if key not in self._federations:
             found = gathered(config, self.base.tokenizer, self._look)
             clients = [self._with_base(config, client) for client in found.clients]
@@ -88,46 +87,25 @@ class Session:
         server = {} if own is None else {SERVER: own.described()}
         return describe(config.as_dict(), clients, config.plugins, engine=self.engine, **server)
 
-    def cell(
-        self,
-        config: RunConfig,
-        name: str,
-        seed: int,
-        path: Path,
-        watch: Callable[[], Watch],
-        report: Callable[[str], None],
-    ) -> dict[str, Any]:
-        """The result of one run of a comparison: found again, continued, or run."""
-        config = config.model_copy(update={"seed": seed, "name": f"{name}-seed{seed}"})
-        folder = self._folder(config, path, report)
-        with folder.lock():
-            self.finish(folder, config, watch)
-        return folder.result or {}
-
-    def _folder(self, config: RunConfig, path: Path, report: Callable[[str], None]) -> RunFolder:
-        """The folder of one run of a comparison: found again if it is the same run, or made."""
-        description = self.description(config, self.participants(config))
-        same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
-        folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
-        if folder.is_run:
-            if not _changed(folder, self.federation(config)):
-                if folder.result is not None:
-                    report(f"{config.name}: already finished")
-                return folder
-            report(f"{config.name}: the texts have changed; running it again")
-        return RunFolder.create(folder.path, description, force=True)
-
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
         """Bring one run to its result, unless it has one."""
         if folder.result is not None:
             return
-        for name in _changed(folder, self.federation(config)):
+        for name in self.changed(folder, config):
             whose = "the server" if name == SERVER else f"client {name!r}"
             raise CoterieError(
                 f"The text of {whose} has changed since the run in {folder.path} began; start a "
                 "new run."
             )
         self.start(config, folder, watch()).run()
+
+    def changed(self, folder: RunFolder, config: RunConfig) -> list[str]:
+        """Those whose text is not what it was when the run in a folder began."""
+        described = folder.description
+        server = {SERVER: described[SERVER]} if SERVER in described else {}
+        then = {name: one["data"] for name, one in (described["clients"] | server).items()}
+        now = self.federation(config).digests()
+        return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
 def _rounds(engine: Engine, method: Method) -> type[Rounds]:
@@ -149,12 +127,3 @@ def _rounds(engine: Engine, method: Method) -> type[Rounds]:
             "local."
         )
     return SimulatedRun
-
-
-def _changed(folder: RunFolder, who: Federation) -> list[str]:
-    """Those whose text is not what it was when the run began."""
-    described = folder.description
-    server = {SERVER: described[SERVER]} if SERVER in described else {}
-    then = {name: one["data"] for name, one in (described["clients"] | server).items()}
-    now = who.digests()
-    return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]

@@ -28,8 +28,9 @@ from coterie.report.sweep import sweep
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
+from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
-from coterie.results.tables import Comparison, Table
+from coterie.results.tables import Table
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,

@@ -37,13 +37,14 @@ class ReportedRun:
     metrics: Frame
     """A row per line of metrics.jsonl; see `metrics`."""
     result: Mapping[str, Any] | None
+    """As `RunFolder.outcome` has it."""
     server: Mapping[str, Any]
     """run.json's entry of a server with a model of its own; empty without one."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
         """Everything but the checkpoints. A server that was told no scores has no result."""
-        about, result = folder.description, folder.result
+        about, result = folder.description, folder.outcome
         if result is not None and not result[result["reports"]]:
             result = None
         found, server = metrics(folder.metrics()), about.get("server", {})

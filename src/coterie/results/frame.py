@@ -7,7 +7,7 @@ import pandas as pd
 from pandas import DataFrame, MultiIndex
 
 Result = Mapping[str, Any]
-"""What a run's result.json holds."""
+"""What a run's result.json holds, and what `RunFolder.outcome` adds to it."""
 Frame = Any
 """A pandas DataFrame. By pandas' own annotations most of what is read from one may be anything, so
 checkers are told nothing; docstrings say what its rows and columns are."""

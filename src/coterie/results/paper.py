@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from coterie.results.comparison import ALIKE, Comparison, clients_table, with_spread
 from coterie.results.frame import Frame, Result
-from coterie.results.tables import ALIKE, Comparison, Summary, Table, clients_table, with_spread
+from coterie.results.tables import Summary, Table
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]
@@ -30,12 +31,16 @@ class PaperTable:
     """Which text the models are scored on: test or validation."""
     figures: Mapping[str, Figures]
     notes: Mapping[str, str]
-    results: Mapping[str, Mapping[str, Sequence[Result]]]
+    results: Mapping[str, Mapping[str, list[Result]]]
     """The same rows in every column, of which some may have no result yet."""
     asked: Mapping[str, str | None] = field(default_factory=dict)
     """By column, what is asked for of the scores; see `metric_of`."""
     command: str = ""
     """What fills the table in."""
+    against: str | None = None
+    """The row from which the others' differences are told; default: the best of each column."""
+    tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
+    """By column, how settings of rows were chosen; see `Comparison.tuned`."""
 
     def summary(self) -> dict[str, Any]:
         """By column: what was measured per row, its rank, the paper's figure and rank.
@@ -59,7 +64,10 @@ class PaperTable:
 
     def _column(self, name: str) -> dict[str, Any]:
         finished = {row: found for row, found in self.results[name].items() if found}
-        comparison = Comparison(name, finished, self.split, self.asked.get(name))
+        tuned = self.tuned.get(name, {})
+        comparison = Comparison(
+            name, finished, self.split, self.asked.get(name), self.against, tuned
+        )
         metric, rows = comparison.metric, self._rows(name, comparison)
         return {
             "name": name,

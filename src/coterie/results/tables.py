@@ -5,21 +5,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from coterie.federation import EVERYONE
-from coterie.results.frame import Column, Frame, Result, over_runs, scores, std
+from coterie.results.frame import Column, Frame, Result, scores, std
 from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
 Summary = Mapping[str, Any]
 """What a table shows, or a part of it, as plain data that JSON can hold."""
 KEPT = "the round whose model is kept, by validation loss; 0: the base as it came."
-ALIKE = 12
-"""Decimals to which figures must be the same to rank the same: what follows is rounding."""
 
 
 @dataclass(frozen=True)
@@ -150,141 +147,3 @@ def _of_round(kept: Mapping[str, int], client: str) -> str:
     its own."""
     round = kept.get(client, kept.get(EVERYONE))
     return "" if round is None else f" ({round})"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Several methods on the same data: results by method, one per seed."""
-
-    name: str
-    results: Mapping[str, Sequence[Result]]
-    split: str = "test"
-    """Which text the models are scored on: test or validation."""
-    asked: str | None = None
-    """What is asked for of the scores; see `metric_of`."""
-
-    @property
-    def metric(self) -> Metric:
-        """What is shown of the scores."""
-        return shown_of((r for results in self.results.values() for r in results), self.asked)
-
-    def summary(self) -> list[dict[str, Any]]:
-        """Per method: its metric per client; over clients, the mean and the standard deviation
-        (`spread`); over seeds, the mean's (`std`) and each client's (`clients_std`).
-
-        The metric's key (perplexity, accuracy) holds the mean. Shares are from 0 to 1. `server` has
-        that key, `std` and `seeds` of the server's own model, which is in no mean, or is None.
-        `kept` is, per client, the round whose model it keeps, a list over seeds; empty where all
-        keep the last.
-        """
-        metric = self.metric
-        rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
-        best_first = sorted(rows, key=lambda row: round(metric.order(row[metric.key]), ALIKE))
-        for row in rows:
-            row["rank"] = 1 + best_first.index(row)
-        return rows
-
-    def table(self) -> Table:
-        """A row per method, in the given order; see `clients_table`."""
-        rows = {row["method"]: row for row in self.summary()}
-        return clients_table(f"{self.name}: {self.split} {self.metric.label}", self.metric, rows)
-
-    def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-        own = over_runs(results)
-        clients = own.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
-        means = own.groupby("run").mean()
-        served = pd.Series([score[key] for score in map(server_score, results) if score])
-        return {
-            "method": method,
-            "clients": clients["mean"].to_dict(),
-            "clients_std": clients["std"].to_dict(),
-            "spread": std(clients["mean"]),
-            **_over_seeds(means[key], key),
-            "server": _over_seeds(served, key) if len(served) else None,
-            "bits_per_byte": float(means["bits_per_byte"].mean()),
-            "trained": _mean_at("trained", results, key),
-            "aggregated": _mean_at("aggregated", results, key),
-            "kept": _kept(results),
-        }
-
-
-def _over_seeds(values: Column, key: str) -> dict[str, float]:
-    """A metric of one model, or a mean over models, per seed: its mean and standard deviation."""
-    return {key: float(values.mean()), "std": std(values), "seeds": len(values)}
-
-
-def _kept(results: Sequence[Result]) -> dict[str, list[int]]:
-    known = [result["kept"] for result in results if "kept" in result]
-    return {client: [kept[client] for kept in known] for client in known[0]} if known else {}
-
-
-def _mean_at(point: str, results: Sequence[Result], key: str) -> float:
-    return float(over_runs(results, point)[key].groupby("run").mean().mean())
-
-
-def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
-    """Each client's score by method, the mean, and the rank; a server's model comes last.
-
-    rows: a method's entry in `Comparison.summary`, by its name. Columns of which nothing is known
-    are left out. Beside a server, clients' cells have standard deviations over seeds, too.
-    """
-    entries = list(rows.values())
-    counts = sorted({row["seeds"] for row in entries})  # they differ while it is under way
-    spread = any(count > 1 for count in counts)
-    served = any(row["server"] for row in entries)
-    beside = "bits/byte" if metric is PERPLEXITY else "over clients"
-    columns = [
-        ("method", list(rows)),
-        *(
-            (client, [_of_client(row, client, metric, served) for row in entries])
-            for client in entries[0]["clients"]
-        ),
-        ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
-        (beside, [_beside_mean(row, metric) for row in entries]),
-        ("rank", [str(row["rank"]) for row in entries]),
-        ("kept", [_rounds(row) for row in entries]),
-        ("server", [_of_server(row, metric) for row in entries]),
-    ]
-    known = [(head, cells) for head, cells in columns if any(cells)]
-    seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
-    aside = " Mean and rank exclude the server." if served else ""
-    if any(map(_rounds, entries)):
-        aside += f" Kept: {KEPT}"
-    return Table(
-        title,
-        [head for head, _ in known],
-        [list(row) for row in zip(*(cells for _, cells in known), strict=True)],
-        f"Mean over clients; {seeds}. {metric.better}{aside}",
-    )
-
-
-def _of_client(row: Summary, client: str, metric: Metric, spread: bool) -> str:
-    """A client's cell, with its standard deviation over seeds if wanted."""
-    own = {metric.key: row["clients"][client], "seeds": 1}
-    if spread:
-        own |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
-    return with_spread(own, metric)
-
-
-def _beside_mean(row: Summary, metric: Metric) -> str:
-    """Perplexity in bits per byte; of a share, its standard deviation over clients, where known."""
-    if metric is PERPLEXITY:
-        return f"{row['bits_per_byte']:.3f}"
-    return f"± {metric.cell(row['spread'])}" if "spread" in row else ""
-
-
-def _rounds(row: Summary) -> str:
-    """The first and the last of the rounds whose models are kept; empty where none is known."""
-    rounds = sorted({round for kept in row.get("kept", {}).values() for round in kept})
-    return "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else ""
-
-
-def _of_server(row: Mapping[str, Any], metric: Metric) -> str:
-    """The server's cell; empty where it has no model of its own."""
-    return with_spread(row["server"], metric) if row["server"] else ""
-
-
-def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """A metric's mean and, of several seeds, its standard deviation."""
-    spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
-    return metric.cell(row[metric.key]) + spread

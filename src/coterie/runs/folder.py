@@ -6,6 +6,7 @@ metrics.jsonl        a line per figure: round, client, name, value; and `during`
 checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
                      (client-NAME), and what is needed for each client's best model so far
                      (kept-NAME)
+scores/POINT/NAME.json  what each window of a test text scored the last time, trained or aggregated
 result.json          the scores, once the run is finished
 baselines/NAME/      the run folder of a baseline
 """
@@ -103,7 +104,7 @@ class RunFolder:
         """Remove a run's files and no others; run.json goes last, when it is written anew."""
         for name in ("result.json", "metrics.jsonl", "table.md"):
             (self.path / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "baselines"):
+        for name in ("checkpoints", "baselines", "scores"):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property
@@ -121,6 +122,27 @@ class RunFolder:
     def result(self) -> dict[str, Any] | None:
         """The scores of a finished run."""
         return self._read("result.json") if (self.path / "result.json").exists() else None
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        """The result with the run's `seed`, and with `items`: what was kept of each test window.
+
+        items: by point, then by the name of the text; see `keep_items`.
+        """
+        if (found := self.result) is None:
+            return None
+        items: dict[str, dict[str, Any]] = {}
+        for path in sorted(self.path.glob("scores/*/*.json")):
+            kept = self._read(str(path.relative_to(self.path)))
+            items.setdefault(path.parent.name, {})[path.stem] = kept
+        return {**found, "seed": self.description["config"]["seed"], "items": items}
+
+    def keep_items(self, point: str, text: str, items: Mapping[str, Json]) -> None:
+        """Keep what each window of a test text scored at a point (trained or aggregated)."""
+        path = self.path / "scores" / point / f"{text}.json"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, items)
 
     def finish(self, result: Mapping[str, Json]) -> None:
         """Mark the run as finished."""

@@ -65,30 +65,28 @@ def _places(samples: Examples) -> tuple[Tensor, Tensor, Tensor]:
     return samples.starts[:-1], samples.answers, samples.starts[1:]
 
 
-def accuracy(nats: Tensor, rows: Examples, owners: Tensor) -> float | None:
-    """The share of samples whose own answer is likelier per token than its other choices.
+def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
+    """By sample: 1 if its own answer is likelier per token than its other choices, else 0.
 
-    nats: (rows,) as `answer_losses` of the rows that `with_choices` gave. Of samples that have
-    choices; None if none has.
+    nats: (rows,) as `answer_losses` of the rows that `with_choices` gave. None where a sample has
+    no choices.
     """
     count = len(rows) - len(owners)
-    asked = torch.tensor([bool(item.choices) for item in rows.items[:count]])
-    if not asked.any():
-        return None
-    means = nats / (rows.starts[1:] - rows.answers)
+    means = nats / rows.lengths
     others = torch.full((count,), torch.inf, dtype=torch.float64)
     others.scatter_reduce_(0, owners, means[count:], "amin")
-    return (means[:count] < others)[asked].double().mean().item()
+    first = (means[:count] < others).double().tolist()
+    return [win if item.choices else None for win, item in zip(first, rows.items, strict=False)]
 
 
-def exact(answers: Sequence[str], written: Sequence[str]) -> float:
-    """The share of written answers that are the right ones, spaces around them apart."""
+def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
+    """1 for each written answer that is the right one, spaces around them apart, else 0."""
     pairs = zip(answers, written, strict=True)
-    return sum(right.strip() == text.strip() for right, text in pairs) / len(answers)
+    return [float(right.strip() == text.strip()) for right, text in pairs]
 
 
-def rouge_l(answers: Sequence[str], written: Sequence[str]) -> float:
-    """Mean F1 of Rouge-L: the longest common subsequence of words, without stemming.
+def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:
+    """Each one's F1 of Rouge-L: the longest common subsequence of words, without stemming.
 
     Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004). Words are runs of the
     letters a to z and digits, case apart: a text in another script has none, and scores 0.
@@ -101,4 +99,4 @@ def rouge_l(answers: Sequence[str], written: Sequence[str]) -> float:
         ) from None
     scorer = RougeScorer(["rougeL"], use_stemmer=False)
     pairs = zip(answers, written, strict=True)
-    return sum(scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs) / len(answers)
+    return [scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs]

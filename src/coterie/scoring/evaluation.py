@@ -1,7 +1,10 @@
 """Exact evaluation: every token of a split, or every answer, is predicted once."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +16,31 @@ from coterie.data.batch import Batch
 from coterie.data.examples import Examples
 from coterie.data.tokens import Tokens
 from coterie.data.windows import evaluation_windows
-from coterie.scoring.answers import accuracy, answer_losses, exact, rouge_l, with_choices
+from coterie.scoring.answers import answer_losses, exact, rouge_l, with_choices, won
 from coterie.scoring.generation import generate_answers
 from coterie.training.loss import logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts a text."""
+    """How well a model predicts a text, window by window."""
 
-    nats: float
-    """Negative log-likelihood of the whole text."""
-    tokens: int
+    item_nats: Tensor
+    """Negative log-likelihood of each window (or answer): (n,) float64."""
+    item_tokens: Tensor
+    """Tokens that each has: (n,) int64."""
     bytes: int
+    """UTF-8 bytes of the whole text."""
+
+    @property
+    def nats(self) -> float:
+        """Negative log-likelihood of the whole text."""
+        return self.item_nats.sum().item()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole text."""
+        return int(self.item_tokens.sum())
 
     @property
     def loss(self) -> float:
@@ -52,28 +67,34 @@ class Score:
             "bytes": self.bytes,
         }
 
+    def items(self) -> dict[str, list[Any]]:
+        """The same by window, or sample: lists as long as there are windows."""
+        return {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
+
 
 @dataclass(frozen=True)
 class AnswerScore(Score):
     """How well a model answers prompts: the loss is of the answers, end tokens included."""
 
-    samples: int
-    accuracy: float | None = None
-    """Share of samples whose answer is likelier, per token, than their other choices."""
-    exact_match: float | None = None
-    """Share of samples whose answer the model writes, taking the likeliest token each time."""
-    rouge_l: float | None = None
-    """How near what it writes comes to the answer: mean F1 of Rouge-L."""
+    shares: Mapping[str, Sequence[float | None]]
+    """What else was measured, from 0 to 1 by sample; None where a sample has no such figure.
+
+    accuracy: whether its answer is likelier, per token, than its other choices. exact_match:
+    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
+    writes comes to the answer (F1 of Rouge-L).
+    """
 
     def as_dict(self) -> dict[str, float]:
-        """For reports; what was not measured is left out."""
-        found = {
-            "accuracy": self.accuracy,
-            "exact_match": self.exact_match,
-            "rouge_l": self.rouge_l,
+        """For reports: means over samples; what was not measured is left out."""
+        measured = {
+            name: fmean(value for value in values if value is not None)
+            for name, values in self.shares.items()
         }
-        measured = {name: value for name, value in found.items() if value is not None}
-        return {**super().as_dict(), "samples": self.samples, **measured}
+        return {**super().as_dict(), "samples": len(self.item_tokens), **measured}
+
+    def items(self) -> dict[str, list[Any]]:
+        """By sample."""
+        return super().items() | {name: list(values) for name, values in self.shares.items()}
 
 
 def evaluate(
@@ -98,12 +119,13 @@ def evaluate(
 def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Score:
     """Windows do not overlap; the first token of the text is predicted from the base's context
     token, the first of every other window from the token before it."""
-    nats = torch.zeros((), dtype=torch.float64)
+    nats, counts = [], []
     with autocast(base.precision, base.device.type):
         for ids, mask in evaluation_windows(tokens, window, base.context_token, batch):
             losses = token_losses(model, ids.to(base.device)).cpu()
-            nats += (losses * mask).sum(dtype=torch.float64)
-    return Score(nats.item(), len(tokens.ids), tokens.bytes)
+            nats.append((losses * mask).sum(1, dtype=torch.float64))
+            counts.append(mask.sum(1))
+    return Score(torch.cat(nats), torch.cat(counts), tokens.bytes)
 
 
 def _answers(
@@ -116,20 +138,14 @@ def _answers(
 ) -> AnswerScore:
     rows, owners = with_choices(base, samples, window)
     nats = answer_losses(base, model, rows, batch)
-    matched = rouge = None
+    shares: dict[str, Sequence[float | None]] = {}
+    if any(item.choices for item in samples.items):
+        shares["accuracy"] = won(nats, rows, owners)
     if generate is not None:
         answers = [item.answer for item in samples.items]
         texts = generate_answers(base, model, samples, generate, batch)
-        matched, rouge = exact(answers, texts), rouge_l(answers, texts)
-    return AnswerScore(
-        nats[: len(samples)].sum().item(),
-        samples.predicted,
-        samples.bytes,
-        len(samples),
-        accuracy(nats, rows, owners),
-        matched,
-        rouge,
-    )
+        shares |= {"exact_match": exact(answers, texts), "rouge_l": rouge_l(answers, texts)}
+    return AnswerScore(nats[: len(samples)], samples.lengths, samples.bytes, shares)
 
 
 @torch.no_grad()

@@ -155,8 +155,11 @@ def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
         mine = folder(run, out, name) if name else RunFolder(out / "server")
         assert_same_state(mine, local, side)
     for client in run.clients:
-        result, expected = folder(run, out, client.name).result, local.result
+        result, expected = folder(run, out, client.name).outcome, local.outcome
         assert result is not None
         assert expected is not None
         for key in ("trained", "aggregated", *(["kept"] if "kept" in expected else [])):
             assert result[key] == {client.name: expected[key][client.name]}
+        for point in ("trained", "aggregated"):
+            mine = expected["items"][point][client.name]
+            assert result["items"][point] == {client.name: mine}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.adapters import Role, Trainable
 from coterie.bases.precision import autocast
-from coterie.errors import CoterieError
+from coterie.errors import Diverged
 from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
@@ -50,7 +50,7 @@ class Updater:
 
         A loss in pieces is their mean over tokens. The penalty is then the mean of what it is after
         each piece: for one of the parameters alone that is the penalty itself, and load balance is
-        over a piece's tokens. Raises CoterieError if a sum is not finite, before anything is
+        over a piece's tokens. Raises Diverged if a sum is not finite, before anything is
         changed; `where` says at which point, for people.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
@@ -75,7 +75,7 @@ class Updater:
             total = loss if penalty is None else loss + penalty()
         if not math.isfinite(total.item()):
             self.optimiser.zero_grad()
-            raise CoterieError(
+            raise Diverged(
                 f"The loss of {self.context.name!r} is not finite {where}; a lower "
                 "training.learning_rate may help."
             )

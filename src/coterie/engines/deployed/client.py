@@ -244,6 +244,7 @@ class SiteRun:
             self.recorder.round = order.round
             counted = order.counted == order.round - 1
             upload = self.part.step(order.round, download, counted=counted)
+            self.part.keep_items(self.folder)
             about = self._about_now(order.round, digest, began)
             self._save(order.round + 1, about, {"upload": upload})
         self.seen("step", order.round)
@@ -260,6 +261,7 @@ class SiteRun:
                 self.recorder.round = last
                 kept = self.folder.find(f"kept-{self.part.name}")
                 self.part.finish(download, kept, last, counted=order.counted == last)
+                self.part.keep_items(self.folder)
                 self._save(last + 2, self._about_now(last + 1, "", began))
         self._count(self._about())
         self.folder.finish(result(self.config, self.folder))

@@ -247,6 +247,7 @@ class Actor:
             upload = part.step(round, body)
         else:
             part.finish(body, kept, round)
+        part.keep_items(self.folder)
         for file, state in part.states():
             if state is not None:
                 write_bytes(_path(self.folder, file), state.encode())

@@ -1,0 +1,46 @@
+"""The runs of a comparison: each in a folder of its own, found again, continued, or run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie.config import RunConfig
+from coterie.engines.session import Session
+from coterie.runs import RunFolder, Watch
+
+
+class Cells:
+    """Works on one run after another, and says of each which of how many it is."""
+
+    def __init__(
+        self, total: int, watch: Callable[[], Watch], report: Callable[[str], None]
+    ) -> None:
+        self.total, self.watch, self.report = total, watch, report
+        self.number = 0
+
+    def outcome(self, session: Session, config: RunConfig, path: Path) -> dict[str, Any]:
+        """The outcome of a run, whose folder is in `path`; see `RunFolder.outcome`."""
+        self.number += 1
+        folder = self._folder(session, config, path)
+        with folder.lock():
+            session.finish(folder, config, self.watch)
+        outcome = folder.outcome
+        assert outcome is not None, "the run is finished"
+        return outcome
+
+    def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
+        """The folder of a run: found again if it is the same run, or made."""
+        description = session.description(config, session.participants(config))
+        same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
+        folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
+        if not folder.is_run:
+            self._say(config)
+        elif session.changed(folder, config):
+            self._say(config, " (again, as the texts have changed)")
+        else:
+            self._say(config, "" if folder.result is None else " (already finished)")
+            return folder
+        return RunFolder.create(folder.path, description, force=True)
+
+    def _say(self, config: RunConfig, more: str = "") -> None:
+        self.report(f"Run {self.number} of {self.total}: {config.name}{more}")
