@@ -14,14 +14,14 @@ def test_the_demo(tmp_path) -> None:
     run = coterie.run(load_config(None), out=tmp_path / "demo")
     assert list(run.results) == ["pretrained", "local", "comigs-1g1s"]
     bare, local, comigs = (mean(result, "perplexity") for result in run.results.values())
-    assert local < 0.8 * bare
-    assert comigs < 0.8 * bare
+    assert comigs < local < bare
+    assert run.gains() is not None
     assert run.results["comigs-1g1s"]["traffic"]["up"] > 0
     assert run.results["local"]["traffic"]["up"] < 10_000  # empty messages
     tokenizer = coterie.tokenizer(run.path)
     ids = tokenizer("The sea", return_tensors="pt")["input_ids"]
     texts = set()
-    for client in ("poet", "diarist"):
+    for client in ("ada", "dan"):
         model: Any = run.model(client)
         texts.add(tokenizer.decode(model.generate(ids, max_new_tokens=20, do_sample=False)[0]))
     assert len(texts) == 2

@@ -17,6 +17,7 @@ from coterie.files import path_part, write_json, write_text
 from coterie.methods.contract import Method
 from coterie.results import Comparison, Table, run_table
 from coterie.results.comparison import check_against
+from coterie.results.gains import gains
 from coterie.run_file import load_config
 from coterie.runs import RunFolder, Watch
 
@@ -39,6 +40,15 @@ class Run:
         """Each client's score by method."""
         scored = self.config.evaluation
         return run_table(self.results, scored.split, scored.metric)
+
+    def gains(self) -> str | None:
+        """Who does better with the run's method than alone, told in a sentence; None where the run
+        has no baseline `local`, or where scores by window are missing."""
+        folders = {name: self.path / "baselines" / name for name in self.results}
+        folders[self.config.label] = self.path
+        found = {name: RunFolder(folders[name]).outcome for name in self.results}
+        known = {name: outcome for name, outcome in found.items() if outcome is not None}
+        return gains(known, self.config.evaluation.metric)
 
     def model(self, client: str) -> PreTrainedModel:
         """A client's model, or the server's; see `load`."""

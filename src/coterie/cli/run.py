@@ -76,7 +76,7 @@ def run(
         check_run(resume)
         with terminal.stoppable(resume):
             finished = coterie.resume(resume, watch=terminal.watch, engine=engine)
-    _show(finished)
+    _show(finished, file)
 
 
 def _remark(config: "RunConfig") -> None:
@@ -90,14 +90,20 @@ def _remark(config: "RunConfig") -> None:
         )
 
 
-def _show(finished: "Run") -> None:
-    """A run's table, and how to write with one of its models."""
+def _show(finished: "Run", file: Path | None) -> None:
+    """A run's table, who gained, and what to do next."""
     from coterie.data.templates import fields
 
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
     for method, result in finished.results.items():
         terminal.tell_unhelped(method, result)
+    if gained := finished.gains():
+        named, methods = "" if file is None else f" {file}", f"local,fedavg,{finished.config.label}"
+        terminal.say(f"\n{gained}")
+        terminal.say("To compare methods over several seeds, and to draw this run:")
+        terminal.say(f"  coterie compare{named} --methods {methods} --seeds 3")
+        terminal.say(f"  coterie report {finished.path}")
     terminal.say(f"\nThe run is saved in {finished.path}. To generate text with a client's model:")
     given = '--prompt "..."'
     if (instructions := finished.config.data.instructions) is not None:

@@ -10,9 +10,9 @@ from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
 from coterie.report.flops import Cost, counting_base, round_cost
-from coterie.report.style import Canvas, LeftOut, Picture, listed, looks
+from coterie.report.style import Canvas, LeftOut, Picture, looks
 from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table
+from coterie.results.tables import Table, listed
 
 WAYS = {"bytes/up": "upload", "bytes/down": "download"}
 MEGA, GIGA = 1e6, 1e9

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from coterie.methods.contract import SERVER
-from coterie.report.style import Canvas, LeftOut, Picture, listed, looks, number
+from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 from coterie.results.experiments import MEAN, Experiment, ReportedRun
 from coterie.results.frame import Column, Frame
-from coterie.results.tables import Table, table_rows
+from coterie.results.tables import Table, listed, table_rows
 from coterie.scoring.metrics import Metric
 
 MOST = 12

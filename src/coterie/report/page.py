@@ -22,7 +22,6 @@ from coterie.report.style import (
     LeftOut,
     Picture,
     Theme,
-    listed,
 )
 from coterie.report.sweep import sweep
 from coterie.report.teaching import teaching
@@ -30,7 +29,7 @@ from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
-from coterie.results.tables import Table
+from coterie.results.tables import Table, listed
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,

@@ -12,10 +12,10 @@ from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.registry import method_from
-from coterie.report.style import Canvas, LeftOut, Picture, listed
+from coterie.report.style import Canvas, LeftOut, Picture
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.frame import Column, Frame
-from coterie.results.tables import Table
+from coterie.results.tables import Table, listed
 
 PREFIX = "routing/"
 ASSIGNED = "assignment/"

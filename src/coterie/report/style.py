@@ -6,7 +6,7 @@ darker or lighter where they would be faint on the page; every method has a mark
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -233,9 +233,3 @@ class LeftOut:
 def number(value: float) -> str:
     """A figure for a table or a label: four digits or so, never in powers of ten."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in a sentence."""
-    found = list(names)
-    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)

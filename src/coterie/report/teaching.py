@@ -14,9 +14,9 @@ from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
 from coterie.methods.contract import SERVER
-from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture, listed
+from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
 from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table
+from coterie.results.tables import Table, listed
 
 TAUGHT = "taught"
 MOST = 10

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
-from coterie.report.style import DASHES, Canvas, LeftOut, Picture, listed
+from coterie.report.style import DASHES, Canvas, LeftOut, Picture
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.frame import Frame
-from coterie.results.tables import Table, table_rows
+from coterie.results.tables import Table, listed, table_rows
 
 METRIC = "trust"
 

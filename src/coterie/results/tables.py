@@ -147,3 +147,9 @@ def _of_round(kept: Mapping[str, int], client: str) -> str:
     its own."""
     round = kept.get(client, kept.get(EVERYONE))
     return "" if round is None else f" ({round})"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence: `a, b and c`."""
+    found = list(names)
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
