@@ -61,7 +61,7 @@ def test_a_run_that_begins_tells_of_all_clients(run, tmp_path) -> None:
     coterie.run(run, out=tmp_path / "run", watch=lambda: told)
     assert {OWN, SHARED} <= kinds(told.lines)
     coterie.compare(run, ["local"], out=tmp_path / "compare", report=compared.append)
-    assert compared == told.lines
+    assert compared == [*told.lines, "Run 1 of 1: local-seed0"]
 
 
 def test_a_clients_process_tells_of_its_own_texts_and_sends_nothing_of_them(

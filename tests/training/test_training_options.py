@@ -237,13 +237,12 @@ def test_scores_have_no_dropout(knobs) -> None:
     sides = sides_of(knobs)
     one_round(sides, 0)
     part, client = sides.parts["poet"], sides.clients["poet"]
-    scored = [
-        evaluate(part.base, client.model(), part.participant.data.test, 16, 4) for _ in range(2)
-    ]
+    test = part.participant.data.test
+    scored = [evaluate(part.base, client.model(), test, 16, 4).as_dict() for _ in range(2)]
     method = knobs.method.model_copy(update={"lora": type(knobs.method.lora)()})
     training = knobs.training.model_copy(update={"base_dropout": 0.0})
     plain = sides_of(knobs.model_copy(update={"method": method, "training": training}))
     other = plain.clients["poet"]
     other.restore(client.state())
-    wanted = evaluate(part.base, other.model(), part.participant.data.test, 16, 4)
+    wanted = evaluate(part.base, other.model(), test, 16, 4).as_dict()
     assert scored == [wanted, wanted]
