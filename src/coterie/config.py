@@ -9,18 +9,15 @@ from typing import Any, Self
 from pydantic import (
     Field,
     SerializeAsAny,
-    ValidationError,
     field_serializer,
     field_validator,
     model_validator,
 )
 
-from coterie.config_errors import sentence
-from coterie.errors import CoterieError
+from coterie.config_errors import validated
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugins_of, version_of
 from coterie.methods.registry import POOLED, carried, kind_of, method_from
-from coterie.renamed import refuse_renamed
 from coterie.sections import METHOD, Sections
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
@@ -129,8 +126,4 @@ class RunConfig(Sections):
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
     """A run from plain data; raises CoterieError with the first thing that is wrong."""
-    refuse_renamed(values, METHOD)
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise CoterieError(sentence(error, RunConfig, values)) from error
+    return validated(RunConfig, values, METHOD)

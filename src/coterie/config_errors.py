@@ -1,15 +1,17 @@
 """What is wrong with a run file, in one sentence that names the key as the user would write it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from rapidfuzz.process import extractOne
 
+from coterie.errors import CoterieError
 from coterie.methods.registry import named_in
-from coterie.renamed import RENAMED_SETTINGS, models
+from coterie.renamed import RENAMED_SETTINGS, models, refuse_renamed
 
+M = TypeVar("M", bound=BaseModel)
 Place = tuple[int | str, ...]
 """The way from the top of a run file to a value: ("clients", 0, "path")."""
 
@@ -26,6 +28,18 @@ WANTED = {
     "tuple": "a list",
 }
 """What pydantic's kinds of errors ask for: `int` for int_type, int_parsing and int_from_float."""
+
+
+def validated(model: type[M], values: Mapping[str, Any], method: str = "local") -> M:
+    """A `model` from plain data; `method`: that of data which name none.
+
+    Raises CoterieError with the first thing that is wrong, old names of keys before all else.
+    """
+    refuse_renamed(values, method)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise CoterieError(sentence(error, model, values)) from error
 
 
 def sentence(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:

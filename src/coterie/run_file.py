@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
 
-from coterie.config_errors import sentence
+from coterie.config_errors import validated
 from coterie.data.files import find_files, resolve
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.renamed import refuse_renamed
 from coterie.sections import METHOD, Sections
 
 if TYPE_CHECKING:
@@ -102,11 +100,7 @@ def _checked(values: Mapping[str, Any]) -> "RunConfig":
 
 def check_sections(values: Mapping[str, Any]) -> Sections:
     """All but the method; raises CoterieError with the first thing that is wrong there."""
-    refuse_renamed(values, METHOD)
-    try:
-        return Sections.model_validate(values)
-    except ValidationError as error:
-        raise CoterieError(sentence(error, Sections, values)) from error
+    return validated(Sections, values, METHOD)
 
 
 def _with_text(values: dict[str, Any], path: str) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.config_errors import sentence
+from coterie.config_errors import validated
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.renamed import refuse_renamed
 from coterie.run_file import apply_setting, check_trials, located, read_mapping
 
 Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
@@ -160,11 +159,7 @@ def read_table(
     not valid outside the methods.
     """
     values = read_mapping(path)
-    refuse_renamed(values)
-    try:
-        spec = TableSpec.model_validate(values)
-    except ValidationError as error:
-        raise CoterieError(sentence(error, TableSpec, values)) from error
+    spec = validated(TableSpec, values)
     if tune:
         spec = spec.model_copy(update={"tune": tune})
     rows = _chosen("row", methods, {r.label: (r.label, r.settings.get("name")) for r in spec.rows})
