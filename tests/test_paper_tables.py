@@ -173,6 +173,7 @@ def test_a_table_file_is_told_from_a_run_file(table, values, tmp_path) -> None:
     assert not is_table(run)
 
 
+@pytest.mark.slow
 def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, counted) -> None:
     out, said = tmp_path / "out", []
     path = table()

@@ -72,11 +72,11 @@ coterie.run(run, out=out)
 @pytest.mark.parametrize(
     ("what", "count"),
     [
-        ("update", 1),  # before anything is saved
+        pytest.param("update", 1, marks=pytest.mark.slow),  # before anything is saved
         ("update", 14),  # in the middle of the second round
         ("sync", 5),  # while the first checkpoint's files are written
         ("rename", 8),  # just before a checkpoint becomes visible, or near it
-        ("sync", 14),
+        pytest.param("sync", 14, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_continues_to_the_same_bits(

@@ -168,6 +168,7 @@ def test_processes_of_a_simulation_load_it_too(deployed, tmp_path) -> None:
     loop.assert_same_states(RunFolder(local.path), RunFolder(simulated.path))
 
 
+@pytest.mark.slow
 def test_every_command_takes_it(mine, values, tmp_path) -> None:
     runner, options = CliRunner(), ["--plugin", str(mine)]
     file = tmp_path / "run.yaml"

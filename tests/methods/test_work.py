@@ -17,6 +17,7 @@ distilled = partial(Work.count, owner=Distiller, name="distil", whose=attrgetter
 fused = partial(Work.count, owner=FDLoraClient, name="_fuse", whose=attrgetter("context.name"))
 
 
+@pytest.mark.slow
 def test_clients_distil_once_for_each_word_of_the_server(teachers, tmp_path, monkeypatch) -> None:
     for name in ("fedmkt", "fedmkt-fedavg", "llm2slm"):
         run = teachers(method={"name": name}, rounds=3)

@@ -42,6 +42,7 @@ def opening(runs: Path) -> str:
     return str(words.decode(first.data.test.ids[:12]))
 
 
+@pytest.mark.slow
 def test_a_page_needs_nothing_but_itself(runs, tmp_path) -> None:
     report = write_report([runs], tmp_path)
     html = report.page.read_text(encoding="utf-8")
@@ -65,6 +66,7 @@ def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
     assert one.page.read_bytes() == other.page.read_bytes()
 
 
+@pytest.mark.slow
 def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(page, "FIGURES", ())
 
