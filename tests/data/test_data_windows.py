@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coterie.chance import generator
 from coterie.data.tokens import Tokens
-from coterie.data.windows import evaluation_windows, even_batch, sample_batch
+from coterie.data.windows import evaluation_windows, even_windows, sample_batch
 
 CONTEXT = 99_999
 
@@ -60,7 +60,7 @@ def test_a_split_of_one_window_suffices() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 70))
-def test_an_even_batch_is_windows_of_the_whole_evenly_spaced(
+def test_an_even_windows_is_windows_of_the_whole_evenly_spaced(
     count: int, window: int, most: int
 ) -> None:
     [(ids, mask)] = evaluation_windows(stream(count), window, CONTEXT, 60)
@@ -70,7 +70,7 @@ def test_an_even_batch_is_windows_of_the_whole_evenly_spaced(
     assert len({*chosen}) == len(chosen)
     steps = {after - before for before, after in pairwise([*chosen, rows])}
     assert max(steps) - min(steps) <= 1
-    batch = even_batch(stream(count), most, window, CONTEXT)
+    batch = even_windows(stream(count), most, window, CONTEXT)
     assert torch.equal(batch.ids, ids[chosen])
     assert batch.counted is not None
     assert torch.equal(batch.counted, mask[chosen])

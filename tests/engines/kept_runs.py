@@ -1,11 +1,13 @@
 """Runs whose clients keep models of different rounds, and the slow way to tell which is best."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn.functional import cross_entropy
 
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.data.examples import Examples
+from coterie.data.examples import Examples, split
 from coterie.data.tokens import Split
 from coterie.runs import RunFolder
 
@@ -32,6 +34,28 @@ def naive_loss(base: Base, model, text: Split, window: int) -> float:
     for start in range(0, len(text.ids), window):
         losses.append(_losses(model, stream[None, start : start + window + 1]))
     return torch.cat(losses).mean().item()
+
+
+def naive_order(base: Base, model, text: Split, window: int) -> tuple[float, float]:
+    """Minus the share of samples whose answer is likelier, per token, than all other choices (0 for
+    a text); then the loss."""
+    loss = naive_loss(base, model, text, window)
+    if not isinstance(text, Examples):
+        return 0.0, loss
+    right, asked = 0, 0
+    for n, item in enumerate(text.items):
+        start, end, answer = int(text.starts[n]), int(text.starts[n + 1]), int(text.answers[n])
+        prompt = text.ids[start:answer].long()
+        own = _losses(model, text.ids[start:end].long()[None])[answer - start - 1 :].mean()
+        others = []
+        for choice in item.choices:
+            words = split(replace(item, answer=choice))[1]
+            ids = base.tokenizer.encode(words, add_special_tokens=False)
+            whole = torch.cat([prompt, torch.tensor(ids), text.ids[end - 1 : end].long()])
+            if choice != item.answer:
+                others.append(_losses(model, whole[None])[len(prompt) - 1 :].mean())
+        right, asked = right + all(own < other for other in others), asked + bool(others)
+    return -(right / asked if asked else 0.0), loss
 
 
 @torch.no_grad()

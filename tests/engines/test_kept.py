@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from every_method import METHODS, run_of
-from kept_runs import HIGH, ROUNDS, files, naive_loss, trained
+from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
 
 import coterie
 from coterie.cli import terminal
@@ -19,17 +19,17 @@ from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
 
-def naive_rounds(run: RunConfig) -> dict[str, list[float]]:
-    """Each client's loss with the base as it came and after every round, by hand."""
+def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
+    """What each client's models are ranked by, the base as it came and after every round."""
     local = joined(run)
     aggregated = run.method.reports == "aggregated" and bool(local.schema.down)
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str) -> None:
         one = local.parts[name]
         text, window = one.participant.data.validation, run.data.window
-        losses = found.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
-        losses.append(naive_loss(one.base, local.clients[name].model(), text, window))
+        ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
+        ranked.append(naive_order(one.base, local.clients[name].model(), text, window))
 
     for round in range(run.exchanges):
         local.server.open(round, sorted(local.clients))
@@ -67,11 +67,11 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
     if method["name"] == "pretrained":
         assert "kept" not in result
         return
-    losses = naive_rounds(run)
-    assert result["kept"] == {name: of.index(min(of)) for name, of in losses.items()}
+    ranked = naive_rounds(run)
+    assert result["kept"] == {name: of.index(min(of)) for name, of in ranked.items()}
     session = Session(run)
     for participant in session.participants(run):
-        base, best = participant.base, min(losses[participant.name])
+        base, (_, best) = participant.base, min(ranked[participant.name])
         assert base is not None
         model, text = done.model(participant.name), participant.data.validation
         assert naive_loss(base, model, text, run.data.window) == pytest.approx(best, rel=1e-6)
@@ -248,7 +248,7 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
 def test_clients_whom_training_did_not_help_are_named(capsys) -> None:
     terminal.tell_unhelped("local", {"kept": {"anna": 0, "ben": 3, "cyd": 0}})
     assert capsys.readouterr().out == (
-        "Training with local did not help anna, cyd: no round had a lower validation loss than "
+        "Training with local did not help anna, cyd: no round did better on validation text than "
         "the base, which is kept as it came.\n"
     )
     terminal.tell_unhelped("local", {"kept": {"anna": 1}})

@@ -37,8 +37,8 @@ def tell_unhelped(method: str, result: Mapping[str, Any]) -> None:
     """Name the clients that end with the base as it came, where a run's result has any."""
     if names := [name for name, round in result.get("kept", {}).items() if round == 0]:
         say(
-            f"Training with {method} did not help {', '.join(names)}: no round had a lower "
-            "validation loss than the base, which is kept as it came."
+            f"Training with {method} did not help {', '.join(names)}: no round did better "
+            "on validation text than the base, which is kept as it came."
         )
 
 

@@ -79,19 +79,15 @@ def evaluation_windows(
     yield from zip(ids.split(batch), mask.split(batch), strict=True)
 
 
-def even_batch(tokens: Tokens | Examples, most: int, window: int, context: int) -> Batch:
-    """At most so many samples of a split, evenly spaced from its first to its last.
-
-    Of a stream, windows as of `evaluation_windows`; of prompts with answers, whole samples.
-    """
-    if isinstance(tokens, Examples):
-        return tokens.batch(_even(len(tokens), most))
+def even_windows(tokens: Tokens, most: int, window: int, context: int) -> Batch:
+    """At most so many windows of a stream, as of `evaluation_windows`, evenly spaced from its first
+    to its last."""
     [(ids, mask)] = evaluation_windows(tokens, window, context, len(tokens.ids))
-    chosen = _even(len(ids), most)
+    chosen = even(len(ids), most)
     return Batch(ids[chosen], mask[chosen])
 
 
-def _even(count: int, most: int) -> Tensor:
+def even(count: int, most: int) -> Tensor:
     """At most so many of the numbers 0 .. count-1, evenly spaced."""
     taken = min(count, most)
     return torch.arange(taken) * count // taken

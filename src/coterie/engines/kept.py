@@ -1,8 +1,9 @@
-"""The best model that a client has had, by its loss on the client's own validation text.
+"""The best model that a client has had, by the client's own validation text.
 
 The client finds it where its text is, whatever engine runs it, and tells nobody. A checkpoint has,
-beside each client's state, the file `kept-NAME`: which round's model is the best so far, its loss,
-and the state to go back to. A client whose best model is the base as it came has no such state.
+beside each client's state, the file `kept-NAME`: which round's model is the best so far, what it
+scored, and the state to go back to. A client whose best model is the base as it came has no such
+state.
 """
 
 import math
@@ -13,12 +14,14 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.data.windows import even_batch
+from coterie.data.batch import Batch
+from coterie.data.examples import Examples
+from coterie.data.windows import even, even_windows
 from coterie.exchange import State
 from coterie.federation import Participant
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
-from coterie.scoring.evaluation import mean_loss
+from coterie.scoring.evaluation import evaluate, mean_loss
 
 SIDE = "side"
 """The part of a kept state that is the client's own."""
@@ -32,9 +35,16 @@ class Best:
     """Rounds that were complete when the client had it; 0: the base as it came."""
     loss: float
     """Nats per token of the validation samples (with instructions: of their answers)."""
+    accuracy: float | None
+    """With instructions: the share of those with choices that it answers; None where there are
+    none."""
     since: int
     """Rounds that were complete when it became the best: `round`, but of the base as it came those
     before the client's first."""
+
+    def order(self) -> tuple[float, float]:
+        """What the best comes first by: the highest accuracy, where there is one; then the loss."""
+        return -(self.accuracy or 0.0), self.loss
 
 
 class Keeper:
@@ -45,7 +55,12 @@ class Keeper:
     ) -> None:
         self.base, self.side, self.at_once = base, side, config.evaluation.batch
         validation, most = participant.data.validation, config.evaluation.validation_samples
-        self.samples = even_batch(validation, most, config.data.window, base.context_token)
+        self.window = config.data.window
+        self.samples: Examples | Batch
+        if isinstance(validation, Examples):
+            self.samples = validation.only(even(len(validation), most).tolist())
+        else:
+            self.samples = even_windows(validation, most, self.window, base.context_token)
         self.best: Best | None = None
         """None before the client's first round."""
         self.found: State | None = None
@@ -55,23 +70,30 @@ class Keeper:
         """Keep the base as it came, unless a model is kept; after so many rounds without this
         client."""
         if self.best is None:
-            self._keep(Best(0, self._loss(bare(self.base)), rounds))
+            self._keep(self._scored(bare(self.base), 0, rounds))
 
-    def compare(self, rounds: int) -> float:
-        """Keep the side's model after so many rounds if it is better than all before it; its
-        loss."""
+    def compare(self, rounds: int) -> Best:
+        """Keep the side's model after so many rounds if it is better than all before it; what it
+        scores."""
         assert self.best is not None, "begin() comes first"
-        loss = self._loss(self.side.model())
-        if loss < self.best.loss:
-            self._keep(Best(rounds, loss, rounds), {SIDE: self.side.state()})
-        return loss
+        found = self._scored(self.side.model(), rounds, rounds)
+        if found.order() < self.best.order():
+            self._keep(found, {SIDE: self.side.state()})
+        return found
 
     def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
         self.best, self.found = best, State(values=asdict(best), parts=parts or {})
 
-    def _loss(self, model: PreTrainedModel) -> float:
-        loss = mean_loss(self.base, model, self.samples, self.at_once)
-        return loss if math.isfinite(loss) else sys.float_info.max  # worse than any other
+    def _scored(self, model: PreTrainedModel, round: int, since: int) -> Best:
+        accuracy = None
+        if isinstance(self.samples, Examples):
+            score = evaluate(self.base, model, self.samples, self.window, self.at_once)
+            loss, accuracy = score.loss, score.as_dict().get("accuracy")
+        else:
+            loss = mean_loss(self.base, model, self.samples, self.at_once)
+        if not math.isfinite(loss):  # worse than any other
+            loss, accuracy = sys.float_info.max, None if accuracy is None else -1.0
+        return Best(round, loss, accuracy, since)
 
     def restore(self, kept: State | None) -> None:
         """Go on from a checkpoint's kept state; None: from the start."""

@@ -143,7 +143,10 @@ class ClientPart:
 
     def _compare(self, rounds: int) -> None:
         if self.keeper is not None:
-            self.log(self.name, "validation/loss", self.keeper.compare(rounds), rounds - 1)
+            found = self.keeper.compare(rounds)
+            self.log(self.name, "validation/loss", found.loss, rounds - 1)
+            if found.accuracy is not None:
+                self.log(self.name, "validation/accuracy", found.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Say which model is the best, and score it if nobody has; the side stays as it is."""

@@ -16,7 +16,7 @@ from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
 Summary = Mapping[str, Any]
 """What a table shows, or a part of it, as plain data that JSON can hold."""
-KEPT = "the round whose model is kept, by validation loss; 0: the base as it came."
+KEPT = "the round whose model is kept, by validation text; 0: the base as it came."
 
 
 @dataclass(frozen=True)

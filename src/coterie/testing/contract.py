@@ -162,7 +162,7 @@ class MethodContract:
         never = worked(run, None, tmp_path / "never", monkeypatch)
         assert often.done == never.done
         assert often.scores > never.scores
-        takes = run.rounds + bool(run.method.schema().down)  # the last word is taken in, too
+        takes = run.exchanges + bool(run.method.schema().down)  # the last word is taken in, too
         for client in run.clients:
             calls = [never.done[f"{step} {client.name}"] for step in ("take", "train", "upload")]
-            assert calls == [takes, run.rounds, run.rounds]
+            assert calls == [takes, run.exchanges, run.exchanges]

@@ -187,8 +187,8 @@ class EvaluationSpec(BaseModel):
     )
     keep: Literal["best", "last"] = Field(
         default="best",
-        description="model that each client ends with: that of the round with the lowest "
-        "validation loss, round 0 being the base as it came (best), or that of the last round",
+        description="model that each client ends with: that of the round that does best on its "
+        "validation text, round 0 being the base as it came (best), or that of the last round",
     )
     validation_samples: int = Field(
         default=128,
@@ -199,8 +199,8 @@ class EvaluationSpec(BaseModel):
     patience: int | None = Field(
         default=None,
         ge=1,
-        description="rounds without a lower validation loss after which a client stops training "
-        "(with keep: best); default: clients train in every round",
+        description="rounds without a gain on its validation text after which a client stops "
+        "training (with keep: best); default: clients train in every round",
     )
     split: Literal["test", "validation"] = Field(
         default="test", description="held-out split that models are scored on"
