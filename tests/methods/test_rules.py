@@ -71,8 +71,8 @@ def sent(uploads: dict[str, Message], run: RunConfig) -> dict[str, dict[str, Ten
 
 def test_another_rule_needs_no_change_to_any_method(run: RunConfig, tmp_path) -> None:
     local = joined(run, rule=median)
-    tensors = sent(one_round(local, 0), run)
-    assert tensors
+    tensors = sent(one_round(local, 0), run) or sent(one_round(local, 1), run)
+    assert tensors  # some methods exchange other things first
     for name, of in tensors.items():
         each, middle = sorted(of), len(of) // 2
         ascending = torch.stack([of[client].double() for client in each]).sort(dim=0).values

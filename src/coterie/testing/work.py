@@ -69,7 +69,7 @@ def worked(
             for step in ("take", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
-        for owner, name in ((part, "_scored"), (Keeper, "_loss")):
+        for owner, name in ((part, "_scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, _within(work, getattr(owner, name)))
         bases = {id(one.base): one.base.model for one in local.parts.values()}
         if who.server is not None and who.server.base is not None:
