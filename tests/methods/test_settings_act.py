@@ -88,7 +88,7 @@ ROWS: dict[str, Row] = {
     "mixtures": to(HALVES),
     "local_steps": to(1),
     "private": to("trained"),
-    "sync_every": to(2),
+    "sync_every": to(1),
     "outer_learning_rate": to(0.5),
     "outer_momentum": to(0.0),
     "fusion_share": to(0.3),
@@ -187,7 +187,7 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
     for line in folder.metrics():
         if line["name"] != "seconds":
             found.update(json.dumps(line).encode())
-    for state in sorted(folder.checkpoint(config.rounds).iterdir()):
+    for state in sorted(folder.checkpoint(config.exchanges).iterdir()):
         found.update(state.read_bytes())
     assert isinstance(run, LocalRun)
     for side in (run.server, *run.clients.values()):
