@@ -88,11 +88,11 @@ def use(stranger: Stranger, version: str) -> None:
     began = time.monotonic()
     table = stranger.does("coterie", "run", "--out", "run", *SHORT_RUN)
     assert "Lower is better." in table, table
-    adapter = stranger.folder / "run" / "checkpoints" / "00001" / "client-poet.safetensors"
+    adapter = stranger.folder / "run" / "checkpoints" / "00001" / "client-ada.safetensors"
     assert adapter.stat().st_size > 100_000
     print(f"  ran in {time.monotonic() - began:.0f} s", flush=True)
     prompt = "I sing of"
-    text = stranger.does("coterie", "generate", "run", "--client", "poet", "--prompt", prompt)
+    text = stranger.does("coterie", "generate", "run", "--client", "ada", "--prompt", prompt)
     assert text.startswith(prompt), text
     assert len(text) > len(prompt) + 20, text
     for extra, command in {"report": ["report", "run"], "flower": ["server"]}.items():
