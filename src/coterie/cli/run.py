@@ -1,6 +1,7 @@
 """The command `coterie run`."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -58,7 +59,10 @@ def run(
     import coterie
     from coterie.run_file import check_texts
 
+    again = None
     if resume is None:
+        again = "" if file is None else f" {quote(str(file))}"
+        again += "".join(f" --set {quote(setting)}" for setting in settings or ())
         check_texts(file, settings or ())  # at once; torch takes seconds to import
         config = coterie.load_config(file, settings or ())
         _remark(config)
@@ -76,7 +80,7 @@ def run(
         check_run(resume)
         with terminal.stoppable(resume):
             finished = coterie.resume(resume, watch=terminal.watch, engine=engine)
-    _show(finished, file)
+    _show(finished, again)
 
 
 def _remark(config: "RunConfig") -> None:
@@ -90,8 +94,9 @@ def _remark(config: "RunConfig") -> None:
         )
 
 
-def _show(finished: "Run", file: Path | None) -> None:
-    """A run's table, who gained, and what to do next."""
+def _show(finished: "Run", again: str | None) -> None:
+    """A run's table, who gained, and what to do next; `again`: the run file and settings as a
+    command takes them, where they are known."""
     from coterie.data.templates import fields
 
     client = min(next(iter(finished.results.values()))["trained"])
@@ -99,11 +104,14 @@ def _show(finished: "Run", file: Path | None) -> None:
     for method, result in finished.results.items():
         terminal.tell_unhelped(method, result)
     if gained := finished.gains():
-        named, methods = "" if file is None else f" {file}", f"local,fedavg,{finished.config.label}"
         terminal.say(f"\n{gained}")
-        terminal.say("To compare methods over several seeds, and to draw this run:")
-        terminal.say(f"  coterie compare{named} --methods {methods} --seeds 3")
-        terminal.say(f"  coterie report {finished.path}")
+        plugins = terminal.plugin_options(finished.config.plugins)
+        if again is not None:
+            methods = ",".join(finished.results)
+            terminal.say("To compare them over several seeds, or with other methods:")
+            terminal.say(f"  coterie compare{again} --methods {methods} --seeds 3{plugins}")
+        terminal.say("To draw this run:")
+        terminal.say(f"  coterie report {finished.path}{plugins}")
     terminal.say(f"\nThe run is saved in {finished.path}. To generate text with a client's model:")
     given = '--prompt "..."'
     if (instructions := finished.config.data.instructions) is not None:

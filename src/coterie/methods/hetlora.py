@@ -1,7 +1,7 @@
 """HetLoRA (arXiv 2401.06432): ranks of the clients' own, which shrink by themselves."""
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -13,8 +13,6 @@ from coterie.exchange import Message, Schema, Shapes, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (
-    FORM,
-    REPORTS,
     Pairs,
     RankClient,
     RankMethod,
@@ -25,7 +23,6 @@ from coterie.methods.ranks import (
     tail,
     weighted_tails,
 )
-from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
 
@@ -45,12 +42,7 @@ class HetLora(RankMethod):
     summary: ClassVar[str] = (
         "client-specific ranks that can shrink; zero-padded LoRA pairs averaged"
     )
-    reports: ClassVar[REPORTS] = "aggregated"
 
-    mlp: SharedSets = SharedSets(sets=1, rank=16)
-    attention: Attention | None = Attention()
-    lora: Lora = Lora()
-    form: Literal["paper", "released"] = FORM
     gamma: float = Field(
         default=0.99, gt=0, le=1, description="fraction of the rank kept when pruning"
     )

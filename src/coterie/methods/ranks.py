@@ -137,6 +137,12 @@ class RankMethod(AdapterMethod):
     """Experts of ranks of their own."""
 
     mixes_ranks: ClassVar[bool] = True
+    reports: ClassVar[REPORTS] = "aggregated"
+
+    mlp: SharedSets = SharedSets(sets=1, rank=16)
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
+    form: Literal["paper", "released"] = FORM
 
     def gain(self, client: ClientId) -> float:
         """The factor of a client's B A in what the server counts together."""
@@ -159,12 +165,6 @@ class FlexLora(RankMethod):
     summary: ClassVar[str] = (
         "client-specific ranks; full updates averaged and truncated to each rank by SVD"
     )
-    reports: ClassVar[REPORTS] = "aggregated"
-
-    mlp: SharedSets = SharedSets(sets=1, rank=16)
-    attention: Attention | None = Attention()
-    lora: Lora = Lora()
-    form: Literal["paper", "released"] = FORM
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Pairs of each, and the number of training tokens."""
