@@ -213,6 +213,8 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     [
         ("local", "has no effect with the method 'local', in which the server takes no mean"),
         ("pcl-2", "has no effect with the method 'pcl-2'"),
+        ({"name": "hetlora", "attention": None}, "`attention: null`: the server takes no mean"),
+        ({"name": "flexlora", "attention": None}, "`attention: null`: the server takes no mean"),
         ("fdlora", "'fdlora' has a server optimiser of its own"),
         ({"name": "fedavg", "exact": True}, "`exact: true` sends what makes means exact"),
     ],

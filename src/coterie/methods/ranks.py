@@ -17,10 +17,11 @@ from torch import Tensor
 from coterie.adapters import Part, Trainable, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
+from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer
-from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
@@ -143,6 +144,16 @@ class RankMethod(AdapterMethod):
     attention: Attention | None = Attention()
     lora: Lora = Lora()
     form: Literal["paper", "released"] = FORM
+
+    def check(self, setting: Setting) -> None:
+        """Experts are counted together by rules of their own, which a server optimiser does not
+        step."""
+        super().check(setting)
+        if setting.server_optimiser and self.attention is None:
+            raise CoterieError(
+                f"aggregation.optimiser has no effect with the method {self.name!r} and "
+                "`attention: null`: the server takes no mean; remove it."
+            )
 
     def gain(self, client: ClientId) -> float:
         """The factor of a client's B A in what the server counts together."""
