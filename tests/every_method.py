@@ -1,6 +1,6 @@
 """Every method there is, with settings that make it do all it does in a run of seconds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
@@ -37,19 +37,26 @@ METHODS: dict[str, dict[str, Any]] = {
     "hetlora, ranks": {"name": "hetlora", **RANKS, "gamma": 0.6, "penalty_weight": 1.0},
 }
 
-FEW = {
-    *("local", "fedavg", "fedavg, exact", "comigs-1g1s", "pcl-2", "hetlora", "fedamole", "fdlora"),
-    *("fedptuning", "fedmkt"),
-}
+FEW = {"fedavg", "comigs-1g1s", "pcl-2", "fedamole", "fedmkt"}
 """One of each way of learning together; the others are tested with CI's slow part."""
 
 
 def each_method() -> list[Any]:
     """All of them as pytest's parameters, those slow that are not among the few."""
     return [
-        pytest.param(method, id=name, marks=[] if name in FEW else pytest.mark.slow)
+        pytest.param(method, id=name, marks=slow(name not in FEW))
         for name, method in METHODS.items()
     ]
+
+
+def some(quick: Container[Any], others: Iterable[Any]) -> list[Any]:
+    """Values as pytest's parameters, those slow that are not among the quick ones."""
+    return [pytest.param(value, marks=slow(value not in quick)) for value in others]
+
+
+def slow(when: bool = True) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a parameter that is left to CI's slow part."""
+    return (pytest.mark.slow,) if when else ()
 
 
 def run_of(

@@ -22,6 +22,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SGD = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd", "learning_rate": 0.5}
 
 
+@pytest.mark.slow
 class TestFedSALora(MethodContract):
     method = FedSALora()
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_method import some
 
 import coterie
 from coterie.config import parse
@@ -123,7 +124,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
     assert_as_local(run, tmp_path, local)  # and not obeyed twice
 
 
-@pytest.mark.parametrize("turn", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("turn", some({2, 4}, [2, 3, 4, 5, 6]))
 def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> None:
     def killed(loop: Loop) -> None:
         loop.again("poet", Worker(site(run, "poet", tmp_path)))
@@ -167,7 +168,7 @@ def kill(loop: Loop) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("turn", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("turn", some({2, 4}, [1, 2, 3, 4, 5]))
 def test_a_server_that_is_killed_goes_on_to_the_same_bits(turn, run, local, tmp_path) -> None:
     clients = workers(run, tmp_path)
     with pytest.raises(Killed):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from every_method import METHODS, run_of
+from every_method import METHODS, run_of, slow
 from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
 
 import coterie
@@ -50,15 +50,12 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-QUICK = ("local", "fedavg", "comigs-1g1s", "fedmkt")
+QUICK = ("local", "fedmkt")
 
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(method, id=name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name, method in METHODS.items()
-    ],
+    [pytest.param(m, id=name, marks=slow(name not in QUICK)) for name, m in METHODS.items()],
 )
 def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> None:
     run = run_of(method, values, teachers, rounds=3, training=HIGH)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_method import some
 from torch import Tensor
 
 import coterie
@@ -154,7 +155,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method["name"])
+@pytest.mark.parametrize("method", some(METHODS[:2], METHODS), ids=lambda method: method["name"])
 def test_a_bad_upload_leaves_nothing_behind_when_its_round_is_opened_again(
     method, config, tmp_path, monkeypatch
 ) -> None:
@@ -168,7 +169,7 @@ def test_a_bad_upload_leaves_nothing_behind_when_its_round_is_opened_again(
     assert_as_local(run, tmp_path, RunFolder(local.path))
 
 
-@pytest.mark.parametrize("turn", [1, 3, 4])
+@pytest.mark.parametrize("turn", some({3}, [1, 3, 4]))
 def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, tmp_path) -> None:
     run = weighted(config)
     local = coterie.run(run, out=tmp_path / "local")

@@ -47,6 +47,7 @@ def test_every_method_of_the_package_is_in_the_table() -> None:
     assert {k for k in ours if "name" in vars(k)} == listed
 
 
+@pytest.mark.slow
 def test_one_method_does_not_import_the_others() -> None:
     program = (
         "import sys; from coterie.methods.registry import method_from; method_from('fedavg');"

@@ -186,6 +186,7 @@ def test_every_method_with_a_mean_can_weigh_by_tokens(run: RunConfig) -> None:
     take(local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["comigs, exact", "flexlora, ranks", "fedamole"])
 def test_a_deployment_weighs_alike(name: str, config, tmp_path) -> None:
     limits = {"train": 2000, "validation": 400, "test": 400}
