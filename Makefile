@@ -19,8 +19,9 @@ quick: setup  ## under a minute, while you edit: what needs no run, and the cont
 test: setup  ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=10
 
-slow: setup  ## the slow tests
-	$(BIN)/python -m pytest -m slow --durations=10
+slow: setup  ## the slow tests; those of engines one by one, as they start processes of their own
+	$(BIN)/python -m pytest -n 2 -m slow --durations=10 --ignore=tests/engines
+	$(BIN)/python -m pytest -m slow --durations=10 tests/engines
 
 lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .
