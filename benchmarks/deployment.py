@@ -1,6 +1,6 @@
 """What a deployment costs beyond training: seconds per round and where they go, and memory.
 
-The server runs in this process, clients are real ones (`coterie client`), with TLS, nginx and
+The server runs in this process, clients are real ones (`coterie client`), with TLS, the door and
 Flower between them, all on this machine. The embedded base has low-rank pairs of rank 24, so that
 an upload weighs 2.4 MB, as with GPT-2 at rank 8 in bf16, and trains for one step of one short
 sample, so that little but overhead is left. The first round is left out.
@@ -60,7 +60,7 @@ class Cost:
     worker: int
     """The largest client's process, at most."""
     flower: int
-    """Flower's own process and nginx, on the server's machine, at the end."""
+    """Flower's own process and the door, on the server's machine, at the end."""
 
     @property
     def overhead(self) -> float:
@@ -220,7 +220,7 @@ def show(costs: list[Cost], local: int) -> None:
     for head in heads:
         time_table.add_column(head, justify="right")
     memory = Table(title="Memory, MiB")
-    for head in ("clients", "server idle", "server adds", "Flower, nginx", "worker", "x local"):
+    for head in ("clients", "server idle", "server adds", "Flower, door", "worker", "x local"):
         memory.add_column(head, justify="right")
     for cost in costs:
         spent = [cost.phases[phase] for phase in PHASES]

@@ -158,7 +158,7 @@ def test_the_server_goes_on_after_a_failure_and_not_after_its_end() -> None:
     service = unit(path)["Service"]
     assert service["Restart"] == "on-failure"
     assert service["SuccessExitStatus"] == "130"  # of a stop; see cli.terminal.stopped
-    assert service["KillMode"] == "mixed"  # nginx and the SuperLink are ended by the server
+    assert service["KillMode"] == "mixed"  # the door and the SuperLink are ended by the server
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -178,7 +178,7 @@ def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
 
 def test_files_that_the_page_installs_exist() -> None:
     named = set(re.findall(r"(?<![\w/])deploy/[\w.-]+", PAGE))
-    assert len(named) >= 4
+    assert len(named) >= 3
     for name in named:
         assert (ROOT / name).is_file(), name
 

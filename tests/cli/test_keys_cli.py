@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("cryptography")
 from coterie.cli.keys import app
-from coterie.engines.flower.keys import Keys, Kit, fingerprint
+from coterie.engines.flower.keys import Keys, Kit
 from coterie.errors import CoterieError
 
 
@@ -63,8 +63,13 @@ def test_clients_are_added_listed_and_removed(command) -> None:
     assert Kit.load(Path("anna.key")).name == "anna"
     assert Kit.load(Path("kit.txt")).name == "ben"
     listed = command("list").out
-    for name, key in keys.clients().items():
-        assert re.search(rf"^{name} +{fingerprint(key)}", listed, re.MULTILINE)
+    for name, client in keys.clients().items():
+        row = rf"^{name} +{client.fingerprint} +{client.expires:%Y-%m-%d}"
+        assert re.search(row, listed, re.MULTILINE)
+    old = Kit.load(Path("anna.key"))
+    assert "already exists" in command("renew", "anna").refusal
+    assert "The kit of anna is new.key" in command("renew", "anna", "--out", "new.key").out
+    assert keys.clients()["anna"].public == Kit.load(Path("new.key")).public != old.public
     assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
     assert command("remove", "anna").out == "The server now rejects the kit of anna.\n"
     assert list(keys.clients()) == ["ben"]
@@ -101,3 +106,10 @@ def test_help_needs_neither_cryptography_nor_torch() -> None:
         "import sys, coterie.cli.keys; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_what_a_command_writes_is_for_its_user_alone(tmp_path) -> None:
+    command = [sys.executable, "-m", "coterie", "keys", "init"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    modes = {path.stat().st_mode & 0o077 for path in tmp_path.rglob("*")}
+    assert modes == {0}

@@ -1,8 +1,7 @@
-"""A proxy to knock at in tests, and a server behind it that notes what gets through."""
+"""A door to knock at in tests, and a server behind it that notes what gets through."""
 
-import datetime
+import asyncio
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
@@ -12,12 +11,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
-from coterie.engines.flower.proxy import Proxy, ProxyFiles
+from coterie.engines.flower.door import Door, Settings
+from coterie.engines.flower.keys import Keys, Kit
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Upstream(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
-    def __init__(self, keys: ProxyFiles) -> None:
+    def __init__(self, keys: Keys) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.seen: list[Seen] = []
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -50,11 +45,12 @@ class Upstream(ThreadingHTTPServer):
         return self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of connections that nginx refused."""
+        """Say nothing of connections that were cut."""
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def answer(self) -> None:
         assert isinstance(self.server, Upstream)
@@ -72,63 +68,33 @@ class Handler(BaseHTTPRequestHandler):
         """Be quiet."""
 
 
-def make_keys(folder: Path) -> ProxyFiles:
-    """An authority, and a certificate of its for localhost."""
-    folder.mkdir()
-    now = datetime.datetime.now(datetime.UTC)
-
-    def sign(name: str, issuer: str, public, key, authority: bool) -> bytes:
-        def named(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        certificate = (
-            x509.CertificateBuilder(named(issuer), named(name), public, x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(authority, None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .sign(key, hashes.SHA256())
-        )
-        return certificate.public_bytes(serialization.Encoding.PEM)
-
-    authority, server = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    files = ProxyFiles(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    files.ca.write_bytes(sign("ca", "ca", authority.public_key(), authority, True))
-    files.certificate.write_bytes(sign("server", "ca", server.public_key(), authority, False))
-    files.key.write_bytes(
-        server.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return files
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @dataclass(frozen=True)
-class Door:
-    """A proxy, what is behind it, and ways to knock."""
+class Entrance:
+    """A door, what is behind it, and ways to knock as the client anna."""
 
-    proxy: Proxy
+    folder: Path
+    keys: Keys
+    door: Door
     upstream: Upstream
     port: int
-    context: ssl.SSLContext
 
-    def connect(self) -> ssl.SSLSocket:
+    def context(self, kit: str = "anna.key") -> ssl.SSLContext:
+        return Kit.load(self.folder / kit).context()
+
+    def connect(self, context: ssl.SSLContext | None = None) -> ssl.SSLSocket:
         plain = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        return self.context.wrap_socket(plain, server_hostname="localhost")
+        return (context or self.context()).wrap_socket(plain, server_hostname="localhost")
 
     def raw(self, request: bytes) -> bytes:
         """Everything that is answered to some bytes, until the other side hangs up or is idle."""
         answer = b""
         with self.connect() as connection:
-            connection.settimeout(0.3)
+            connection.settimeout(1)
             with suppress(OSError):
                 connection.sendall(request)
                 while piece := connection.recv(65536):
@@ -138,17 +104,13 @@ class Door:
     def post(self, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
         return self.send("POST", path, body, **headers)
 
-    def send(
-        self, method: str, path: str, body: bytes | Iterator[bytes] = b"", **headers: str
-    ) -> tuple[int, bytes]:
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPSConnection(
-            "localhost", self.port, context=self.context, timeout=20
+            "localhost", self.port, context=self.context(), timeout=20
         )
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(
-                method, path, body, named, encode_chunked="Transfer-Encoding" in named
-            )
+            connection.request(method, path, body, named)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
@@ -156,18 +118,35 @@ class Door:
 
 
 @contextmanager
-def door(folder: Path, keys: ProxyFiles, behind: ProxyFiles, largest: int) -> Iterator[Door]:
-    """A proxy before an upstream that shows the certificate `behind`."""
-    upstream = Upstream(behind)
+def entrance(
+    folder: Path, largest: int, order: int = 10**12, behind: Keys | None = None
+) -> Iterator[Entrance]:
+    """A door, in a thread, before an upstream; `behind`: the upstream's keys, if it has others
+    than the door is told."""
+    keys, loopback = Keys.create(folder / "keys"), Keys.create(folder / "loopback")
+    keys.add("anna", folder / "anna.key")
+    upstream = Upstream(behind or loopback)
     thread = threading.Thread(target=upstream.serve_forever, daemon=True)
     thread.start()
-    port = free_port()
-    context = ssl.create_default_context(cafile=keys.ca)
-    parts = (keys.ca, keys.certificate, keys.key)
+    log = str(folder / "door.log")
+    door = Door(Settings(str(keys.folder), upstream.port, str(loopback.ca), largest, order, log))
+    listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+    port = listening.getsockname()[1]
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(door.serve(listening))
+
+    def serve() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(serving)
+
+    asking = threading.Thread(target=serve, daemon=True)
+    asking.start()
     try:
-        with Proxy(folder, f"127.0.0.1:{port}", upstream.port, *parts, largest) as proxy:
-            yield Door(proxy, upstream, port, context)
+        yield Entrance(folder, keys, door, upstream, port)
     finally:
+        loop.call_soon_threadsafe(serving.cancel)
+        asking.join()
+        loop.close()
         upstream.shutdown()
         thread.join()
         upstream.server_close()

@@ -6,9 +6,10 @@ holds a client in mid-round; see `taped`.
 
 import json
 import os
-import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,19 +18,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import psutil
-import pytest
 import yaml
 from door import free_port
 
+from coterie.engines.flower.door_process import die_with_parent
 from coterie.engines.flower.keys import Keys
-from coterie.engines.flower.proxy import PLACES, die_with_parent
 from coterie.runs import RunFolder
 
 T = TypeVar("T")
-NEEDS_NGINX = pytest.mark.skipif(
-    not (shutil.which("nginx") or shutil.which("nginx", path=PLACES)),
-    reason="nginx is not installed",
-)
 COTERIE = [sys.executable, "-m", "coterie"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
@@ -159,9 +155,9 @@ class Deployment:
         return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
 
     def logs(self) -> dict[Path, str]:
-        """What the server logged, and Flower and nginx for it."""
+        """What the server logged, and Flower and the door for it."""
         at = self.server.path
-        found = [at / "server.log", at / "flower/superlink.log", *at.glob("flower/nginx/*.log")]
+        found = [at / "server.log", at / "flower/superlink.log", at / "flower/door.log"]
         return {path: path.read_text(encoding="utf-8") for path in found if path.exists()}
 
     def log(self, before: Mapping[Path, str] | None = None) -> str:
@@ -228,6 +224,39 @@ class Deployment:
     def tape(self, name: str) -> list[bytes]:
         """Every message that a program took in or sent, in turn, by all its lives."""
         return list(read_tape(self.folder / f"tape-{name}" / "tape"))
+
+
+class Cable:
+    """A TCP proxy to a port of this machine; while it is cut, nothing comes through."""
+
+    def __init__(self, port: int) -> None:
+        self.to, self.whole = port, threading.Event()
+        self.whole.set()
+        self.end = socket.create_server(("127.0.0.1", 0))
+        self.port = self.end.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                inner, _ = self.end.accept()
+                self.whole.wait()
+                try:
+                    outer = socket.create_connection(("127.0.0.1", self.to))
+                except OSError:
+                    inner.close()
+                    continue
+                for ends in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                self.whole.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:

@@ -7,9 +7,9 @@ from coterie.config import parse
 from coterie.runs import RunFolder
 
 pytest.importorskip("flwr", reason="Flower is not installed")
-from sites import NEEDS_NGINX, Deployment, assert_same_bits
+from sites import Deployment, assert_same_bits
 
-pytestmark = [pytest.mark.slow, NEEDS_NGINX]
+pytestmark = pytest.mark.slow
 
 
 def test_it_ends_in_the_bits_and_score_of_one_process_though_the_server_is_killed(

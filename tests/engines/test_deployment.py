@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import parse
 from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.flower.keys import Keys
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import TOLD, Order, unseal
 from coterie.run_file import load_config
@@ -29,7 +29,7 @@ from coterie.testing.loop import flat
 pytest.importorskip("flwr", reason="Flower is not installed")
 from sites import (
     COTERIE,
-    NEEDS_NGINX,
+    Cable,
     Deployment,
     Program,
     about,
@@ -38,7 +38,7 @@ from sites import (
     stopped,
 )
 
-pytestmark = [pytest.mark.slow, NEEDS_NGINX]
+pytestmark = pytest.mark.slow
 NAMES = ("diarist", "lexicographer", "poet", "whaler")
 WRITERS = EMBEDDED / "demo-writers"
 Run = Callable[..., dict[str, Any]]
@@ -95,7 +95,7 @@ def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path
     here.join()
     here.wait(lambda: here.done() >= 1)
     children = server.family()[1:]
-    assert len(children) >= 4  # the SuperLink, and nginx with two workers
+    assert len(children) >= 2  # the SuperLink and the door
     local = in_one_process(run, tmp_path / "local")
     assert here.ends() == {"server": 0, **dict.fromkeys(NAMES, 0)}
     assert stopped(children)
@@ -103,39 +103,6 @@ def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path
     for name in NAMES:
         assert here.client_log(name).count("loaded the base") == 1
         assert here.programs[name].text.count("round 3/3: ") == 1
-
-
-class Cable:
-    """A TCP proxy to a port of this machine; while it is cut, nothing comes through."""
-
-    def __init__(self, port: int) -> None:
-        self.to, self.whole = port, threading.Event()
-        self.whole.set()
-        self.end = socket.create_server(("127.0.0.1", 0))
-        self.port = self.end.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                inner, _ = self.end.accept()
-                self.whole.wait()
-                try:
-                    outer = socket.create_connection(("127.0.0.1", self.to))
-                except OSError:
-                    inner.close()
-                    continue
-                for ends in ((inner, outer), (outer, inner)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.whole.wait()
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_network_that_is_cut_for_30_seconds_changes_no_bit(deploy, four, tmp_path) -> None:
@@ -174,7 +141,7 @@ def test_a_server_that_is_killed_goes_on_and_nothing_personal_ever_travels(
     here.held("whaler")
     before = here.done()
     children = here.kill("server")
-    assert len(children) >= 4
+    assert len(children) >= 2
     assert stopped(children)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", here.port))
@@ -367,6 +334,17 @@ def test_a_server_whose_superlink_dies_ends_with_a_sentence(long_run) -> None:
     assert "Traceback" not in server.text
 
 
+def test_a_client_whose_kit_is_renewed_is_cut_off_and_goes_on_with_the_new_one(long_run) -> None:
+    here = long_run
+    all_here(here)
+    said = len(here.programs["poet"].text)
+    kit = Keys(here.folder / "keys").renew("poet", here.folder / "new.key")
+    here.wait(lambda: "hung up on this client" in here.programs["poet"].text[said:])
+    here.wait(lambda: "poet is gone" in here.log())
+    kit.replace(here.folder / "poet.key")
+    here.until_counted("poet", after=here.done() + 1)
+
+
 def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     here = long_run
     all_here(here)
@@ -382,7 +360,7 @@ def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     said = len(here.programs["server"].text)
     again = here.serve("--resume")
     here.wait(lambda: "already done" in again.text[said:])
-    here.wait(lambda: len(again.family()) >= 5)
+    here.wait(lambda: len(again.family()) >= 3)
     families = again.family()
     again.process.send_signal(signal.SIGTERM)
     assert again.end() == 130

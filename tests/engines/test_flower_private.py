@@ -5,7 +5,6 @@ Names and calls are read from our sources and not imported, so one that is gone 
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import tomllib
@@ -19,7 +18,7 @@ from typing import Any, NoReturn, get_type_hints
 
 import pytest
 
-from coterie.engines.flower import FLOWER, imports_for
+from coterie.engines.flower import FLOWER, door, imports_for
 from coterie.errors import CoterieError
 
 pytest.importorskip("flwr", reason="Flower is not installed")
@@ -203,20 +202,19 @@ def asked(name: str, method: str, *before: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", [row[1] for row in ROWS if row[0] == "FleetHttpClient"])
-def test_what_nginx_lets_pass(method) -> None:
+def test_what_the_door_lets_pass(method) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     request = asked(
         *("FleetHttpClient", method),
         find("RuntimeVersionHttpInterceptor")(component_name="SuperNode"),
         find("NodeAuthHttpInterceptor")(key, key.public_key()),
     ).request
-    rules = (FOLDER / "nginx.conf").read_text()
-    path = request.url.path
-    if not path.startswith("/v1/fleet/") or path.removeprefix("/v1/fleet/") not in rules:
-        fail("FleetHttpClient", f"calls {path} for {method}, which nginx.conf refuses")
+    if request.url.path not in door.CALLS:
+        fail("FleetHttpClient", f"calls {request.url.path} for {method}, which door.py refuses")
     sent = {header for header in request.headers if header.startswith("flwr-")}
-    if other := sent ^ {name.lower() for name in re.findall(r"proxy_set_header (Flwr\S+)", rules)}:
-        fail("FleetHttpClient", f"and nginx.conf, which passes headers on, differ in {other}")
+    passed = {header for header in door.PASSED if header.startswith("flwr-")}
+    if other := sent ^ passed ^ {"flwr-public-key"}:
+        fail("FleetHttpClient", f"and door.py, which passes headers on, differ in {other}")
 
 
 def test_the_call_that_takes_on_the_servers_task() -> None:
@@ -333,7 +331,7 @@ def another_flower(change: str, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("module", rf"^{UTILS}.ObjectPullError, used by fleet.py, cannot be imported"),
+        ("module", rf"^{UTILS}.ObjectPushError, used by fleet.py, cannot be imported"),
         ("name", rf"^{UTILS}.push_objects, used by fleet.py and link.py, is gone\."),
         ("arguments", "as fleet.py calls push_objects: .* unexpected .* 'object_ids_to_push'"),
         ("field", r"PushMessagesRequest, used by fleet.py, has no field \w+ any more"),

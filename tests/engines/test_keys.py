@@ -15,8 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from coterie.engines.flower import certificates
 from coterie.engines.flower import keys as keys_module
-from coterie.engines.flower.keys import Keys, Kit, fingerprint
+from coterie.engines.flower.keys import Keys, Kit
 from coterie.errors import CoterieError
 
 SPKI = serialization.PublicFormat.SubjectPublicKeyInfo
@@ -33,6 +34,10 @@ def mode(path: Path) -> int:
 
 def public_pem(kit: Kit) -> bytes:
     return kit.key.public_key().public_bytes(serialization.Encoding.PEM, SPKI)
+
+
+def publics(keys: Keys) -> dict[str, bytes]:
+    return {name: client.public for name, client in keys.clients().items()}
 
 
 def shake_hands(server: Keys, trusted: Path, host: str) -> None:
@@ -101,7 +106,7 @@ def test_private_keys_are_for_their_owner_and_certificates_for_all(keys, tmp_pat
     folder = tmp_path / "keys"
     for private in (folder / "ca.key", keys.key, kit):
         assert mode(private) == 0o600
-    for public in (keys.ca, keys.certificate, folder / "clients" / "anna.pub"):
+    for public in (keys.ca, keys.certificate, folder / "clients" / "anna.pem"):
         assert mode(public) & 0o400
         assert b"PRIVATE" not in public.read_bytes()
 
@@ -112,7 +117,7 @@ def test_a_kit_holds_what_its_client_needs(keys, tmp_path) -> None:
     assert (kit.name, kit.ca) == ("anna", keys.ca.read_bytes())
     assert isinstance(kit.key.curve, ec.SECP384R1)
     signature = kit.key.sign(b"it is me", ec.ECDSA(hashes.SHA256()))
-    registered = serialization.load_pem_public_key(keys.clients()["anna"])
+    registered = serialization.load_pem_public_key(keys.clients()["anna"].public)
     assert isinstance(registered, ec.EllipticCurvePublicKey)
     registered.verify(signature, b"it is me", ec.ECDSA(hashes.SHA256()))
 
@@ -121,20 +126,21 @@ def test_a_kit_survives_a_way_that_changes_line_ends(keys, tmp_path) -> None:
     path = keys.add("anna", tmp_path / "anna.key")
     sent = tmp_path / "sent.key"
     sent.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    assert Kit.load(sent).encode() == path.read_bytes()
+    assert Kit.load(sent).public == Kit.load(path).public
+    Kit.load(sent).context()
 
 
 def test_a_clients_private_key_is_nowhere_at_the_server(keys, tmp_path) -> None:
     before = {path.name for path in (tmp_path / "keys").rglob("*")}
     keys.add("anna", tmp_path / "anna.key")
-    assert {path.name for path in (tmp_path / "keys").rglob("*")} - before == {"anna.pub"}
+    assert {path.name for path in (tmp_path / "keys").rglob("*")} - before == {"anna.pem"}
     assert {path.name for path in tmp_path.iterdir()} == {"keys", "anna.key"}
 
 
 def test_public_keys_are_flowers_bytes(keys, tmp_path) -> None:
     flower = pytest.importorskip("flwr.supercore.primitives.asymmetric")
     kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
-    assert keys.clients() == {"anna": flower.public_key_to_bytes(kit.key.public_key())}
+    assert publics(keys) == {"anna": flower.public_key_to_bytes(kit.key.public_key())}
     assert flower.uses_nist_ec_curve(kit.key.public_key())
 
 
@@ -143,8 +149,8 @@ def test_clients_are_in_the_order_of_their_names(keys, tmp_path) -> None:
     kits = {name: Kit.load(keys.add(name, tmp_path / f"{name}.key")) for name in names}
     found = Keys(tmp_path / "keys").clients()
     assert list(found) == sorted(names)
-    assert found == {name: public_pem(kit) for name, kit in kits.items()}
-    assert len(set(map(fingerprint, found.values()))) == len(names)
+    assert publics(keys) == {name: public_pem(kit) for name, kit in kits.items()}
+    assert len({client.fingerprint for client in found.values()}) == len(names)
 
 
 def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, tmp_path) -> None:
@@ -153,7 +159,7 @@ def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, 
     keys.remove("anna")
     assert list(keys.clients()) == ["ben"]
     new = Kit.load(keys.add("anna", tmp_path / "new.key"))
-    assert keys.clients()["anna"] == public_pem(new) != public_pem(old)
+    assert publics(keys)["anna"] == public_pem(new) != public_pem(old)
 
 
 @pytest.mark.parametrize("name", ["", "../anna", "a/b", ".anna", "-a", "two words", "a" * 65])
@@ -189,7 +195,7 @@ def test_a_stop_between_kit_and_registration_can_be_mended(keys, tmp_path, monke
     assert (kit.exists(), keys.clients()) == (True, {})
     kit.unlink()
     keys.add("anna", kit)
-    assert keys.clients() == {"anna": public_pem(Kit.load(kit))}
+    assert publics(keys) == {"anna": public_pem(Kit.load(kit))}
 
 
 def test_a_client_that_cannot_be_registered_gets_no_kit(keys, tmp_path, monkeypatch) -> None:
@@ -212,7 +218,7 @@ def test_a_folder_of_keys_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> 
     with pytest.raises(CoterieError, match="neither a DNS name nor"):
         Keys.create(tmp_path / "keys", ["https://example.org"])
     with monkeypatch.context() as patch:
-        patch.delattr(keys_module, "_pem")
+        patch.delattr(keys_module, "pem")
         with pytest.raises(NameError):
             Keys.create(tmp_path / "keys")
     assert list(tmp_path.iterdir()) == []
@@ -229,11 +235,10 @@ def test_another_folder_is_refused_with_what_to_do(missing, keys, tmp_path) -> N
         Keys(folder)
 
 
-def test_a_public_key_that_is_none_is_named(keys, tmp_path) -> None:
-    wrong = ec.generate_private_key(ec.SECP256R1()).public_key()
-    for content in (b"hello", wrong.public_bytes(serialization.Encoding.PEM, SPKI)):
-        (tmp_path / "keys" / "clients" / "ben.pub").write_bytes(content)
-        with pytest.raises(CoterieError, match=r"ben\.pub is damaged"):
+def test_a_certificate_that_is_none_is_named(keys, tmp_path) -> None:
+    for content in (b"hello", keys.certificate.read_bytes()):  # whose key is on another curve
+        (tmp_path / "keys" / "clients" / "ben.pem").write_bytes(content)
+        with pytest.raises(CoterieError, match=r"ben\.pem is damaged"):
             keys.clients()
 
 
@@ -251,23 +256,28 @@ def test_certify_renews_and_adds_hosts_without_touching_clients(keys, tmp_path) 
     keys.certify(["New.example.org", "2001:db8::7", "localhost"])
     assert keys.hosts() == [*hosts, "new.example.org", "2001:db8::7"]
     assert keys.certificate.read_bytes() != before
-    assert keys.clients() == {"anna": public_pem(kit)}
+    assert publics(keys) == {"anna": public_pem(kit)}
     (tmp_path / "theirs.pem").write_bytes(kit.ca)
     for host in ("localhost", "coterie.example.org", "new.example.org", "2001:db8::7"):
         shake_hands(keys, tmp_path / "theirs.pem", host)
 
 
 def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(keys_module, "AUTHORITY_LASTS", timedelta(days=30))
+    monkeypatch.setattr(certificates, "AUTHORITY_LASTS", timedelta(days=30))
     keys = Keys.create(tmp_path / "keys")
     authority = x509.load_pem_x509_certificate(keys.ca.read_bytes())
     assert keys.expires() == authority.not_valid_after_utc
     shake_hands(keys, keys.ca, "localhost")
 
 
-def with_key_on_another_curve(kit: bytes) -> bytes:
-    ca = kit[kit.index(b"-----BEGIN CERT") : kit.index(b"-----BEGIN PRIVATE")]
-    return Kit("anna", ca, ec.generate_private_key(ec.SECP256R1())).encode()
+def with_key(kit: bytes, curve: ec.EllipticCurve) -> bytes:
+    """Another key than the certificate's."""
+    key = ec.generate_private_key(curve).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return kit[: kit.index(b"-----BEGIN PRIVATE")] + key
 
 
 @pytest.mark.parametrize(
@@ -281,9 +291,10 @@ def with_key_on_another_curve(kit: bytes) -> bytes:
         lambda kit: kit.replace(b"Client: anna", b"Client:"),
         lambda kit: kit.replace(b"\nMII", b"\nXXX"),
         lambda kit: kit[kit.index(b"-----BEGIN PRIVATE") :],
-        with_key_on_another_curve,
+        lambda kit: with_key(kit, ec.SECP256R1()),
+        lambda kit: with_key(kit, ec.SECP384R1()),
     ],
-    ids=["empty", "bytes", "half", "key", "name", "nameless", "ca", "bare", "curve"],
+    ids=["empty", "bytes", "half", "key", "name", "nameless", "ca", "bare", "curve", "another"],
 )
 def test_what_is_no_kit_is_refused_and_not_shown(
     change: Callable[[bytes], bytes], keys, tmp_path
@@ -304,3 +315,30 @@ def test_what_is_no_kit_is_refused_and_not_shown(
 def test_a_kit_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
     with pytest.raises(CoterieError, match=f"^Could not read the kit .*{name}: {why}.$"):
         Kit.load(tmp_path / name)
+
+
+def test_a_renewed_client_has_another_key_and_only_its_new_kit_counts(keys, tmp_path) -> None:
+    old = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    with pytest.raises(CoterieError, match="already exists; delete it, or"):
+        keys.renew("anna", tmp_path / "anna.key")
+    assert publics(keys) == {"anna": public_pem(old)}
+    state = keys.state()
+    new = Kit.load(keys.renew("anna", tmp_path / "new.key"))
+    assert publics(keys) == {"anna": public_pem(new)}
+    assert public_pem(new) != public_pem(old)
+    assert keys.state() != state
+    with pytest.raises(CoterieError, match="There is no client 'ben'"):
+        keys.renew("ben", tmp_path / "ben.key")
+
+
+def test_a_kit_is_read_again_and_says_when_it_cannot_be_used(keys, tmp_path, monkeypatch) -> None:
+    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    keys.renew("anna", tmp_path / "new.key").replace(tmp_path / "anna.key")
+    assert kit.again().public != kit.public
+    keys.add("ben", tmp_path / "ben.key").replace(tmp_path / "anna.key")
+    with pytest.raises(CoterieError, match="belongs to 'ben', not 'anna'"):
+        kit.again()
+    monkeypatch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(minutes=-1))
+    keys.renew("anna", tmp_path / "late.key").replace(tmp_path / "anna.key")
+    with pytest.raises(CoterieError, match=r"expired on \d.*`coterie keys renew anna`"):
+        kit.again()

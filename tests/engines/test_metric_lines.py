@@ -218,13 +218,13 @@ def test_a_server_killed_before_its_result_has_every_figure_once(
 def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) -> None:
     """Of another round; of the run; or of the server."""
     lies = [
-        {"round": 2**20, "client": "poet", "name": "loss/late"},
-        {"round": 0, "client": "poet", "name": "loss/early"},
-        {"round": 0, "client": "poet", "name": "seconds", "value": "many"},
+        {"round": 2**20, "client": "poet", "name": "loss/late", "value": 1},
+        {"round": 0, "client": "poet", "name": "loss/early", "value": 1},
+        {"round": 0, "client": "poet", "name": "seconds", "value": 10**9},
         {"round": 0, "client": "poet", "name": "server/aggregated", "value": "best"},
         {"round": 0, "client": "poet", "name": "bytes/up", "value": "none"},
         {"round": 0, "name": "server/aggregated", "value": "best"},
-        {"round": 0, "client": "whaler", "name": "loss/other"},
+        {"round": 0, "client": "whaler", "name": "loss/other", "value": 1},
     ]
 
     def lying(name: str, data: bytes) -> bytes:

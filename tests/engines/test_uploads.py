@@ -3,6 +3,7 @@ trace in what the others make together."""
 
 import json
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,14 @@ def test_another_version_of_the_package_takes_part(config, tmp_path, monkeypatch
     assert any(b"99.0.0" in data for data in loop.seen)
     assert any(formats.VERSION.encode() in data for data in loop.seen)
     assert_as_local(run, tmp_path, RunFolder(local.path))
+
+
+def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    before = {*folder.path.iterdir()}
+    waiting = SimpleNamespace(folder=folder, uploads={})
+    for body in (b"an upload", b"the same, once more"):
+        engine.ServerRun._keep(waiting, "poet", body)  # pyright: ignore[reportArgumentType]
+        assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it
+    waiting.uploads["poet"].seek(0)
+    assert waiting.uploads["poet"].read() == b"the same, once more"

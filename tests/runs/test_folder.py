@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,18 @@ def test_a_place_where_nothing_can_be_written(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Path, "mkdir", refused)
     with pytest.raises(CoterieError, match=r"Could not write .*run: Permission denied\."):
         RunFolder.create(tmp_path / "run", DESCRIPTION)
+
+
+def test_a_run_is_for_its_owner_alone(tmp_path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder.path / ".lock").stat().st_mode) == 0o600
+
+
+def test_a_lock_is_not_what_a_link_in_its_place_names(tmp_path) -> None:
+    (tmp_path / "diary.txt").write_text("Dear diary")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "diary.txt")
+    with pytest.raises(CoterieError, match=r"Could not write .*\.lock"):
+        RunFolder.create(tmp_path / "run", {})
+    assert (tmp_path / "diary.txt").read_text() == "Dear diary"

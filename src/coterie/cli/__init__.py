@@ -3,6 +3,7 @@
 No module here imports torch, transformers or pydantic outside a function: help is there at once.
 """
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -53,7 +54,11 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
-    """Run a command; an error that the user can mend is one sentence and exit code 2."""
+    """Run a command; an error that the user can mend is one sentence and exit code 2.
+
+    What is written is for this user alone: models, losses and logs are personal.
+    """
+    os.umask(0o077)
     try:
         app()
     except (CoterieError, OSError) as error:

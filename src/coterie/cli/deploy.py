@@ -42,8 +42,7 @@ def server(
     """Serve a run to clients on other machines until its last round.
 
     Clients authenticate with their keys (`coterie keys init`, `coterie keys add alice`). To accept
-    clients from other machines, set --address 0.0.0.0:9092; this requires nginx. The run file can
-    have a section
+    clients from other machines, set --address 0.0.0.0:9092. The run file can have a section
 
         deployment: {quorum: 3, deadline: 600}
 
@@ -139,7 +138,7 @@ def _kit(file: Path, name: str | None) -> "Kit":
     kit = Kit.load(file)
     if name not in (None, kit.name):
         raise CoterieError(f"The kit {file} belongs to {kit.name!r}, not {name!r}.")
-    return kit
+    return kit.again()
 
 
 def _place(path: str | None) -> str | None:

@@ -31,6 +31,10 @@ Hosts = Annotated[
         show_default=False,
     ),
 ]
+Kit = Annotated[
+    Path | None,
+    typer.Option("--out", help="File of the kit. Default: NAME.key.", show_default=False),
+]
 Name = Annotated[str, typer.Argument(help="The client's name.", show_default=False)]
 
 
@@ -63,17 +67,14 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     server = _keys()(folder)
     server.certify(host or ())
     terminal.say(_certificate(server))
-    terminal.say("The server will use it after a restart.")
+    terminal.say("A running server uses it from now on.")
 
 
 @app.command()
 def add(
     name: Name,
     keys: FolderOption = DEFAULT,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File of the kit. Default: NAME.key.", show_default=False),
-    ] = None,
+    out: Kit = None,
 ) -> None:
     """Add a client: create its kit, a small file to transfer to the client's machine.
 
@@ -81,33 +82,51 @@ def add(
 
         coterie keys add anna
     """
-    kit = _keys()(keys).add(name, out or Path(f"{name}.key"))
+    _tell(name, _keys()(keys).add(name, out or Path(f"{name}.key")))
+
+
+@app.command()
+def renew(name: Name, keys: FolderOption = DEFAULT, out: Kit = None) -> None:
+    """Make a new kit for a client, valid for two years. Its old kit is rejected at once.
+
+    A client that is running continues when the new kit replaces its file.
+
+    Example:
+
+        coterie keys renew anna
+    """
+    _tell(name, _keys()(keys).renew(name, out or Path(f"{name}.key")))
+
+
+@app.command("list")
+def show(folder: Folder = DEFAULT) -> None:
+    """List the accepted clients, the hosts of the server's certificate, and when each expires."""
+    server = _keys()(folder)
+    from coterie.results.tables import Table
+
+    found = server.clients().items()
+    rows = [(name, about.fingerprint, f"{about.expires:%Y-%m-%d}") for name, about in found]
+    rows = rows or [("none yet", "add one with `coterie keys add NAME`", "")]
+    head = ("client", "fingerprint (SHA-256)", "valid until")
+    terminal.console.print(Table(f"Clients in {folder}", head, rows))
+    terminal.say(f"\n{_certificate(server)}")
+
+
+@app.command()
+def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
+    """Remove a client: the server ends its connections and rejects it from now on."""
+    _keys()(keys).remove(name)
+    terminal.say(f"The server now rejects the kit of {name}.")
+
+
+def _tell(name: str, kit: Path) -> None:
+    """What to do with a new kit."""
     terminal.say(
         f"The kit of {name} is {kit}. It contains a private key that the server does not keep."
     )
     terminal.say(
         f"Transfer it to the machine of {name} over a secure channel, then delete it here."
     )
-
-
-@app.command("list")
-def show(folder: Folder = DEFAULT) -> None:
-    """List the accepted clients, and the hosts and expiry date of the server's certificate."""
-    server = _keys()(folder)
-    from coterie.engines.flower.keys import fingerprint
-    from coterie.results.tables import Table
-
-    clients = [(name, fingerprint(key)) for name, key in server.clients().items()]
-    rows = clients or [("none yet", "add one with `coterie keys add NAME`")]
-    terminal.console.print(Table(f"Clients in {folder}", ("client", "fingerprint (SHA-256)"), rows))
-    terminal.say(f"\n{_certificate(server)}")
-
-
-@app.command()
-def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
-    """Remove a client: the server rejects it from now on."""
-    _keys()(keys).remove(name)
-    terminal.say(f"The server now rejects the kit of {name}.")
 
 
 def _certificate(server: "Keys") -> str:

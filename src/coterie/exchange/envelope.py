@@ -4,6 +4,7 @@ An envelope is a small JSON header and the message's bytes. Headers hold nothing
 """
 
 import json
+from collections.abc import Callable
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -76,14 +77,28 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _draws(self) -> Self:
-        scores, rounds = self.name.startswith("test/"), self.name == "kept"
-        if (
-            not plain(self.value)
-            or (scores and not _is_score(self.value))
-            or (rounds and not (type(self.value) is int and 0 <= self.value <= LAST_ROUND))
-        ):
+        fits = FITS.get(self.name.partition("/")[0], plain)
+        if not (plain(self.value) and fits(self.value)):
             raise ValueError("it is not an entry")
         return self
+
+
+def _is_number(value: Json) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_round(value: Json) -> bool:
+    return type(value) is int and 0 <= value <= LAST_ROUND
+
+
+def _are_numbers(value: Json) -> bool:
+    """Whether it is numbers by name, or None where there is none."""
+    return isinstance(value, dict) and all(v is None or _is_number(v) for v in value.values())
+
+
+def _is_array(value: Json) -> bool:
+    """Whether it is numbers in lists, to any depth."""
+    return isinstance(value, list) and all(_is_number(v) or _is_array(v) for v in value)
 
 
 def _is_score(value: Json) -> bool:
@@ -93,6 +108,20 @@ def _is_score(value: Json) -> bool:
         and {"perplexity", "bits_per_byte"} <= value.keys()
         and all(type(number) in (int, float) for number in value.values())
     )
+
+
+FITS: dict[str, Callable[[Json], bool]] = {
+    "loss": _is_number,
+    "seconds": _is_number,
+    "kept": _is_round,
+    "test": _is_score,
+    "trust": _are_numbers,
+    "rank": _are_numbers,
+    "taught": _are_numbers,
+    "routing": _is_array,
+    "fusion": _is_array,
+}
+"""What tables and reports draw, by the first part of an entry's name, and what it must be."""
 
 
 class Reply(_Header):

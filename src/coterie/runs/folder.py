@@ -64,6 +64,7 @@ class RunFolder:
         folder.refuse(force)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o700)  # its models are personal
         with folder.lock():
             folder.refuse(force)  # another process may have begun meanwhile
             folder._clear()
@@ -152,8 +153,10 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Keep other processes out while this one works here."""
         with writing(self.path / ".lock"):
-            file = (self.path / ".lock").open("w")
-        with file:
+            descriptor = os.open(
+                self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
+        with os.fdopen(descriptor, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

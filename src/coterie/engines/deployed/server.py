@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
+from typing import IO
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import TOLD, Kind, Order, PluginFile, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
-from coterie.files import write_bytes
+from coterie.files import writing
 from coterie.methods.plugins import plugin_of
 from coterie.runs import Recorder, RunFolder
 
@@ -73,6 +74,8 @@ class ServerRun:
         """Clients that have not done it yet."""
         self.strangers: set[str] = set()
         """Clients with a key that the run does not name."""
+        self.uploads: dict[str, IO[bytes]] = {}
+        """Those of this round that wait on disk."""
         self.late: set[str] = set()
         """Tickets of replies that nobody waits for."""
 
@@ -80,36 +83,35 @@ class ServerRun:
         """All rounds that are left."""
         done = self._restore()
         self.watch.start(self.config.label, self.config.exchanges, done)
-        with TemporaryDirectory() as spool:
-            for round in range(done, self.config.exchanges):
-                if self._is_over(Path(spool)):
-                    break
-                began = time.monotonic()
-                self.round = self.recorder.round = round
-                counted = self._round(Path(spool))
-                self.recorder.log(None, "seconds", time.monotonic() - began)
-                self.recorder.flush()
-                self.folder.save(round + 1, self._states())
-                self.watch.round_over(round, counted)
-            self._finish(Path(spool))
+        for round in range(done, self.config.exchanges):
+            if self._is_over():
+                break
+            began = time.monotonic()
+            self.round = self.recorder.round = round
+            counted = self._round()
+            self.recorder.log(None, "seconds", time.monotonic() - began)
+            self.recorder.flush()
+            self.folder.save(round + 1, self._states())
+            self.watch.round_over(round, counted)
+        self._finish()
         self.folder.finish(result(self.config, self.folder))
 
-    def _round(self, spool: Path) -> int:
+    def _round(self) -> int:
         """One round, of whom is there at its start; how many uploads counted."""
         if len(self._ready()) < self._needed:
             self._note(f"round {self.round + 1}: waiting for {self._needed} clients")
         while len(self._ready()) < self._needed:
-            self._turn(spool)
+            self._turn()
         members = self._ready()
         self.server.open(self.round, members)
         self._ask("step", members)
         end = time.monotonic() + self.config.deployment.deadline
         while True:
             while not self._complete(members, end):
-                self._turn(spool)
+                self._turn()
             done = sorted(set(members) - self.waiting)
             refused: set[str] = set()
-            mean = self.aggregation.mean(self.round, self._contributions(done, spool, refused))
+            mean = self.aggregation.mean(self.round, self._contributions(done, refused))
             counted = len(done) - len(refused)
             if counted >= self._needed:
                 break
@@ -140,13 +142,13 @@ class ServerRun:
     def _stopped(self) -> int:
         return sum(seat.stopped for seat in self.seats.values())
 
-    def _is_over(self, spool: Path) -> bool:
+    def _is_over(self) -> bool:
         """Whether nobody is left to train: all who have taken part have stopped; or a quorum has,
         and the others are away for as long as a round may take."""
         if self._stopped >= self.quorum and not self._all_stopped():
             end = time.monotonic() + self.config.deployment.deadline
             while not self._ready() and time.monotonic() < end:
-                self._turn(spool)
+                self._turn()
             return not self._ready()
         return self._all_stopped()
 
@@ -162,13 +164,12 @@ class ServerRun:
         enough = len(members) - len(self.waiting) >= self._needed
         return enough and (gone or time.monotonic() > end)
 
-    def _contributions(
-        self, names: list[str], spool: Path, refused: set[str]
-    ) -> Iterator[Contribution]:
+    def _contributions(self, names: list[str], refused: set[str]) -> Iterator[Contribution]:
         """What the uploads that wait on disk add to the mean; names of those refused are added."""
         for name in names:
             try:
-                upload = self.schema.receive("up", (spool / name).read_bytes())
+                self.uploads[name].seek(0)
+                upload = self.schema.receive("up", self.uploads[name].read())
                 found = contribution(self.server, self.aggregation, name, upload)
             except Exception as error:  # whatever it is, one client cannot stop a run
                 self._refuse(f"round {self.round + 1}: rejected the upload of {name}", error)
@@ -177,7 +178,7 @@ class ServerRun:
             self.seats[name].counted = self.round
             yield found
 
-    def _finish(self, spool: Path) -> None:
+    def _finish(self) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
         self.round = self.folder.rounds()
         if self.round < self.config.exchanges:  # it ends early
@@ -191,7 +192,7 @@ class ServerRun:
             here = any(self.seats[name].present for name in self.waiting)
             if not here and time.monotonic() > began + GRACE:
                 break
-            self._turn(spool)
+            self._turn()
         for name in sorted(self.waiting):
             self._note(f"{name} did not receive the result; use --resume when it is back")
         self._record_entries(self.hellos.keys() - self.waiting)
@@ -213,13 +214,13 @@ class ServerRun:
         here = (n for n, s in self.seats.items() if s.joined and s.present and not s.stopped)
         return sorted(here)
 
-    def _turn(self, spool: Path) -> None:
+    def _turn(self) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
         present = self.link.present()  # before replies, so that who leaves has replied
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
             if ticket in tickets:
-                self._reply(tickets[ticket], data, spool)
+                self._reply(tickets[ticket], data)
             self.late.discard(ticket)
         for name in sorted(present.keys() - self.seats.keys()):
             if self.config.deployment.anyone:
@@ -272,7 +273,7 @@ class ServerRun:
         plugin = plugin_of(type(self.config.method))
         return plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
 
-    def _reply(self, name: str, data: bytes | None, spool: Path) -> None:
+    def _reply(self, name: str, data: bytes | None) -> None:
         """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
         seat = self.seats[name]
         seat.ticket = None
@@ -291,7 +292,7 @@ class ServerRun:
             elif reply.kind == "join":
                 self._join(name, reply, body)
             elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
-                self._done(name, reply, body, spool)
+                self._done(name, reply, body)
         except Exception as error:  # whatever it is, one client cannot stop a run
             self._refuse(f"rejected a message from {name}", error)
 
@@ -312,10 +313,10 @@ class ServerRun:
         self.aggregation.join(name, hello)
         self.server.join(name, hello)
 
-    def _done(self, name: str, reply: Reply, body: bytes, spool: Path) -> None:
+    def _done(self, name: str, reply: Reply, body: bytes) -> None:
         if self.kind == "step":
             self.schema.receive("up", body)  # refused now, it can come again
-            write_bytes(spool / name, body)
+            self._keep(name, body)
             self.recorder.log(name, "bytes/up", len(body))
         seat = self.seats[name]
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
@@ -323,6 +324,15 @@ class ServerRun:
         if self.config.deployment.share_metrics:
             seat.entries = reply.entries or []
         self.waiting.discard(name)
+
+    def _keep(self, name: str, body: bytes) -> None:
+        """Let an upload wait on disk, in a file without a name: a kill leaves nothing of it."""
+        with writing(self.folder.path):
+            if name in self.uploads:
+                self.uploads.pop(name).close()
+            file = TemporaryFile(dir=self.folder.path)  # noqa: SIM115  (open until the next round)
+            file.write(body)
+            self.uploads[name] = file
 
     def _record_entries(self, names: Iterable[str]) -> None:
         """Record what clients told of their last steps, each under its own name."""

@@ -5,7 +5,6 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -73,17 +72,16 @@ def _bring_to_its_end(
     address: str,
     watch: ServerWatch,
 ) -> RunFolder:
-    if keys.expires() < datetime.now(UTC):
-        raise CoterieError(
-            "The server's certificate has expired; renew it with `coterie keys certify`."
-        )
+    for remark in keys.remarks():
+        watch.note(remark)
     skeleton = load_skeleton(config.base, config.root)
+    largest = config.deployment.largest_message * MiB
     with (
         folder.lock(),
         logged(folder.path / "server.log"),
-        SuperLink(folder.path / "flower", keys, address) as superlink,
+        SuperLink(folder.path / "flower", keys, address, largest) as superlink,
     ):
-        link = FlowerLink(superlink, config.deployment.largest_message * MiB)
+        link = FlowerLink(superlink, largest)
         try:
             ServerRun(config, skeleton, folder, link, watch, own).rounds()
         except httpx.HTTPError as error:

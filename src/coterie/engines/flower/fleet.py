@@ -7,8 +7,12 @@ This takes bytes to the worker and nothing else: no code travels, and the base s
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
 
 import httpx
 from flwr.app import Message
@@ -17,12 +21,12 @@ from coterie.engines.deployed.client import Seen, Worker
 from coterie.engines.flower.keys import Kit
 from coterie.engines.flower.parcel import content, fetch, prepare, unpack
 from coterie.engines.flower.private import (
+    CHUNK,
     ActivateNodeRequest,
     DeactivateNodeRequest,
     FleetHttpClient,
     Node,
     NodeAuthHttpInterceptor,
-    ObjectPullError,
     ObjectPushError,
     PullMessagesRequest,
     PushMessagesRequest,
@@ -33,6 +37,7 @@ from coterie.engines.flower.private import (
     make_push_object_fn_protobuf,
     push_objects,
 )
+from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.message import LARGEST_MESSAGE
 
@@ -43,6 +48,73 @@ HEARTBEAT = 10
 """Seconds that a heartbeat lasts, the least that Flower allows. After two, a client is gone."""
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts to reach a server that has been away for long."""
+LARGEST_ANSWER = 3 * CHUNK
+"""Bytes of an answer to one call: Flower cuts messages into objects of little more than a chunk."""
+CLOCKS = 5.0
+"""Seconds by which Flower lets a client's clock be ahead of the server's."""
+
+
+class Cautious(httpx.BaseTransport):
+    """HTTPS to the server as one client, whatever the server answers: of bounded size, and never
+    unpacked, which could make much of little."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.inner = httpx.HTTPTransport(verify=kit.context())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Raises httpx.DecodingError for a compressed answer; reading may raise httpx.ReadError."""
+        request.headers["accept-encoding"] = "identity"
+        answer = self.inner.handle_request(request)
+        if "content-encoding" in answer.headers:
+            answer.close()
+            raise httpx.DecodingError("the answer is compressed", request=request)
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        answer.stream = Bounded(answer.stream)
+        return answer
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.inner.close()
+
+
+@dataclass(frozen=True)
+class Bounded(httpx.SyncByteStream):
+    """An answer's bytes, up to `LARGEST_ANSWER`."""
+
+    stream: httpx.SyncByteStream
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Raises httpx.ReadError if there are more."""
+        left = LARGEST_ANSWER
+        for piece in self.stream:
+            if (left := left - len(piece)) < 0:
+                raise httpx.ReadError("the answer is too large")
+            yield piece
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self.stream.close()
+
+
+class Fleet(FleetHttpClient):
+    """Flower's client, which follows no redirection and survives whatever it is answered."""
+
+    def __init__(self, server: str, kit: Kit) -> None:
+        super().__init__(
+            f"https://{server}",
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                NodeAuthHttpInterceptor(kit.key, kit.key.public_key()),
+            ],
+        )
+        self._client.close()
+        self._client = httpx.Client(transport=Cautious(kit), timeout=30)
+
+    def _unary_unary(self, **call: Any) -> Any:
+        try:
+            return super()._unary_unary(**call)
+        except ValueError as error:  # no protobuf
+            raise httpx.RemoteProtocolError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -89,8 +161,15 @@ class Connection:
                 ),
                 LARGEST_MESSAGE,
             )
-            reply = Message(content(worker.answer(unpack(order))), reply_to=order)
-        except (MessageError, ObjectPullError) as error:
+            asked = unpack(order)
+        except httpx.HTTPError:
+            raise
+        except Exception as error:  # whatever a server makes Flower's decoder stumble over
+            log.error("rejected a message from the server: %s", " ".join(str(error).split())[:300])
+            return True
+        try:
+            reply = Message(content(worker.answer(asked)), reply_to=order)
+        except MessageError as error:
             log.error("rejected a message from the server: %s", error)
             return True
         self._push(reply, run)
@@ -124,15 +203,7 @@ class Connection:
 
 def connect(server: str, kit: Kit) -> Connection:
     """Reach the server as the client that the kit is for; raises httpx.HTTPError if it cannot."""
-    client = FleetHttpClient.from_server_address(
-        server,
-        insecure=False,
-        root_certificates=kit.ca,
-        interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(kit.key, kit.key.public_key()),
-        ],
-    )
+    client = Fleet(server, kit)
     request = ActivateNodeRequest(public_key=kit.public, heartbeat_interval=HEARTBEAT)
     try:
         active = client.ActivateNode(request)
@@ -145,7 +216,8 @@ def connect(server: str, kit: Kit) -> Connection:
 def keep_serving(server: str, kit: Kit, worker: Worker, stop: threading.Event, seen: Seen) -> None:
     """Be there for the server until the run's end, whatever becomes of the network or of it.
 
-    `stop` ends it sooner.
+    The kit is read again for each connection, so that a renewed one can take its place. `stop`
+    ends it sooner.
     """
     with ExitStack() as last:  # until it has left, or two heartbeats, no other is let in
         pause, away = 1.0, ""
@@ -153,12 +225,12 @@ def keep_serving(server: str, kit: Kit, worker: Worker, stop: threading.Event, s
             began = time.monotonic()
             try:
                 last.close()
-                connection = connect(server, kit)
+                connection = connect(server, kit.again())
                 last.callback(connection.leave)
                 away = ""
                 seen("connected", server)
                 connection.serve(worker, stop)
-            except (httpx.HTTPError, ObjectPushError) as error:
+            except (httpx.HTTPError, ObjectPushError, CoterieError) as error:
                 if (why := _why(server, error)) != away:
                     away = why
                     seen("away", why)
@@ -174,13 +246,46 @@ def _why(server: str, error: Exception) -> str:
     """Why the server cannot be reached, for people."""
     if isinstance(error, ObjectPushError):
         return f"{server} stopped waiting for this client's reply"
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return (
-            f"{server} has a certificate from an authority that this kit does not trust; not "
-            "connected"
-        )
+    if isinstance(error, CoterieError):  # about the kit
+        return str(error).rstrip(".")
     if isinstance(error, httpx.HTTPStatusError):
-        if error.response.status_code in (401, 412):
-            return f"{server} rejected this key, or still has an open connection with it"
-        return f"{server} responded with status {error.response.status_code}"
+        return _status(server, error.response)
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"{server} {_certificate(text)}; not connected"
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return (
+            f"{server} hung up on this client; if it goes on, this kit has been removed or renewed "
+            "there, and a new one is needed"
+        )
     return f"{server} is unreachable"
+
+
+def _certificate(text: str) -> str:
+    """What is wrong with a server's certificate, by what TLS says."""
+    now = f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    if "has expired" in text:
+        return f"has a certificate that has expired, {now}"
+    if "not yet valid" in text:
+        return f"has a certificate that is not valid yet, {now}"
+    if "mismatch" in text:
+        return (
+            "is not among the names in its server's certificate, which `coterie keys certify "
+            "--host` adds there"
+        )
+    return "has a certificate from an authority that this kit does not trust"
+
+
+def _status(server: str, response: httpx.Response) -> str:
+    """What a refusal means."""
+    if response.status_code not in (401, 412):
+        return f"{server} responded with status {response.status_code}"
+    try:
+        there = parsedate_to_datetime(response.headers["date"])
+        ahead = (datetime.now(UTC) - there).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        ahead = 0.0
+    if ahead > CLOCKS or ahead < -60 * CLOCKS:
+        which = "ahead of" if ahead > 0 else "behind"
+        return f"this machine's clock is {abs(ahead):.0f} seconds {which} that of {server}; set it"
+    return f"{server} still has an open connection with this kit"

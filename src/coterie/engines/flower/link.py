@@ -1,4 +1,4 @@
-"""The server's side of the network: Flower's SuperLink on loopback, nginx before it, and a run.
+"""The server's side of the network: Flower's SuperLink on loopback, the door before it, and a run.
 
 Flower carries messages between this process, which plays its ServerApp, and clients. Of the bundle
 of code that Flower wants for a run nothing is ever executed: ours is empty.
@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from flwr.app import Message
 
 from coterie.engines.deployed.server import LONGEST_LINE
 from coterie.engines.flower import FLOWER
+from coterie.engines.flower.door import Settings
+from coterie.engines.flower.door_process import DoorProcess, die_with_parent
 from coterie.engines.flower.keys import Keys
 from coterie.engines.flower.parcel import content, fetch, prepare, unpack
 from coterie.engines.flower.private import (
@@ -57,7 +60,6 @@ from coterie.engines.flower.private import (
     make_task_heartbeat_fn_http,
     push_objects,
 )
-from coterie.engines.flower.proxy import Proxy, die_with_parent
 from coterie.errors import CoterieError
 from coterie.files import write_private
 
@@ -86,24 +88,38 @@ clientapp = "empty:none"
 
 
 class SuperLink:
-    """Flower's server as a child process, behind its proxy, from `with` to the end of its block.
+    """Flower's server as a child process, behind the door, from `with` to the end of its block.
 
-    Its data are in memory: a run that goes on after a stop is a new run of Flower's.
+    Its data are in memory: a run that goes on after a stop is a new run of Flower's. Its
+    certificate is made anew each time and for loopback alone; what clients see is the door's.
     """
 
-    def __init__(self, folder: Path, keys: Keys, address: str) -> None:
-        self.folder, self.keys, self.address = folder, keys, address
-        self.local = f"127.0.0.1:{_free_port()}"
-        self.authority = keys.ca.read_bytes()
+    def __init__(self, folder: Path, keys: Keys, address: str, largest: int) -> None:
+        """largest: bytes of a message."""
+        self.folder, self.keys = folder, keys
+        self.port = _free_port()
+        self.local = f"127.0.0.1:{self.port}"
         self.secret = secrets.token_bytes(32)
         self._open = ExitStack()
+        settings = Settings(
+            keys=str(keys.folder),
+            superlink=self.port,
+            authority=str(folder / "loopback" / "ca.pem"),
+            request_bytes=2 * CHUNK,
+            order_bytes=2 * largest + CHUNK,  # a reply, and once more if its connection breaks
+            log=str(folder / "door.log"),
+        )
+        self.door = DoorProcess(address, settings)
 
     def __enter__(self) -> Self:
         """Start both, and wait until they listen; raises CoterieError if they do not."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         write_private(self.folder / "secret", self.secret)
+        shutil.rmtree(self.folder / "loopback", ignore_errors=True)
+        loopback = Keys.create(self.folder / "loopback")
+        self.authority = loopback.ca.read_bytes()
         try:
-            self.process = self._start()
+            self.process = self._start(loopback)
             self._open.callback(self._stop)
             self.control = ControlHttpClient.from_server_address(
                 self.local,
@@ -115,10 +131,7 @@ class SuperLink:
                 ],
             )
             self._wait()
-            files = self.keys.ca, self.keys.certificate, self.keys.key
-            port = int(self.local.rpartition(":")[2])
-            proxy = Proxy(self.folder / "nginx", self.address, port, *files, 2 * CHUNK)
-            self._open.enter_context(proxy)
+            self._open.enter_context(self.door)
         except BaseException:
             self._open.close()
             raise
@@ -133,12 +146,10 @@ class SuperLink:
         """Stop both."""
         self._open.close()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        keys = self.keys
-        host, _, port = self.local.rpartition(":")
+    def _start(self, keys: Keys) -> "subprocess.Popen[bytes]":
         command = [
             *(sys.executable, "-c", SUPERLINK),
-            *("--host", host, "--port", port, "--isolation", "process"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--isolation", "process"),
             *("--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", str(keys.certificate)),
             *("--ssl-keyfile", str(keys.key), "--enable-supernode-auth"),
             "--disable-runtime-dependency-installation",
@@ -233,6 +244,7 @@ class FlowerLink:
             content(data), self.nodes[client], "train", ttl=seconds, group_id=str(round)
         )
         proto, tree, objects = prepare(message)
+        self.superlink.door.ordered(client)
         pushed = self.runtime.PushMessages(
             PushAppMessagesRequest(messages_list=[proto], message_object_trees=[tree])
         )
@@ -270,6 +282,10 @@ class FlowerLink:
         """See `Link`."""
         if self.superlink.process.poll() is not None:
             raise CoterieError("Flower's SuperLink has stopped; continue with --resume.")
+        if not self.superlink.door.alive:
+            raise CoterieError(
+                "The program that lets clients in has stopped; continue with --resume."
+            )
         time.sleep(POLL)
 
     def _fetched(self, tree: ObjectTree, missing: str | None) -> bytes | None:
@@ -296,7 +312,7 @@ class FlowerLink:
 
     def _register(self) -> dict[bytes, str]:
         """Names by key; the SuperLink learns of keys that were added meanwhile."""
-        names = {key: name for name, key in self.superlink.keys.clients().items()}
+        names = {about.public: name for name, about in self.superlink.keys.clients().items()}
         for key in names.keys() - self.registered:
             request = RegisterNodeRequest(public_key=key, name=names[key])
             self.superlink.control.RegisterNode(request)

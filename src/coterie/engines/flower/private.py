@@ -70,7 +70,6 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_push_object_fn_protobuf,
 )
 from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
     ObjectPushError,
     ObjectUnavailableError,
     pull_and_inflate_object_from_tree,
@@ -127,7 +126,6 @@ __all__ = [
     "ListFederationsRequest",
     "Node",
     "NodeAuthHttpInterceptor",
-    "ObjectPullError",
     "ObjectPushError",
     "ObjectTree",
     "ObjectUnavailableError",
