@@ -21,7 +21,7 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -49,14 +49,16 @@ PASSED = (
     *("flwr-package-version", "flwr-component-name"),
 )
 """The headers that Flower's clients speak in. Nobody can pass for another host by sending more."""
-HANDSHAKES, HANDSHAKES_EACH = 256, 64
+HANDSHAKES, HANDSHAKES_EACH = 512, 256
 """Handshakes under way at once, in all and from one address. In all, the oldest gives way."""
 REFUSALS = 100
 """Failed handshakes from an address in a minute, until the rest of that minute is not for it."""
 CONNECTIONS = 64
 """Of one client, at once."""
-AT_ONCE = 8
+AT_ONCE = 4
 """Requests of one client that the SuperLink works on at once; others wait."""
+LARGE_AT_ONCE = 32
+"""Requests of all clients with more than `SMALL` bytes, which it holds in memory as they come."""
 RATE, BURST = 200.0, 1000.0
 """Requests of one client: per second, and at once after a pause; others wait."""
 HANDSHAKE_SECONDS, IDLE_SECONDS, STALL_SECONDS, REQUEST_SECONDS = 10.0, 60.0, 30.0, 900.0
@@ -139,6 +141,7 @@ class Door:
         self.handshakes: dict[asyncio.Task[None], str] = {}
         """Those under way, oldest first, with their addresses."""
         self.refusals: Counter[str] = Counter()
+        self.large = asyncio.Semaphore(LARGE_AT_ONCE)
         self.read: object = None
         """The state of the folder of keys when it was read."""
         self.look()
@@ -296,9 +299,9 @@ class Door:
         if (why := self.objection(request, visitor)) is not None:
             log.warning("%s: refused with %d: %.100r", visitor.name, why, call)
             return refusal(why)
+        length = request.content_length or 0
         await visitor.turn()
-        async with visitor.working:
-            length = request.content_length or 0
+        async with visitor.working, self.large if length > SMALL else nullcontext():
             if call in KEEPS:
                 visitor.left -= length
             headers = {name: request.headers[name] for name in PASSED if name in request.headers}
