@@ -75,7 +75,8 @@ coterie.run(run, out=out)
         pytest.param("update", 1, marks=pytest.mark.slow),  # before anything is saved
         ("update", 14),  # in the middle of the second round
         pytest.param("sync", 5, marks=pytest.mark.slow),  # within the first
-        ("rename", 8),  # just before a checkpoint becomes visible, or near it
+        # Just before a checkpoint becomes visible, or near it.
+        pytest.param("rename", 8, marks=pytest.mark.slow),
         pytest.param("sync", 14, marks=pytest.mark.slow),
     ],
 )

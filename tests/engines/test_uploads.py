@@ -119,7 +119,7 @@ def naive_mean(uploads: Mapping[str, Message]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", some({narrow, heavy}, BAD), ids=lambda spoil: spoil.__name__)
 def test_a_bad_upload_is_refused_by_name_and_the_mean_is_that_of_the_others(
     spoil, config, tmp_path
 ) -> None:

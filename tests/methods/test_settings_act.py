@@ -127,7 +127,7 @@ ROWS: dict[str, Row] = {
 }
 """By setting, or METHOD:SETTING. A new setting needs a row here."""
 
-FAST = ("comigs-1g1s",)
+FAST = ("fedit",)
 
 
 def settings_of(kind: type[BaseModel], before: str = "") -> Iterator[str]:

@@ -94,6 +94,7 @@ class Rounds(ABC):
         for name, data in sorted(self._hellos()):
             hello = self.schema.receive("hello", data)
             self.aggregation.join(name, hello)
+            self.server.prepare(name, hello)
             self.server.join(name, hello)
 
     def run(self) -> None:

@@ -114,6 +114,10 @@ class ServerSide:
 
     round: int = 0
 
+    def prepare(self, client: ClientId, hello: Message) -> None:
+        """What takes long of a join, before it. In a deployment other calls may come meanwhile, so
+        this keeps what it finds for `join` and changes nothing else. Raises MessageError."""
+
     def join(self, client: ClientId, hello: Message) -> None:
         """A client takes part from now on, or again. Raises MessageError to refuse it."""
 

@@ -42,8 +42,8 @@ from coterie.methods.distillation import Distiller
 from coterie.methods.settings import Attention, Lora
 
 log = logging.getLogger(__name__)
-MOST_TOKENS, LONGEST_TOKEN = 2**20, 2**10
-"""Of a client's vocabulary, and bytes of a token: more than any has, and no strain on a map."""
+MOST_TOKENS, LONGEST_TOKEN, MOST_BYTES = 2**19, 2**10, 2**23
+"""Of a client's vocabulary, of a token, and of all: twice what the largest of today's have."""
 KNOWLEDGE = Travels(
     "knowledge",
     "predictions on public samples: sample hashes, losses, start of each sample, end of the "
@@ -259,6 +259,8 @@ class FedMKTServer(AdapterServer):
         """What the server predicts; not before the end of the first round."""
         self.clients: dict[ClientId, tuple[int, VocabularyMap, VocabularyMap]] = {}
         """How many tokens a client has, the map of them into the server's, and that back."""
+        self.prepared = dict(self.clients)
+        """The same, of clients that are about to join."""
 
     @cached_property
     def distiller(self) -> Distiller:
@@ -269,12 +271,16 @@ class FedMKTServer(AdapterServer):
             log.warning("the server learns %d of the samples that it is scored on", both)
         return distiller
 
-    def join(self, client: ClientId, hello: Message) -> None:
+    def prepare(self, client: ClientId, hello: Message) -> None:
         """Map the client's vocabulary into the server's, and the other way."""
-        super().join(client, hello)
         theirs = _read(hello["vocabulary"], hello.values.get("roles"))
         there, back = cached_map(theirs, self.vocabulary), cached_map(self.vocabulary, theirs)
-        self.clients[client] = len(theirs.tokens), there, back
+        self.prepared[client] = len(theirs.tokens), there, back
+
+    def join(self, client: ClientId, hello: Message) -> None:
+        """Take the maps, which `prepare` has found."""
+        super().join(client, hello)
+        self.clients[client] = self.prepared.pop(client)
 
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Await what clients know."""
@@ -361,6 +367,8 @@ def _read(vocabulary: Mapping[str, Tensor], roles: Json) -> Vocabulary:
     sound = sound and len(lengths) <= MOST_TOKENS and int(lengths.max()) <= LONGEST_TOKEN
     if not sound or int(lengths.clamp(min=0).long().sum()) != len(spelling):
         raise MessageError("The client sent no vocabulary.")
+    if len(spelling) > MOST_BYTES:
+        raise MessageError(f"The client's vocabulary has more than {MOST_BYTES:,} bytes.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):
         raise MessageError("The client's vocabulary assigns roles to unknown tokens.")
     spelt, sizes = spelling.numpy().tobytes(), lengths.tolist()

@@ -4,6 +4,7 @@ It knows clients by their names. How bytes reach them is a `Link`'s affair; see 
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.config import RunConfig
+from coterie.engines.deployed.joins import Joins
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
 from coterie.engines.part import close, contribution, restore, result, score_server, server_states
 from coterie.errors import CoterieError
@@ -66,7 +68,7 @@ class ServerRun:
         self.seats = {name: Seat() for name in names}
         self.quorum = config.deployment.quorum or len(names)
         self.base = ""
-        self.hellos: dict[str, bytes] = {}
+        self.joins = Joins(self.server, self.aggregation)
         self.kind: Kind = "step"
         """What clients are to do, those that are waited for."""
         self.round = 0
@@ -143,8 +145,7 @@ class ServerRun:
         return sum(seat.stopped for seat in self.seats.values())
 
     def _is_over(self) -> bool:
-        """Whether nobody is left to train: all who have taken part have stopped; or a quorum has,
-        and the others are away for as long as a round may take."""
+        """Whether all who took part have stopped; or a quorum has, and the others stay away."""
         if self._stopped >= self.quorum and not self._all_stopped():
             end = time.monotonic() + self.config.deployment.deadline
             while not self._ready() and time.monotonic() < end:
@@ -153,7 +154,9 @@ class ServerRun:
         return self._all_stopped()
 
     def _all_stopped(self) -> bool:
-        return bool(self.hellos) and all(self.seats[name].stopped for name in self.hellos)
+        return bool(self.joins.hellos) and all(
+            self.seats[name].stopped for name in self.joins.hellos
+        )
 
     def _complete(self, members: list[str], end: float) -> bool:
         """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
@@ -185,9 +188,8 @@ class ServerRun:
             log_own, self.recorder.round = self.recorder.log, self.round - 1
             score_server(self.config, self.server, self.own, self.round - 1, log_own, last=True)
         self.recorder.round = self.round
-        self._ask("finish", self.hellos)
-        began = time.monotonic()
-        longest = max(GRACE, self.config.deployment.deadline)
+        self._ask("finish", self.joins.hellos)
+        began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
         while self.waiting and time.monotonic() < began + longest:
             here = any(self.seats[name].present for name in self.waiting)
             if not here and time.monotonic() > began + GRACE:
@@ -195,7 +197,7 @@ class ServerRun:
             self._turn()
         for name in sorted(self.waiting):
             self._note(f"{name} did not receive the result; use --resume when it is back")
-        self._record_entries(self.hellos.keys() - self.waiting)
+        self._record_entries(self.joins.hellos.keys() - self.waiting)
         told = list(self.folder.metrics())  # some already, if a kill came before the result
         self.folder.append([line for line in self.recorder.take() if line not in told])
 
@@ -211,8 +213,8 @@ class ServerRun:
         seat.again, seat.failed = time.monotonic() + RETRY, True
 
     def _ready(self) -> list[str]:
-        here = (n for n, s in self.seats.items() if s.joined and s.present and not s.stopped)
-        return sorted(here)
+        seats = self.seats.items()
+        return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
     def _turn(self) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
@@ -222,6 +224,7 @@ class ServerRun:
             if ticket in tickets:
                 self._reply(tickets[ticket], data)
             self.late.discard(ticket)
+        self._welcome()
         for name in sorted(present.keys() - self.seats.keys()):
             if self.config.deployment.anyone:
                 self.seats[name] = Seat()
@@ -301,17 +304,25 @@ class ServerRun:
             self.base = self.base or reply.base
             if reply.base != self.base:
                 raise MessageError("Its base has different weights than the other clients'.")
-        if self.hellos.get(name) != hello:
-            self._take_hello(name, hello)
-            self.hellos[name] = hello
+        if self.joins.hellos.get(name) == hello:
+            self._joined(name)
+        else:
+            self.seats[name].again = math.inf  # it has said all that it can
+            self.joins.begin(name, hello)
+
+    def _welcome(self) -> None:
+        """Seat the clients for whom the server is now prepared."""
+        for name, error in self.joins.ended():
+            if error is None:
+                self._joined(name)
+            else:
+                self._failed(self.seats[name])
+                self._refuse(f"rejected a message from {name}", error)
+
+    def _joined(self, name: str) -> None:
         seat = self.seats[name]
         seat.joined, seat.again, seat.failed = True, 0.0, False
         self._note(f"{name} joined")
-
-    def _take_hello(self, name: str, data: bytes) -> None:
-        hello = self.schema.receive("hello", data)
-        self.aggregation.join(name, hello)
-        self.server.join(name, hello)
 
     def _done(self, name: str, reply: Reply, body: bytes) -> None:
         if self.kind == "step":
@@ -364,7 +375,8 @@ class ServerRun:
         yield from server_states(self.server, self.aggregation)
         counted = {name: seat.counted for name, seat in self.seats.items()}
         hellos = {
-            n: torch.frombuffer(bytearray(h), dtype=torch.uint8) for n, h in self.hellos.items()
+            n: torch.frombuffer(bytearray(h), dtype=torch.uint8)
+            for n, h in self.joins.hellos.items()
         }
         stopped = sorted(name for name, seat in self.seats.items() if seat.stopped)
         values = {"counted": counted, "base": self.base, "stopped": stopped}
@@ -380,8 +392,7 @@ class ServerRun:
             for name in engine.values["stopped"]:
                 self.seats[name].stopped = True
             for name, hello in sorted(engine["hellos"].items()):
-                self.hellos[name] = hello.numpy().tobytes()
-                self._take_hello(name, self.hellos[name])
+                self.joins.restore(name, hello.numpy().tobytes())
             restore(self.server, self.aggregation, self.folder)
         # What was told at the end stays: who told it may have left.
         ended = done == self.config.exchanges or self._all_stopped()

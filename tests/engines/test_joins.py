@@ -1,0 +1,72 @@
+"""Clients join a deployed run without holding others up."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coterie.engines.deployed import joins
+from coterie.engines.deployed.joins import Joins
+from coterie.exchange import Message, MessageError
+from coterie.methods.contract import ServerSide
+
+
+class Slow(ServerSide):
+    """Prepares for the poet until it is let go, and for the whaler in vain."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.joined: list[str] = []
+
+    def prepare(self, client: str, hello: Message) -> None:
+        if client == "poet":
+            self.go_on.wait(30)
+        if client == "whaler":
+            raise MessageError("The client sent no vocabulary.")
+
+    def join(self, client: str, hello: Message) -> None:
+        self.joined.append(client)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
+    monkeypatch.setattr(joins, "TOGETHER", 0.2)
+    aggregation: Any = SimpleNamespace(
+        schema=SimpleNamespace(receive=lambda way, data: Message(0)), join=lambda name, hello: None
+    )
+    server = Slow()
+    return server, Joins(server, aggregation)
+
+
+def test_what_takes_long_goes_on_aside(slow: tuple[Slow, Joins]) -> None:
+    server, them = slow
+    them.begin("poet", b"hello")
+    them.begin("diarist", b"hi")
+    assert list(them.ended()) == [("diarist", None)]
+    assert them.hellos == {"diarist": b"hi"}
+    with pytest.raises(MessageError, match="still preparing for it"):
+        them.begin("poet", b"hello")
+    server.go_on.set()
+    end = time.monotonic() + 20
+    while not (ended := list(them.ended())):
+        assert time.monotonic() < end
+    assert ended == [("poet", None)]
+    assert server.joined == ["diarist", "poet"]
+    assert list(them.ended()) == []
+
+
+def test_what_fails_is_told_and_may_be_tried_again(slow: tuple[Slow, Joins]) -> None:
+    server, them = slow
+    for _ in range(2):
+        them.begin("whaler", b"hello")
+        [(name, error)] = them.ended()
+        assert (name, str(error)) == ("whaler", "The client sent no vocabulary.")
+    assert (them.hellos, server.joined) == ({}, [])
+
+
+def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins]) -> None:
+    server, them = slow
+    them.restore("diarist", b"hello")
+    assert (them.hellos, server.joined) == ({"diarist": b"hello"}, ["diarist"])
