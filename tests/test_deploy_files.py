@@ -2,9 +2,11 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,27 @@ def parse(words: list[str]) -> None:
 def options(words: list[str]) -> set[str]:
     """Those that a command has."""
     return {name for option in find(words)[0].params for name in option.opts}
+
+
+@pytest.mark.slow
+def test_what_stands_for_one_machine_runs_as_it_stands(tmp_path: Path) -> None:
+    [script] = blocks("bash")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = script.replace("localhost:9092", f"localhost:{port}")
+    script = script.replace("us.yaml >", f"us.yaml --address 127.0.0.1:{port} >")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,  # five minutes, as promised
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The run is finished and saved in runs/us." in done.stdout
+    assert "The sea" in done.stdout.partition("saved in runs/us.")[2]
 
 
 def inline_commands() -> list[str]:

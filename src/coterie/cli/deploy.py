@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import terminal
+from coterie.cli.check import check_client, check_server
 from coterie.cli.options import Out, Plugins
 from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
+    from coterie.engines.deployed.client import SiteRun
     from coterie.engines.flower.keys import Kit
+
+Check = Annotated[
+    bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
+]
 
 
 def server(
@@ -37,6 +43,7 @@ def server(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
     ] = False,
+    check: Check = False,
     plugins: Plugins = None,
 ) -> None:
     """Serve a run to clients on other machines until its last round.
@@ -58,6 +65,8 @@ def server(
     config = load_deployment(file, settings or (), registered)
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower import deploy
+    if check:
+        return check_server(file, settings or [], config, folder_of_keys, address)
     from coterie.engines.deployed.console import Board
 
     folder = out or Path("runs") / config.name
@@ -101,6 +110,7 @@ def client(
         typer.Option(help="Local path of the run's public text.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
+    check: Check = False,
     plugins: Plugins = None,
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
@@ -119,16 +129,23 @@ def client(
     from coterie.engines.deployed.console import ClientBoard
 
     site = deploy.Site(kit.name, texts, out, _place(base), _place(public))
+    if check:
+        return check_client(server, kit, site)
     with _stoppable("Progress is saved. To resume, run the same command."):
         terminal.say(f"{kit.name}: connecting to {server}")
         with ClientBoard(terminal.console) as seen:
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.run is not None:
-        folder = worker.run.folder.path
-        terminal.tell_unhelped(worker.run.config.label, worker.run.folder.result or {})
-        terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
-        given = '--prompt "..."' + terminal.plugin_options(worker.run.config.plugins)
-        terminal.say(f"  coterie generate {folder} --client {kit.name} {given}")
+        _show(worker.run, kit.name)
+
+
+def _show(run: "SiteRun", client: str) -> None:
+    """Where a client's model is, and how to use it."""
+    folder = run.folder.path
+    terminal.tell_unhelped(run.config.label, run.folder.result or {})
+    terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
+    given = '--prompt "..."' + terminal.plugin_options(run.config.plugins)
+    terminal.say(f"  coterie generate {folder} --client {client} {given}")
 
 
 def _kit(file: Path, name: str | None) -> "Kit":

@@ -115,11 +115,8 @@ class Worker:
         return self._reply(order, entries=entries)
 
     def _join(self, order: Order) -> bytes:
-        if order.protocol != PROTOCOL:
-            how = f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
-            return self._unlike(order, "protocol", how)
-        if why := _another_plugin(order):
-            return self._unlike(order, "plugin", why)
+        if why := unlike(order):
+            return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
         config = self.site.config(order.config or {})
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
@@ -173,8 +170,10 @@ class Worker:
         return seal(reply, body)
 
 
-def _another_plugin(order: Order) -> str | None:
-    """How the run's method is not this client's; None if they are the same."""
+def unlike(order: Order) -> str | None:
+    """How the run is not what is installed here; None if it is."""
+    if order.protocol != PROTOCOL:
+        return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
     match order.config:
         case {"method": {"name": str(name)}} if name in names():
             here = plugin_of(kind_of(name))

@@ -103,7 +103,7 @@ class Board(LiveDisplay, ServerWatch):
             table.add_column(head, justify="right")
         for name, state in sorted(self.states.items()):
             last = f"{self.last[name]:%H:%M:%S}" if name in self.last else ""
-            moved = (_size(self.up.get(name, 0)), _size(self.down.get(name, 0)))
+            moved = (size(self.up.get(name, 0)), size(self.down.get(name, 0)))
             table.add_row(name, state, last, *moved)
         return table
 
@@ -150,7 +150,7 @@ class ClientBoard(LiveDisplay):
         """A round's work is done; what the server makes of it comes later."""
         self.done += 1
         figures = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
-        figures += [f"{_size(self.bytes[way])} {way[6:]}" for way in self.bytes]
+        figures += [f"{size(self.bytes[way])} {way[6:]}" for way in self.bytes]
         seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
         figures += [f"about {timedelta(seconds=int(seconds))} left"] if seconds else []
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
@@ -168,7 +168,7 @@ def _state(seat: Seat, working: bool) -> str:
     return "working" if working else "ready"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
     """Bytes for people: 2.4 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:

@@ -261,7 +261,7 @@ class Door:
             for transport, connection in list(self.connections.items()):
                 if transport.is_closing():
                     del self.connections[transport]
-                    if not self.count(connection.visitor.name):
+                    if all(c.visitor is not connection.visitor for c in self.connections.values()):
                         log.info("%s: disconnected", connection.visitor.name)
                 elif connection.idle and time.monotonic() - connection.idle > IDLE_SECONDS:
                     transport.abort()

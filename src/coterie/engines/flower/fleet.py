@@ -39,6 +39,7 @@ from coterie.engines.flower.private import (
 )
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
+from coterie.exchange.envelope import Order, unseal
 from coterie.exchange.message import LARGEST_MESSAGE
 
 log = logging.getLogger(__name__)
@@ -146,11 +147,11 @@ class Connection:
             log.debug("could not notify the server")
         self.client.close()
 
-    def _one(self, worker: Worker) -> bool:
-        """Take one order and push its reply; False if there was none."""
+    def pull(self) -> tuple[Message, bytes] | None:
+        """The next order, and its bytes; None if there is none. MessageError if it is not sound."""
         found = self.client.PullMessages(PullMessagesRequest(node=self.node))
         if not found.messages_list:
-            return False
+            return None
         run = found.messages_list[0].metadata.run_id
         try:
             order = fetch(
@@ -161,18 +162,23 @@ class Connection:
                 ),
                 LARGEST_MESSAGE,
             )
-            asked = unpack(order)
+            return order, unpack(order)
         except httpx.HTTPError:
             raise
         except Exception as error:  # whatever a server makes Flower's decoder stumble over
-            log.error("rejected a message from the server: %s", " ".join(str(error).split())[:300])
-            return True
+            raise MessageError(" ".join(str(error).split())[:300]) from error
+
+    def _one(self, worker: Worker) -> bool:
+        """Take one order and push its reply; False if there was none."""
         try:
+            if (found := self.pull()) is None:
+                return False
+            order, asked = found
             reply = Message(content(worker.answer(asked)), reply_to=order)
         except MessageError as error:
             log.error("rejected a message from the server: %s", error)
             return True
-        self._push(reply, run)
+        self._push(reply, order.metadata.run_id)
         return True
 
     def _push(self, reply: Message, run: int) -> None:
@@ -211,6 +217,34 @@ def connect(server: str, kit: Kit) -> Connection:
         client.close()
         raise
     return Connection(client, Node(node_id=active.node_id))
+
+
+def first_order(server: str, kit: Kit, seconds: float) -> Order:
+    """The order by which a server asks a client to join, which is left without an answer.
+
+    Raises CoterieError if the server cannot be reached, or asks for nothing within the seconds.
+    """
+    try:
+        connection = connect(server, kit)
+    except httpx.HTTPError as error:
+        raise CoterieError(f"{_why(server, error)}.") from None
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            if (found := connection.pull()) is None:
+                time.sleep(POLL)
+                continue
+            order, _ = unseal(Order, found[1])
+            if order.kind == "join":
+                return order
+    except httpx.HTTPError as error:
+        raise CoterieError(f"{_why(server, error)}.") from None
+    finally:
+        connection.leave()
+    raise CoterieError(
+        f"{server} lets {kit.name} in, but did not ask it to join a run; is it among the run "
+        "file's clients?"
+    )
 
 
 def keep_serving(server: str, kit: Kit, worker: Worker, stop: threading.Event, seen: Seen) -> None:

@@ -1,0 +1,118 @@
+"""`coterie server --check` and `coterie client --check`: what would go wrong, before a long run."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from coterie.cli import terminal
+from coterie.errors import CoterieError
+
+if TYPE_CHECKING:
+    from coterie.config import RunConfig
+    from coterie.engines.deployed.client import Site
+    from coterie.engines.flower.keys import Keys, Kit
+
+ASKED_WITHIN = 30.0
+"""Seconds that a client waits for the server to ask it to join."""
+
+
+def check_server(
+    file: Path | None, settings: list[str], config: "RunConfig", keys: "Keys", address: str
+) -> None:
+    """Keys, address, models, and a step of the run with a text of the demo."""
+    from coterie.engines.deployed.console import size
+    from coterie.engines.flower.door_process import listen
+    from coterie.federation import served
+    from coterie.results.trial import tried
+    from coterie.run_file import load_with_any_text
+
+    names = [client.name for client in config.clients]
+    with _checking("keys") as found:
+        remarks = "".join(f"; {remark}" for remark in keys.remarks())
+        hosts = ", ".join(keys.hosts())
+        count = len(keys.clients())
+        have = "1 client has a kit" if count == 1 else f"{count} clients have kits"
+        found(f"{have}; the certificate is for {hosts}, until {keys.expires():%Y-%m-%d}{remarks}")
+    with _checking("address") as found:
+        listen(address).close()
+        found(f"nobody else listens on {address}")
+    with _checking("run") as found:
+        found(
+            f"{config.label}, {config.rounds} rounds of {config.training.steps} steps, for "
+            f"{', '.join(names)}; a round needs {config.deployment.quorum or len(names)} of them"
+        )
+    if config.server is not None:
+        with _checking("model") as found:
+            served(config)
+            found(f"the server's own: {config.server.base}")
+    with _checking("messages") as found:
+        trial = tried(load_with_any_text(file, settings))
+        found(
+            f"{size(trial.up)} up and {size(trial.down)} down per client and round; Flower may "
+            f"hold {size(len(names) * (trial.up + trial.down))} of them at once"
+        )
+    with _checking("disk") as found:
+        found(f"{size(shutil.disk_usage(Path()).free)} free here")
+    terminal.say("\nThe server can start.")
+
+
+def check_client(server: str, kit: "Kit", site: "Site") -> None:
+    """Kit, connection, and a step of the run that the server asks this client to join."""
+    from coterie.engines.deployed.client import unlike
+    from coterie.engines.deployed.console import size
+    from coterie.engines.flower.fleet import first_order
+    from coterie.engines.session import Session
+    from coterie.federation import participants_of
+    from coterie.results.trial import tried
+
+    with _checking("kit") as found:
+        found(f"{kit.name}, until {kit.expires:%Y-%m-%d}")
+    with _checking("connection") as found:
+        order = first_order(server, kit, ASKED_WITHIN)
+        found(f"{server} lets {kit.name} in and asks it to join a run")
+    with _checking("run") as found:
+        if why := unlike(order):
+            raise CoterieError(f"The run {why}.")
+        config = site.config(order.config or {})
+        found(f"{config.name}: {config.label}, {config.rounds} rounds")
+    with _checking("texts") as found:
+        [own] = participants_of(config, Session(config).base.tokenizer)
+        train, validation, test = own.data.train, own.data.validation, own.data.test
+        found(
+            f"{len(train.ids):,} tokens or samples to train on, {len(validation.ids):,} for "
+            f"validation, {len(test.ids):,} for the test"
+        )
+    with _checking("memory") as found:
+        trial = tried(config)
+        found(f"{size(trial.peak)} at most, in a step")
+    with _checking("sent") as found:
+        fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
+        found(f"{size(trial.up)} a round ({fields}); {size(trial.down)} come back")
+    with _checking("time") as found:
+        round = trial.step * config.training.steps
+        run = timedelta(seconds=int(round * config.exchanges))
+        found(
+            f"a step takes {trial.step:.2f} s: a round {timedelta(seconds=int(round))}, all {run}, "
+            "without transfers and scores"
+        )
+    terminal.say("\nThis client can take part; nothing of its own was sent. Now without --check.")
+
+
+@contextmanager
+def _checking(what: str) -> Iterator[Callable[[str], None]]:
+    """A line for a thing that is checked; one that will not do is the last, with exit code 1."""
+
+    def line(mark: str, text: str) -> None:
+        terminal.say(f"{what:<11} {mark:<6}  {text}")
+
+    try:
+        yield lambda text: line("ok", text)
+    except (CoterieError, OSError) as error:
+        line("NOT OK", str(error))
+        terminal.say("\nWhat comes after it was not checked.")
+        raise typer.Exit(1) from None

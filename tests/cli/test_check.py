@@ -1,0 +1,99 @@
+"""`--check` says what a run needs and what stands in its way, and starts nothing."""
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.config import parse
+
+pytest.importorskip("flwr", reason="Flower is not installed")
+from coterie.engines.flower import certificates, fleet
+from coterie.engines.flower.keys import Keys
+from coterie.exchange.envelope import Order
+from coterie.exchange.formats import PROTOCOL
+
+
+@pytest.fixture
+def place(values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A folder with keys and a run file for it; the run, with its text."""
+    monkeypatch.chdir(tmp_path)
+    keys = Keys.create(tmp_path / "keys")
+    run = values(clients=[{"name": "poet", "path": "poet.txt"}])
+    keys.add("poet", tmp_path / "poet.key")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**run, "clients": [{"name": "poet"}]}))
+    return run
+
+
+def server(*more: str) -> Result:
+    return CliRunner().invoke(app, ["server", "run.yaml", "--check", *more])
+
+
+def client(run: dict[str, Any]) -> Result:
+    text = Path(run["data_root"]) / "poet.txt"
+    where = ["--server", "localhost:1", "--key", "poet.key", "--data", str(text)]
+    return CliRunner().invoke(app, ["client", *where, "--check"])
+
+
+def test_a_server_that_can_start(place, tmp_path: Path) -> None:
+    result = server("--address", "127.0.0.1:0")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "keys        ok      1 client has a kit",
+        "address     ok",
+        "run         ok      comigs-1g1s, 3 rounds of",
+        "messages    ok",
+        "B up and ",
+        "The server can start.",
+    ):
+        assert words in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = server("--address", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert result.exit_code == 1
+    assert "address     NOT OK  Could not listen on 127.0.0.1:" in result.output
+    assert "What comes after it was not checked." in result.output
+    assert "run         ok" not in result.output
+    monkeypatch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
+    Keys(tmp_path / "keys").certify()
+    assert "keys        NOT OK  The server's certificate expired on" in server().output
+
+
+def order(run: dict[str, Any], protocol: int = PROTOCOL) -> Order:
+    told = parse(run).told_to("poet")
+    return Order(run="0" * 16, client="poet", kind="join", round=0, protocol=protocol, config=told)
+
+
+def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place))
+    result = client(place)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "kit         ok      poet, until",
+        "connection  ok      localhost:1 lets poet in",
+        "texts       ok",
+        "memory      ok",
+        "sent        ok",
+        "LoRA pairs of the generalists",
+        "time        ok      a step takes",
+        "This client can take part",
+    ):
+        assert words in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_client_that_cannot(place, monkeypatch) -> None:
+    result = client(place)
+    assert result.exit_code == 1
+    assert "connection  NOT OK  localhost:1 is unreachable." in result.output
+    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, PROTOCOL + 1))
+    assert "run         NOT OK  The run uses protocol version" in client(place).output
