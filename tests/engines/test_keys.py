@@ -342,3 +342,15 @@ def test_a_kit_is_read_again_and_says_when_it_cannot_be_used(keys, tmp_path, mon
     keys.renew("anna", tmp_path / "late.key").replace(tmp_path / "anna.key")
     with pytest.raises(CoterieError, match=r"expired on \d.*`coterie keys renew anna`"):
         kit.again()
+
+
+def test_a_client_that_is_removed_while_all_are_read_is_left_out(
+    keys, tmp_path, monkeypatch
+) -> None:
+    for name in ("anna", "ben"):
+        keys.add(name, tmp_path / f"{name}.key")
+    found = sorted((tmp_path / "keys" / "clients").iterdir())
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    keys.remove("anna")
+    assert list(keys.clients()) == ["ben"]
+    assert len(keys.state()) == 2  # the server's and ben's

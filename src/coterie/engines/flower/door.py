@@ -269,7 +269,7 @@ class Door:
                 self.refusals.clear()
             try:
                 self.look()
-            except CoterieError as error:  # a file that is being replaced; the old ones hold
+            except (CoterieError, OSError) as error:  # until it can be read, the old ones hold
                 log.warning("could not read the keys: %s", error)
 
     async def pass_on(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -14,6 +14,7 @@ its file, and adding one needs no ca.key.
 import re
 import ssl
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -286,17 +287,21 @@ class Keys:
 
     def clients(self) -> dict[str, Registered]:
         """Every client, in the order of names."""
-        found = {path.stem: path for path in self._clients.glob("[!.]*.pem")}
-        return {
-            _checked(name): Registered(name, _load(found[name], client_from_pem))
-            for name in sorted(found)
-        }
+        found = {}
+        for path in sorted(self._clients.glob("[!.]*.pem"), key=lambda path: path.stem):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                name = _checked(path.stem)
+                found[name] = Registered(name, _load(path, client_from_pem))
+        return found
 
     def state(self) -> object:
         """What changes when a certificate here changes."""
-        files = [self.certificate, *sorted(self._clients.glob("[!.]*.pem"))]
-        found = [(path.name, path.stat()) for path in files if path.exists()]
-        return [(name, about.st_mtime_ns, about.st_ino) for name, about in found]
+        found = []
+        for path in (self.certificate, *sorted(self._clients.glob("[!.]*.pem"))):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                found.append((path.name, about.st_mtime_ns, about.st_ino))
+        return found
 
     def door(self) -> ssl.SSLContext:
         """TLS 1.3 as this server, with these clients alone; raises CoterieError."""
