@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -219,3 +220,28 @@ def test_answers_are_asked_for_as_they_are(hostile: Hostile, kit: Kit) -> None:
     client._client.event_hooks = {"response": [lambda answer: sent.append(answer.request)]}
     client.ActivateNode(ActivateNodeRequest())
     assert sent[0].headers["accept-encoding"] == "identity"
+
+
+def test_a_proxy_of_the_environment_is_asked_for_a_tunnel(kit, tmp_path, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        asked: list[bytes] = []
+
+        def take() -> None:
+            connection, _ = proxy.accept()
+            with connection:
+                asked.append(connection.recv(1000))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        away("coterie.example.org:9092", kit, tmp_path)
+        thread.join()
+    assert asked[0].startswith(b"CONNECT coterie.example.org:9092 HTTP/1.1")
+
+
+def test_the_systems_authorities_are_not_even_read(hostile, kit, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    hostile.answer = (500, {}, b"")
+    assert "responded with status 500" in away(address(hostile), kit, tmp_path)

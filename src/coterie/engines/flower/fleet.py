@@ -5,6 +5,7 @@ This takes bytes to the worker and nothing else: no code travels, and the base s
 """
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from flwr.app import Message
@@ -56,11 +58,13 @@ CLOCKS = 5.0
 
 
 class Cautious(httpx.BaseTransport):
-    """HTTPS to the server as one client, whatever the server answers: of bounded size, and never
-    unpacked, which could make much of little."""
+    """HTTPS to the server, whatever it answers: of bounded size, and never unpacked, which could
+    make much of little. It goes through the proxy that the environment names, if any."""
 
-    def __init__(self, kit: Kit) -> None:
-        self.inner = httpx.HTTPTransport(verify=kit.context())
+    def __init__(self, server: str, context: ssl.SSLContext) -> None:
+        host = server.rpartition(":")[0]
+        proxy = None if proxy_bypass(host) else getproxies().get("https")
+        self.inner = httpx.HTTPTransport(verify=context, proxy=proxy, trust_env=False)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.DecodingError for a compressed answer; reading may raise httpx.ReadError."""
@@ -101,15 +105,18 @@ class Fleet(FleetHttpClient):
     """Flower's client, which follows no redirection and survives whatever it is answered."""
 
     def __init__(self, server: str, kit: Kit) -> None:
+        context = kit.context()
         super().__init__(
             f"https://{server}",
+            verify=context,  # or it would read the system's authorities, in vain
             interceptors=[
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 NodeAuthHttpInterceptor(kit.key, kit.key.public_key()),
             ],
         )
         self._client.close()
-        self._client = httpx.Client(transport=Cautious(kit), timeout=30)
+        cautious = Cautious(server, context)
+        self._client = httpx.Client(transport=cautious, timeout=30, trust_env=False)
 
     def _unary_unary(self, **call: Any) -> Any:
         try:
