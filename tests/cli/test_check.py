@@ -97,3 +97,12 @@ def test_a_client_that_cannot(place, monkeypatch) -> None:
     assert "connection  NOT OK  localhost:1 is unreachable." in result.output
     monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, PROTOCOL + 1))
     assert "run         NOT OK  The run uses protocol version" in client(place).output
+
+
+def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeypatch) -> None:
+    run = {**place, "method": {"name": "fedamole", "experts": 6}}
+    monkeypatch.setattr(fleet, "first_order", lambda *_: order(run))
+    result = client(run)
+    assert result.exit_code == 0, result.output
+    assert "step        -       not tried, as it needs the other side, too" in result.output
+    assert "This client can take part" in result.output

@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -138,6 +139,17 @@ def test_what_a_client_leaves_at_the_superlink_is_bounded_until_its_next_order(
         entry.door.ordered("anna")
         assert entry.post("/v1/fleet/push-object", bytes(600))[0] == 200
         entry.door.ordered("nobody")
+
+
+def test_pushes_that_wait_side_by_side_share_that_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BURST", 1.0)
+    monkeypatch.setattr(module, "RATE", 4.0)
+    with entrance(tmp_path, LARGEST, order=1000) as entry, ThreadPoolExecutor(4) as pool:
+        body = bytes(600)
+        sent = [pool.submit(entry.post, "/v1/fleet/push-object", body) for _ in range(4)]
+        assert sorted(each.result()[0] for each in sent) == [200, 429, 429, 429]
 
 
 def test_requests_past_the_rate_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from coterie.engines.deployed import joins
+from coterie.engines.deployed import server as engine
 from coterie.engines.deployed.joins import Joins
 from coterie.exchange import Message, MessageError
+from coterie.exchange.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
+from coterie.testing.loop import deploy, folder
 
 
 class Slow(ServerSide):
@@ -70,3 +73,20 @@ def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins])
     server, them = slow
     them.restore("diarist", b"hello")
     assert (them.hellos, server.joined) == ({"diarist": b"hello"}, ["diarist"])
+
+
+def test_a_hello_that_is_refused_may_come_again(config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "RETRY", 0.0)
+    spoilt: list[str] = []
+
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, _ = unseal(Reply, data)
+        if (name, reply.kind) != ("poet", "join") or spoilt:
+            return data
+        spoilt.append(name)
+        return seal(reply, b"no message")
+
+    run = config(method="fedavg", deployment={"quorum": 3, "deadline": 60})
+    deploy(run, tmp_path, change=spoil)
+    assert spoilt == ["poet"]
+    assert folder(run, tmp_path, "poet").result is not None

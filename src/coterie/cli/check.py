@@ -27,6 +27,7 @@ def check_server(
     """Keys, address, models, and a step of the run with a text of the demo."""
     from coterie.engines.deployed.console import size
     from coterie.engines.flower.door_process import listen
+    from coterie.engines.session import Session
     from coterie.federation import served
     from coterie.results.trial import tried
     from coterie.run_file import load_with_any_text
@@ -51,7 +52,8 @@ def check_server(
             served(config)
             found(f"the server's own: {config.server.base}")
     with _checking("messages") as found:
-        trial = tried(load_with_any_text(file, settings))
+        short = load_with_any_text(file, settings)
+        trial = tried(Session(short), short)
         found(
             f"{size(trial.up)} up and {size(trial.down)} down per client and round; Flower may "
             f"hold {size(len(names) * (trial.up + trial.down))} of them at once"
@@ -67,7 +69,6 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
     from coterie.engines.deployed.console import size
     from coterie.engines.flower.fleet import first_order
     from coterie.engines.session import Session
-    from coterie.federation import participants_of
     from coterie.results.trial import tried
 
     with _checking("kit") as found:
@@ -81,38 +82,38 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
         config = site.config(order.config or {})
         found(f"{config.name}: {config.label}, {config.rounds} rounds")
     with _checking("texts") as found:
-        [own] = participants_of(config, Session(config).base.tokenizer)
+        session = Session(config)
+        [own] = session.participants(config)
         train, validation, test = own.data.train, own.data.validation, own.data.test
         found(
             f"{len(train.ids):,} tokens or samples to train on, {len(validation.ids):,} for "
             f"validation, {len(test.ids):,} for the test"
         )
-    with _checking("memory") as found:
-        trial = tried(config)
-        found(f"{size(trial.peak)} at most, in a step")
-    with _checking("sent") as found:
+    try:
+        trial = tried(session, config)
+    except CoterieError as error:  # about the run as a whole, of which this client knows its part
+        _line("step", "-", f"not tried, as it needs the other side, too ({error})")
+    else:
+        _line("memory", "ok", f"{size(trial.peak)} at most, in a step")
         fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
-        found(f"{size(trial.up)} a round ({fields}); {size(trial.down)} come back")
-    with _checking("time") as found:
+        _line("sent", "ok", f"{size(trial.up)} a round ({fields}); {size(trial.down)} come back")
         round = trial.step * config.training.steps
         run = timedelta(seconds=int(round * config.exchanges))
-        found(
-            f"a step takes {trial.step:.2f} s: a round {timedelta(seconds=int(round))}, all {run}, "
-            "without transfers and scores"
-        )
+        took = f"a step takes {trial.step:.2f} s: a round {timedelta(seconds=int(round))}"
+        _line("time", "ok", f"{took}, all {run}, without transfers and scores")
     terminal.say("\nThis client can take part; nothing of its own was sent. Now without --check.")
 
 
 @contextmanager
 def _checking(what: str) -> Iterator[Callable[[str], None]]:
     """A line for a thing that is checked; one that will not do is the last, with exit code 1."""
-
-    def line(mark: str, text: str) -> None:
-        terminal.say(f"{what:<11} {mark:<6}  {text}")
-
     try:
-        yield lambda text: line("ok", text)
+        yield lambda text: _line(what, "ok", text)
     except (CoterieError, OSError) as error:
-        line("NOT OK", str(error))
+        _line(what, "NOT OK", str(error))
         terminal.say("\nWhat comes after it was not checked.")
         raise typer.Exit(1) from None
+
+
+def _line(what: str, mark: str, text: str) -> None:
+    terminal.say(f"{what:<11} {mark:<6}  {text}")

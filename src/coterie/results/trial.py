@@ -24,12 +24,12 @@ class Trial:
     """Bytes that this process has held at most."""
 
 
-def tried(config: RunConfig) -> Trial:
+def tried(session: Session, config: RunConfig) -> Trial:
     """Exchange messages once, with one training step, and train one step more; nothing is kept.
 
     Raises CoterieError if the run cannot begin with what this machine has.
     """
-    run = start(Session(config), config)
+    run = start(session, config)
     messages = first_exchange(run)
     up, down = (
         max(len(run.schema.send(way, found[way])) for found in messages.values())

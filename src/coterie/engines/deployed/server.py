@@ -307,8 +307,8 @@ class ServerRun:
         if self.joins.hellos.get(name) == hello:
             self._joined(name)
         else:
-            self.seats[name].again = math.inf  # it has said all that it can
             self.joins.begin(name, hello)
+            self.seats[name].again = math.inf  # it has said all that it can
 
     def _welcome(self) -> None:
         """Seat the clients for whom the server is now prepared."""

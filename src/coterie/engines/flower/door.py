@@ -150,11 +150,9 @@ class Door:
         """Read the keys again if they have changed, and hang up on clients that were removed."""
         if (found := self.keys.state()) == self.read:
             return
-        self.context = self.keys.door()
-        self.registered = {
-            client.certificate.fingerprint(SHA256()): client
-            for client in self.keys.clients().values()
-        }
+        clients = self.keys.clients().values()
+        self.context = self.keys.door(clients)
+        self.registered = {client.certificate.fingerprint(SHA256()): client for client in clients}
         self.read = found
         for transport, connection in list(self.connections.items()):
             if connection.certificate not in self.registered:
@@ -300,10 +298,10 @@ class Door:
             log.warning("%s: refused with %d: %.100r", visitor.name, why, call)
             return refusal(why)
         length = request.content_length or 0
+        if call in KEEPS:  # at once, or others that wait beside it would not know
+            visitor.left -= length
         await visitor.turn()
         async with visitor.working, self.large if length > SMALL else nullcontext():
-            if call in KEEPS:
-                visitor.left -= length
             headers = {name: request.headers[name] for name in PASSED if name in request.headers}
             headers |= {"flwr-public-key": connection.key, "content-length": str(length)}
             body = await within(request.read()) if length <= SMALL else pieces(request)

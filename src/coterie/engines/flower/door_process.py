@@ -36,7 +36,8 @@ class DoorProcess:
     def __init__(self, address: str, settings: Settings) -> None:
         """Raises CoterieError if the address or the keys cannot be used."""
         self.settings = settings
-        Keys(Path(settings.keys)).door()
+        keys = Keys(Path(settings.keys))
+        keys.door(keys.clients().values())
         self.listening = listen(address)
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ its file, and adding one needs no ca.key.
 
 import re
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -216,21 +216,20 @@ class Keys:
     def remarks(self) -> list[str]:
         """Certificates that end soon, a sentence each; raises CoterieError if the server's is not
         valid now."""
-        now, certificate = (
-            datetime.now(UTC),
-            _load(self.certificate, x509.load_pem_x509_certificate),
-        )
+        now = datetime.now(UTC)
+        certificate = _load(self.certificate, x509.load_pem_x509_certificate)
+        end = certificate.not_valid_after_utc
         clock = f"by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC"
-        if certificate.not_valid_after_utc < now:
+        if end < now:
             raise CoterieError(
-                f"The server's certificate expired on {self.expires():%Y-%m-%d}, {clock}; renew it "
-                f"with `coterie keys certify {self.folder}`."
+                f"The server's certificate expired on {end:%Y-%m-%d}, {clock}; renew it with "
+                f"`coterie keys certify {self.folder}`."
             )
         if certificate.not_valid_before_utc > now:
             raise CoterieError(
                 f"The server's certificate is not valid yet, {clock}; set the clock."
             )
-        ends = {"the server's certificate": (self.expires(), f"certify {self.folder}")}
+        ends = {"the server's certificate": (end, f"certify {self.folder}")}
         for name, client in self.clients().items():
             ends[f"the kit of {name}"] = client.expires, f"renew {name} --keys {self.folder}"
         return [
@@ -303,7 +302,7 @@ class Keys:
                 found.append((path.name, about.st_mtime_ns, about.st_ino))
         return found
 
-    def door(self) -> ssl.SSLContext:
+    def door(self, clients: Iterable[Registered]) -> ssl.SSLContext:
         """TLS 1.3 as this server, with these clients alone; raises CoterieError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -317,7 +316,7 @@ class Keys:
                 f"{self.certificate} and {self.key} do not belong together ({error.reason}); make "
                 f"a certificate with `coterie keys certify {self.folder}`."
             ) from None
-        if pems := b"".join(pem(client.certificate) for client in self.clients().values()):
+        if pems := b"".join(pem(client.certificate) for client in clients):
             context.load_verify_locations(cadata=pems.decode())
         return context
 
