@@ -16,8 +16,10 @@ from coterie.config import parse
 pytest.importorskip("flwr", reason="Flower is not installed")
 from coterie.engines.flower import certificates, fleet
 from coterie.engines.flower.keys import Keys
+from coterie.errors import CoterieError
 from coterie.exchange.envelope import Order
 from coterie.exchange.formats import PROTOCOL
+from coterie.results import trial
 
 
 @pytest.fixture
@@ -106,3 +108,13 @@ def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeyp
     assert result.exit_code == 0, result.output
     assert "step        -       not tried, as it needs the other side, too" in result.output
     assert "This client can take part" in result.output
+
+
+def test_a_server_whose_run_no_demo_text_fits_can_start(place, monkeypatch) -> None:
+    def tried(*_: object) -> None:
+        raise CoterieError("The method needs prompts.")
+
+    monkeypatch.setattr(trial, "tried", tried)
+    result = server("--address", "127.0.0.1:0")
+    assert result.exit_code == 0, result.output
+    assert "messages    -       not measured, as a text of the demo does not do" in result.output
