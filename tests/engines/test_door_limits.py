@@ -188,6 +188,28 @@ def test_a_body_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
         assert entry.post("/v1/fleet/push-object")[0] == 200
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_an_answer_that_is_not_read_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(module, "REQUEST_SECONDS", 2.0)
+    size = 20_000_000
+    head = b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    with entrance(tmp_path, LARGEST) as entry, entry.connect() as connection:
+        connection.sendall(head % size + bytes(size))
+        wait(lambda: entry.upstream.seen)
+        read = 0
+        end = time.monotonic() + 5
+        with suppress(OSError):
+            while time.monotonic() < end and (piece := pause and connection.recv(1000)):
+                read += len(piece)
+                time.sleep(pause)
+        wait(lambda: all(each.idle for each in entry.door.connections.values()))
+        assert read < size
+        assert entry.post("/v1/fleet/pull-object")[0] == 200
+
+
 def test_a_handshake_that_does_not_go_on_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
