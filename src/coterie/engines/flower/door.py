@@ -254,7 +254,7 @@ class Door:
 
     async def sweep(self) -> None:
         """Each second: forget connections that ended, cut idle ones, look at the keys."""
-        for second in itertools.count():
+        for second in itertools.count(1):
             await asyncio.sleep(1)
             for transport, connection in list(self.connections.items()):
                 if transport.is_closing():
