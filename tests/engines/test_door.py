@@ -54,17 +54,18 @@ def test_a_large_body_passes_unchanged_both_ways(entry: Entrance) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framing", "status"),
+    ("call", "framing", "status"),
     [
-        (b"Content-Length: %d" % (LARGEST + 1), b"413"),
-        (b"Transfer-Encoding: chunked", b"411"),
-        (b"Content-Length: 10\r\nContent-Encoding: gzip", b"415"),
+        (b"push-object", b"Content-Length: %d" % (LARGEST + 1), b"413"),
+        (b"pull-object", b"Content-Length: 65537", b"413"),
+        (b"push-object", b"Transfer-Encoding: chunked", b"411"),
+        (b"push-object", b"Content-Length: 10\r\nContent-Encoding: gzip", b"415"),
     ],
 )
 def test_a_body_that_is_too_large_or_of_unknown_length_is_refused(
-    entry: Entrance, framing: bytes, status: bytes
+    entry: Entrance, call: bytes, framing: bytes, status: bytes
 ) -> None:
-    head = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\n"
+    head = b"POST /v1/fleet/%s HTTP/1.1\r\nHost: x\r\n" % call
     assert entry.raw(head + framing + b"\r\n\r\n" + b"5\r\nhello").split()[1] == status
     assert not entry.upstream.seen
 

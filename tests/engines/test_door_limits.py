@@ -195,7 +195,7 @@ def test_an_answer_that_is_not_read_is_given_up(
     monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(module, "REQUEST_SECONDS", 2.0)
     size = 20_000_000
-    head = b"POST /v1/fleet/pull-object HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/fleet/push-object HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     with entrance(tmp_path, LARGEST) as entry, entry.connect() as connection:
         connection.sendall(head % size + bytes(size))
         wait(lambda: entry.upstream.seen)

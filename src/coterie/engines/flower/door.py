@@ -21,7 +21,7 @@ import time
 from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -43,7 +43,7 @@ CALLS = frozenset(
 )
 """What clients ask of a SuperLink. They fetch no code, and are registered on the server."""
 KEEPS = frozenset({"/v1/fleet/push-messages", "/v1/fleet/push-object"})
-"""The calls of which a SuperLink keeps the bytes."""
+"""The calls of which a SuperLink keeps the bytes; others have no more than `SMALL`."""
 PASSED = (
     *("content-type", "accept", "flwr-signature", "flwr-timestamp", "flwr-package-name"),
     *("flwr-package-version", "flwr-component-name"),
@@ -57,8 +57,6 @@ CONNECTIONS = 64
 """Of one client, at once."""
 AT_ONCE = 4
 """Requests of one client that the SuperLink works on at once; others wait."""
-LARGE_AT_ONCE = 32
-"""Requests of all clients with more than `SMALL` bytes, which it holds in memory as they come."""
 RATE, BURST = 200.0, 1000.0
 """Requests of one client: per second, and at once after a pause; others wait."""
 HANDSHAKE_SECONDS, IDLE_SECONDS, STALL_SECONDS, REQUEST_SECONDS = 10.0, 60.0, 30.0, 900.0
@@ -86,7 +84,7 @@ class Settings:
     authority: str
     """The file of the certificate authority that the SuperLink's own certificate is from."""
     request_bytes: int
-    """Of one request, at most."""
+    """Of one request of those in `KEEPS`, at most."""
     order_bytes: int
     """Of all that a client leaves with the SuperLink until it gets its next order, at most."""
     log: str
@@ -141,7 +139,6 @@ class Door:
         self.handshakes: dict[asyncio.Task[None], str] = {}
         """Those under way, oldest first, with their addresses."""
         self.refusals: Counter[str] = Counter()
-        self.large = asyncio.Semaphore(LARGE_AT_ONCE)
         self.read: object = None
         """The state of the folder of keys when it was read."""
         self.look()
@@ -301,7 +298,7 @@ class Door:
         if call in KEEPS:  # at once, or others that wait beside it would not know
             visitor.left -= length
         await visitor.turn()
-        async with visitor.working, self.large if length > SMALL else nullcontext():
+        async with visitor.working:
             headers = {name: request.headers[name] for name in PASSED if name in request.headers}
             headers |= {"flwr-public-key": connection.key, "content-length": str(length)}
             body = await within(request.read()) if length <= SMALL else pieces(request)
@@ -328,9 +325,10 @@ class Door:
             return 411
         if "content-encoding" in request.headers:
             return 415
-        if request.content_length > self.settings.request_bytes:
+        keeps = request.raw_path in KEEPS
+        if request.content_length > (self.settings.request_bytes if keeps else SMALL):
             return 413
-        if request.raw_path in KEEPS and request.content_length > visitor.left:
+        if keeps and request.content_length > visitor.left:
             return 429
         return None
 
