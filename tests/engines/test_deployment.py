@@ -214,11 +214,17 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def all_here(here: Deployment) -> None:
-    """Start whoever does not run, and wait for a round with everybody."""
+    """Start whoever does not run, and wait for another round with everybody."""
     for name in ("server", *NAMES):
         if here.programs[name].process.poll() is not None:
             here.serve("--resume") if name == "server" else here.join(name)
-    here.wait(lambda: len({here.counted(name)[-1] for name in NAMES}) == 1)
+    now = here.done()
+
+    def all_counted() -> bool:
+        last = {here.counted(name)[-1] for name in NAMES}
+        return len(last) == 1 and last.pop() >= now
+
+    here.wait(all_counted)
 
 
 def test_a_client_that_joins_late_takes_part_from_then_on(long_run) -> None:
