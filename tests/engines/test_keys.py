@@ -1,5 +1,6 @@
 """A deployment's keys: the certificate, and the clients' kits."""
 
+import os
 import socket
 import ssl
 import stat
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 
@@ -354,3 +356,37 @@ def test_a_client_that_is_removed_while_all_are_read_is_left_out(
     keys.remove("anna")
     assert list(keys.clients()) == ["ben"]
     assert len(keys.state()) == 2  # the server's and ben's
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for others")
+def test_what_root_writes_belongs_to_whom_its_folder_does(keys, tmp_path) -> None:
+    """A service's keys are changed with sudo, and the service must be able to read them."""
+    for folder in (keys.folder, keys.folder / "clients"):
+        os.chown(folder, 12345, 12346)
+    keys.add("anna", tmp_path / "anna.key")
+    keys.certify(["example.org"])
+    for path in (keys.folder / "clients" / "anna.pem", keys.certificate):
+        assert (path.stat().st_uid, path.stat().st_gid) == (12345, 12346)
+
+
+def test_a_server_goes_on_with_the_keys_it_knows_while_a_file_cannot_be_read(
+    keys, tmp_path, caplog
+) -> None:
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from coterie.engines.flower.link import FlowerLink
+
+    link = FlowerLink.__new__(FlowerLink)
+    link.superlink = Mock(keys=keys)
+    link.registered, link.names, link.unread = set(), {}, ""
+    keys.add("anna", tmp_path / "anna.key")
+    before = link._register()
+    assert list(before.values()) == ["anna"]
+    keys.add("bob", tmp_path / "bob.key")
+    damaged = keys.folder / "clients" / "bob.pem"
+    whole = damaged.read_bytes()
+    damaged.write_text("damaged")
+    with caplog.at_level("WARNING", "coterie"):
+        assert [link._register(), link._register()] == [before, before]
+    assert caplog.text.count("could not read the keys") == 1
+    damaged.write_bytes(whole)
+    assert sorted(link._register().values()) == ["anna", "bob"]

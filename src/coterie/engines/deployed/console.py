@@ -126,7 +126,8 @@ class ClientBoard(LiveDisplay):
             case "away":
                 self._say(f"{value}; retrying")
             case "joined":
-                self.rounds, self.began = value.config.exchanges, time.monotonic()
+                self.rounds, self.done = value.config.exchanges, 0
+                self.began = time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):

@@ -11,6 +11,7 @@ server forgets. The server trusts exactly the certificates in clients/, so that 
 its file, and adding one needs no ca.key.
 """
 
+import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Sequence
@@ -202,6 +203,7 @@ class Keys:
             _load(self.folder / "ca.key", private_key),
         )
         write_bytes(self.certificate, pem(certificate))
+        _hand_over(self.certificate)
 
     def hosts(self) -> list[str]:
         """The names and addresses that the server's certificate is valid for."""
@@ -270,8 +272,10 @@ class Keys:
         certificate = pem(client_certificate(name, key))
         head = f"{HEAD}\nClient: {name}\n".encode()
         write_private(out, head + certificate + self.ca.read_bytes() + private_pem(key))
+        _hand_over(out)
         try:
             write_bytes(self._file(name), certificate)
+            _hand_over(self._file(name))
         except CoterieError:
             out.unlink()
             raise
@@ -328,6 +332,14 @@ class Keys:
             f"There is no client {name!r} in {self.folder}; `coterie keys list {self.folder}` "
             "lists all clients."
         )
+
+
+def _hand_over(file: Path) -> None:
+    """Give what root has written to the owner of its folder: a service that runs as another user
+    must be able to read it."""
+    if os.geteuid() == 0:
+        owner = file.parent.stat()
+        os.chown(file, owner.st_uid, owner.st_gid)
 
 
 def _checked(name: str) -> str:

@@ -213,6 +213,9 @@ class FlowerLink:
     def __init__(self, superlink: SuperLink, largest: int) -> None:
         self.superlink, self.largest = superlink, largest
         self.registered: set[bytes] = set()
+        self.names: dict[bytes, str] = {}
+        self.unread = ""
+        """Why the keys could not be read the last time."""
         self.nodes: dict[str, int] = {}
         self.coming: dict[str, tuple[ObjectTree, str | None]] = {}
         """Replies by their tickets that were not whole, and an object that each lacked."""
@@ -312,12 +315,20 @@ class FlowerLink:
 
     def _register(self) -> dict[bytes, str]:
         """Names by key; the SuperLink learns of keys that were added meanwhile."""
-        names = {about.public: name for name, about in self.superlink.keys.clients().items()}
-        for key in names.keys() - self.registered:
-            request = RegisterNodeRequest(public_key=key, name=names[key])
+        try:
+            clients = self.superlink.keys.clients()
+        except (CoterieError, OSError) as error:  # until they can be read, the old ones hold
+            if str(error) != self.unread:
+                log.warning("could not read the keys: %s", error)
+            self.unread = str(error)
+            return self.names
+        self.unread = ""
+        self.names = {about.public: name for name, about in clients.items()}
+        for key in self.names.keys() - self.registered:
+            request = RegisterNodeRequest(public_key=key, name=self.names[key])
             self.superlink.control.RegisterNode(request)
             self.registered.add(key)
-        return names
+        return self.names
 
     def _task(self) -> RuntimeHttpClient:
         """Take on the run's server task, which is otherwise a process of Flower's."""
