@@ -18,6 +18,14 @@ def path_part(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")
 
 
+def expanded(path: str) -> Path:
+    """A path in which a leading ~ stands for a user's home; raises CoterieError for nobody's."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise CoterieError(f"{path}: this machine has no home folder of that user.") from None
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the system says about a write (full, read-only, ...) into a CoterieError."""

@@ -9,7 +9,7 @@ import yaml
 from coterie.config_errors import validated
 from coterie.data.files import find_files, resolve
 from coterie.errors import CoterieError
-from coterie.files import path_part
+from coterie.files import expanded, path_part
 from coterie.sections import METHOD, Sections
 
 if TYPE_CHECKING:
@@ -117,10 +117,16 @@ def _values(path: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     path = located(path or DEMO)
     values = read_mapping(path)
     values.setdefault("name", path_part(path.stem) or "run")
-    values["data_root"] = str(path.parent / Path(values.get("data_root") or "").expanduser())
+    place_data(values, path)
     for setting in settings:
         apply_setting(values, setting)
     return values
+
+
+def place_data(values: dict[str, Any], path: Path) -> None:
+    """Make `data_root` relative to the file at a path, whatever the folder one is in."""
+    if isinstance(root := values.get("data_root") or "", str):  # else it is refused later
+        values["data_root"] = str(path.parent / expanded(root))
 
 
 def located(path: Path) -> Path:
@@ -135,7 +141,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping; raises CoterieError, in one sentence, if it does not."""
     problem = "is not a mapping of keys to values"
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Once)
+        values = _read(path.read_text(encoding="utf-8"))
         if isinstance(values, dict):
             return values
     except FileNotFoundError:
@@ -162,6 +168,16 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _read(text: str) -> Any:
+    """A value; raises yaml.YAMLError alone, where PyYAML has others for values unlike their tag."""
+    try:
+        return yaml.load(text, _Once)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise yaml.YAMLError(str(error)) from error
+
+
 def _mark(error: yaml.YAMLError) -> str:
     """Where a file stops being YAML, and why, as far as the parser says."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
@@ -176,7 +192,7 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
     if not equals or not path:
         raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
     try:
-        value = yaml.safe_load(text)
+        value = _read(text)
     except yaml.YAMLError as error:
         raise CoterieError(f"--set {setting!r}: the value is not valid YAML.") from error
     try:
@@ -206,7 +222,7 @@ def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
     for option in options:
         key, equals, text = option.partition("=")
         try:
-            values = yaml.safe_load(f"[{text}]")
+            values = _read(f"[{text}]")
         except yaml.YAMLError:
             values = None
         if not (key and equals and values):

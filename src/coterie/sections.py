@@ -4,13 +4,13 @@ Read without torch, so that a wrong key is told at once.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coterie.aggregation.spec import AggregationSpec
 from coterie.data.spec import ClientSpec, DataSpec, DivideSpec
+from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
@@ -133,8 +133,10 @@ class Sections(BaseModel):
             case {"data": {"instructions": {"template": str(name)} as instructions} as data}:
                 from coterie.data.templates import inlined
 
-                root = Path(values.get("data_root") or "").expanduser()
-                instructions = {**instructions, "template": inlined(name, root)}
+                root = values.get("data_root") or ""
+                if isinstance(root, str):  # else it is refused later
+                    name = inlined(name, expanded(root))
+                instructions = {**instructions, "template": name}
                 return {**values, "data": {**data, "instructions": instructions}}
         return values
 
@@ -157,7 +159,7 @@ class Sections(BaseModel):
     @field_validator("data_root")
     @classmethod
     def _absolute(cls, folder: str) -> str:
-        return str(Path(folder).expanduser().resolve())
+        return str(expanded(folder).resolve())
 
     @model_validator(mode="after")
     def _who(self) -> Self:

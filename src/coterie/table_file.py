@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from coterie.config_errors import validated
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.run_file import apply_setting, check_trials, located, read_mapping
+from coterie.run_file import apply_setting, check_trials, located, place_data, read_mapping
 
 Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
 
@@ -183,7 +183,7 @@ def _runs(
     spec: TableSpec, column: ColumnSpec, path: Path, settings: Sequence[str], rows: Sequence[str]
 ) -> ColumnRuns:
     run = merged(spec.run, column.run)
-    run["data_root"] = str(path.parent / Path(run.get("data_root") or "").expanduser())
+    place_data(run, path)
     for setting in settings:
         apply_setting(run, setting)
     for key in ("method", "pooled", "baselines"):

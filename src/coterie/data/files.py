@@ -12,6 +12,7 @@ from typing import Any
 from rapidfuzz import process
 
 from coterie.errors import CoterieError
+from coterie.files import expanded
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -84,7 +85,7 @@ def empty_records(root: Path, source: str, fields: Sequence[str], owner: str) ->
 
 def resolve(root: Path, source: str) -> Path:
     """The path that a run file names, relative to `root` unless it is absolute."""
-    return root / Path(source).expanduser()
+    return root / expanded(source)
 
 
 def find_files(path: Path, owner: str) -> list[Path]:

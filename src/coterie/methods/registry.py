@@ -171,7 +171,7 @@ def method_from(value: object) -> "Method":
     if isinstance(value, Method):
         return value
     settings = dict(value) if isinstance(value, Mapping) else {"name": value}
-    return kind_of(str(settings.pop("name", None)))(**settings)
+    return kind_of(str(settings.pop("name", None))).model_validate(settings)
 
 
 def named_in(values: Mapping[str, Any], default: str = "local") -> "type[Method]":
