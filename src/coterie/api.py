@@ -89,11 +89,13 @@ def resume(
     method: Method | None = None,
     watch: Callable[[], Watch] = Watch,
     engine: Engine | None = None,
+    from_round: int | None = None,
 ) -> Run:
     """Go on with a run that was stopped, to the same result that it would have had.
 
-    The engine makes no difference to it; the default is the one that the run began with. Raises
-    CoterieError if the folder holds no run or if the clients' texts have changed.
+    The engine makes no difference to it; the default is the one that the run began with.
+    from_round: go on from the state after so many rounds, where the newest checkpoint is damaged.
+    Raises CoterieError if the folder holds no run or if the clients' texts have changed.
     """
     folder = RunFolder(Path(path))
     config, began = recorded(folder, method), folder.description
@@ -102,8 +104,21 @@ def resume(
             f"{path} is a deployed run; continue it with `coterie server --resume`, or with "
             "the same `coterie client` command."
         )
+    if from_round is not None:
+        _go_back(folder, from_round)
     session = Session(config, began["threads"], engine or began.get("engine", "local"))
     return _continue(session, folder, watch)
+
+
+def _go_back(folder: RunFolder, rounds: int) -> None:
+    """Take what is unfinished of a run and its baselines back to a round."""
+    every = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
+    further = [run for run in every if run.result is None and run.rounds() > rounds]
+    if not further:
+        raise CoterieError(f"Nothing unfinished in {folder.path} is past round {rounds}.")
+    with folder.lock():
+        for run in further:
+            run.go_back(rounds)
 
 
 def compare(

@@ -43,6 +43,11 @@ class DeploymentSpec(BaseModel):
         description="send clients' losses and scores to the server; otherwise "
         "they stay on the clients",
     )
+    checkpoints: int = Field(
+        default=3,
+        ge=1,
+        description="checkpoints that the server keeps, to go back to with --from-round",
+    )
     largest_message: int = Field(
         default=256, ge=1, description="maximum message size in MiB; larger messages are rejected"
     )

@@ -17,6 +17,7 @@ from coterie.bases import load_skeleton
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
 from coterie.engines.session import Session
+from coterie.errors import CoterieError
 from coterie.exchange import State
 from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
@@ -283,3 +284,31 @@ def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypa
     assert free.norm() > 1e-3
     assert torch.allclose(clipped, free * 1e-3 / free.norm(), rtol=1e-3, atol=1e-12)
     assert torch.equal(short, free)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    config, undisturbed, tmp_path, monkeypatch
+) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(self: Watch, round: int, note: str = "") -> None:
+        if round == 1:
+            raise Stopped
+
+    monkeypatch.setattr(Watch, "round_over", stop)
+    with pytest.raises(Stopped):
+        coterie.run(config(), out=tmp_path / "run")
+    monkeypatch.undo()
+    folder = RunFolder(tmp_path / "run")
+    path = folder.checkpoint(2) / "client-poet.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CoterieError, match=r"client-poet.* is damaged .* --from-round 1\."):
+        coterie.resume(folder.path)
+    with pytest.raises(CoterieError, match=r"Nothing unfinished in .* is past round 7"):
+        coterie.resume(folder.path, from_round=7)
+    coterie.resume(folder.path, from_round=1)
+    assert_identical(final_states(folder.path), final_states(undisturbed))
+    assert [m["round"] for m in folder.metrics()] == sorted(m["round"] for m in folder.metrics())

@@ -143,14 +143,63 @@ def test_a_recorder_says_when_a_figure_of_another_round_came_up(folder) -> None:
     assert recorder.take() == []
 
 
-def test_the_newest_checkpoint_alone_is_kept(folder) -> None:
-    for rounds in (9, 10):
-        folder.save(rounds, [("server", State({"g": {"w": torch.tensor([float(rounds)])}}))])
+def save(folder, *rounds: int) -> None:
+    for number in rounds:
+        state = State({"g": {"w": torch.full((50,), float(number))}})
+        folder.save(number, [("server", state)], files={"upload": b"bytes of an upload"})
+
+
+def test_the_newest_checkpoint_counts_and_the_one_before_it_is_kept(folder) -> None:
+    save(folder, 8, 9, 10)
     assert folder.rounds() == 10
-    assert folder.load("server")["g"]["w"].item() == 10
-    assert [p.name for p in (folder.path / "checkpoints").iterdir()] == ["00010"]
+    assert folder.load("server")["g"]["w"][0] == 10
+    assert [path.name for path in folder.checkpoints()] == ["00009", "00010"]
     with pytest.raises(CoterieError, match="has no state for 'client-zed'"):
         folder.load("client-zed")
+
+
+@pytest.mark.parametrize("file", ["server.safetensors", "upload"])
+def test_no_flipped_bit_of_a_checkpoint_is_read(folder, file) -> None:
+    save(folder, 1, 2)
+    path = folder.checkpoint(2) / file
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(
+            CoterieError, match=rf"{file} is damaged .* go back with --from-round 1"
+        ):
+            folder.read(file)
+    path.write_bytes(whole)
+    assert folder.read(file) == whole
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.with_name("checksums.json").unlink(),
+        lambda path: path.with_name("checksums.json").write_text("{}"),
+        lambda path: path.with_name("checksums.json").write_text("{"),
+        lambda path: path.unlink() or path.mkdir(),
+    ],
+    ids=["cut", "empty", "no checksums", "none of this file", "no JSON", "a folder"],
+)
+def test_what_is_damaged_is_named(folder, damage) -> None:
+    save(folder, 3)
+    damage(folder.checkpoint(3) / "server.safetensors")
+    with pytest.raises(CoterieError, match=r"00003/server.safetensors is damaged .* a new run"):
+        folder.load("server")
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:
+    save(folder, 4, 5)
+    folder.finish({})
+    with pytest.raises(CoterieError, match=r"no checkpoint of round 3 \(kept: 4, 5\)"):
+        folder.go_back(3)
+    folder.go_back(4)
+    assert (folder.rounds(), folder.result) == (4, None)
+    assert folder.load("server")["g"]["w"][0] == 4
 
 
 @pytest.mark.parametrize("linked", [True, False])

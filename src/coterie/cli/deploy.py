@@ -13,7 +13,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.check import check_client, check_server
-from coterie.cli.options import Out, Plugins
+from coterie.cli.options import FromRound, Out, Plugins, needs_resume
 from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
 
@@ -43,6 +43,7 @@ def server(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
     ] = False,
+    from_round: FromRound = None,
     check: Check = False,
     plugins: Plugins = None,
 ) -> None:
@@ -73,8 +74,9 @@ def server(
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
         if resume and (folder / "run.json").exists():
-            done = deploy.serve_again(folder, folder_of_keys, address, board)
+            done = deploy.serve_again(folder, folder_of_keys, address, board, from_round)
         else:
+            needs_resume(from_round)
             done = deploy.serve(config, folder, folder_of_keys, address, board)
     terminal.say(f"The run is finished and saved in {done.path}.")
 

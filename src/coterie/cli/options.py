@@ -35,6 +35,12 @@ def check_run(folder: Path) -> None:
         raise CoterieError(f"{folder} is not a run folder (it has no run.json).")
 
 
+def needs_resume(from_round: int | None) -> None:
+    """Raise CoterieError for --from-round where no run is resumed."""
+    if from_round is not None:
+        raise CoterieError("--from-round goes back in a run that is resumed; give --resume, too.")
+
+
 RunFile = Annotated[
     Path | None,
     typer.Argument(
@@ -45,6 +51,15 @@ RunFile = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a key of the run file: training.batch=4. Repeatable."),
+]
+FromRound = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="With --resume: go back to the state after N rounds, if it is kept.",
+        show_default=False,
+    ),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.", show_default=False)

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Out, Plugins, RunFile, Settings, check_run
+from coterie.cli.options import (
+    Debug,
+    FromRound,
+    Out,
+    Plugins,
+    RunFile,
+    Settings,
+    check_run,
+    needs_resume,
+)
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -32,6 +41,7 @@ def run(
         Path | None,
         typer.Option(help="Resume the interrupted run in this folder.", show_default=False),
     ] = None,
+    from_round: FromRound = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite an existing run in the folder.")
     ] = False,
@@ -61,8 +71,8 @@ def run(
 
     again = None
     if resume is None:
-        again = "" if file is None else f" {quote(str(file))}"
-        again += "".join(f" --set {quote(setting)}" for setting in settings or ())
+        needs_resume(from_round)
+        again = _again(file, settings or ())
         check_texts(file, settings or ())  # at once; torch takes seconds to import
         config = coterie.load_config(file, settings or ())
         _remark(config)
@@ -79,8 +89,17 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(resume, watch=terminal.watch, engine=engine)
+            finished = coterie.resume(
+                resume, watch=terminal.watch, engine=engine, from_round=from_round
+            )
     _show(finished, again)
+
+
+def _again(file: Path | None, settings: list[str] | tuple[()]) -> str:
+    """A run file and settings as a command takes them."""
+    return "".join(
+        [f" {quote(str(file))}" if file else "", *(f" --set {quote(s)}" for s in settings)]
+    )
 
 
 def _remark(config: "RunConfig") -> None:

@@ -117,6 +117,7 @@ class Rounds(ABC):
                 self.folder.save(round + 1, self._states())
                 watch.round_over(round, self._note(round, entries))
         self.folder.finish(result(config, self.folder))
+        self.folder.drop(self.folder.checkpoints()[:-1])
 
     def _round(self, round: int, spool: Path) -> None:
         self.exchange(round, spool)

@@ -3,9 +3,9 @@
 run.json             the run's description, the threads and versions it ran with, its data's hashes
 metrics.jsonl        a line per figure: round, client, name, value; and `during`, the round in
                      which it came up, where that is a later one
-checkpoints/00012/   state of the server and of every client after 12 rounds; the last is kept
-                     (client-NAME), and what is needed for each client's best model so far
-                     (kept-NAME)
+checkpoints/00012/   state of the server and of every client after 12 rounds (client-NAME), what is
+                     needed for each client's best model so far (kept-NAME), and the checksums of
+                     these files; the newest checkpoints are kept
 scores/POINT/NAME.json  what each window of a test text scored the last time, trained or aggregated
 result.json          the scores, once the run is finished
 baselines/NAME/      the run folder of a baseline
@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from coterie.exchange import Json, State
 from coterie.exchange.formats import FormatError, check_stamp, stamp
 from coterie.files import link, write_bytes, write_folder, write_json, write_text, writing
 
+CHECKSUMS = "checksums.json"
+"""In a checkpoint: the hash of each of its files, by name."""
 LEFT = (".lock", ".run.json.*tmp")
 """What a start that was killed leaves behind."""
 
@@ -47,6 +50,10 @@ def describe(
         "clients": clients,
         "config": config,
     }
+
+
+def _checksum(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 class RunFolder:
@@ -169,7 +176,7 @@ class RunFolder:
         states: Iterable[tuple[str, State | None]],
         *,
         files: Mapping[str, bytes] | None = None,
-        keep: int = 1,
+        keep: int = 2,
     ) -> None:
         """Write the checkpoint after so many rounds, one state at a time, and files beside them.
 
@@ -177,17 +184,24 @@ class RunFolder:
         `keep`.
         """
         newest, before = self.checkpoint(rounds), self.checkpoint(self.rounds())
+        sums: dict[str, str] = {}
 
         def fill(folder: Path) -> None:
             for name, state in states:
-                path = folder / f"{name}.safetensors"
+                file = f"{name}.safetensors"
                 if state is None:
-                    link(before / path.name, path)
+                    link(before / file, folder / file)
+                    sums[file] = self._checksums(before)[file]
                 else:
-                    write_bytes(path, state.encode())
-            for name, data in (files or {}).items():
-                write_bytes(folder / name, data)
+                    put(folder / file, state.encode())
+            for file, data in (files or {}).items():
+                put(folder / file, data)
+            write_json(folder / CHECKSUMS, sums)
             shutil.rmtree(newest, ignore_errors=True)
+
+        def put(path: Path, data: bytes) -> None:
+            write_bytes(path, data)
+            sums[path.name] = _checksum(data)
 
         write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
@@ -199,6 +213,15 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The folders of all checkpoints there are, oldest first."""
         return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
+
+    def go_back(self, rounds: int) -> None:
+        """Make the checkpoint after so many rounds the newest; raises CoterieError without one."""
+        found = self.checkpoints()
+        if (newest := self.checkpoint(rounds)) not in found:
+            kept = ", ".join(str(int(folder.name)) for folder in found) or "none"
+            raise CoterieError(f"{self.path} has no checkpoint of round {rounds} (kept: {kept}).")
+        (self.path / "result.json").unlink(missing_ok=True)
+        self.drop(folder for folder in found if folder > newest)
 
     def drop(self, checkpoints: Iterable[Path]) -> None:
         """Remove checkpoints."""
@@ -218,7 +241,24 @@ class RunFolder:
 
     def find(self, name: str) -> State | None:
         """The same; None if the checkpoint has none."""
-        return State.decode(self._state(name).read_bytes()) if self.has(name) else None
+        return State.decode(self.read(f"{name}.safetensors")) if self.has(name) else None
+
+    def read(self, file: str) -> bytes:
+        """A file of the newest checkpoint; raises CoterieError if it is not as it was written."""
+        path = self.checkpoint(self.rounds()) / file
+        try:
+            data = path.read_bytes()
+            if _checksum(data) == self._checksums(path.parent)[file]:
+                return data
+            why = "it has changed since it was written"
+        except (OSError, ValueError, KeyError) as error:
+            why = f"{type(error).__name__}: {error}"
+        earlier = [int(folder.name) for folder in self.checkpoints()[:-1]]
+        remedy = f"go back with --from-round {earlier[-1]}" if earlier else "start a new run"
+        raise CoterieError(f"{path} is damaged ({why}); {remedy}.")
+
+    def _checksums(self, checkpoint: Path) -> dict[str, str]:
+        return json.loads((checkpoint / CHECKSUMS).read_bytes())
 
     def has(self, name: str) -> bool:
         """Whether the newest checkpoint has a state."""

@@ -236,8 +236,7 @@ class SiteRun:
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
-            path = self.folder.checkpoint(order.round + 1)
-            return (path / "upload").read_bytes(), newest.entries
+            return self.folder.read("upload"), newest.entries
         began = time.monotonic()
         with self._whole():
             self.recorder.round = order.round
@@ -314,12 +313,11 @@ class SiteRun:
         self.folder.drop(self.folder.checkpoints()[:-1])
 
     def _about(self) -> "About":
-        text = (self.folder.checkpoint(self.folder.rounds()) / "about.json").read_text()
-        return About(**json.loads(text))
+        return About(**json.loads(self.folder.read("about.json")))
 
     def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
         beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
-        self.folder.save(rounds, self.part.states(), files=beside, keep=2)
+        self.folder.save(rounds, self.part.states(), files=beside)
 
 
 @dataclass(frozen=True)

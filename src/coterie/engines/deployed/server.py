@@ -93,7 +93,7 @@ class ServerRun:
             counted = self._round()
             self.recorder.log(None, "seconds", time.monotonic() - began)
             self.recorder.flush()
-            self.folder.save(round + 1, self._states())
+            self.folder.save(round + 1, self._states(), keep=self.config.deployment.checkpoints)
             self.watch.round_over(round, counted)
         self._finish()
         self.folder.finish(result(self.config, self.folder))

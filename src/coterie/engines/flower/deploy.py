@@ -50,10 +50,18 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
     return _bring_to_its_end(folder, config, own, keys, address, watch)
 
 
-def serve_again(out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
-    """Go on with a run of which the server has stopped; clients that wait for it go on too."""
+def serve_again(
+    out: Path, keys: Keys, address: str, watch: ServerWatch, from_round: int | None = None
+) -> RunFolder:
+    """Go on with a run of which the server has stopped; clients that wait for it go on too.
+
+    from_round: from the state after so many rounds, if that is kept.
+    """
     folder = RunFolder(out)
     config = recorded(folder)
+    if from_round is not None:
+        with folder.lock():
+            folder.go_back(from_round)
     torch.set_num_threads(folder.description["threads"])
     own = served(config)
     if own is not None and own.digest() != folder.description[SERVER]["data"]:
