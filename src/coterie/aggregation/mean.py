@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from coterie.aggregation.bounds import Measure, left_out, norms_of
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec
 from coterie.exchange import Field as Travels
@@ -70,6 +71,7 @@ class Aggregation:
         self._weighted = spec.weights == "tokens" and bool(self._means)
         self.schema = _with_tokens(schema) if self._weighted else schema
         """What may travel: what the method declares, and what the mean needs beside it."""
+        self.spec = spec
         self._most: dict[str, int] = {}
         """By client, the training tokens that its hello told of."""
         self.optimiser = None if spec.optimiser is None else ServerOptimiser(spec.optimiser)
@@ -83,8 +85,16 @@ class Aggregation:
 
     def join(self, client: str, hello: Message) -> None:
         """On the server: note a client's weight. Raises MessageError if it tells none."""
-        if self._weighted:
+        if self._weighted or TOKENS.name in hello.values:  # some methods weigh for themselves
             self._most[client] = _tokens(client, hello)
+
+    def measure(self, client: str, upload: Message) -> Measure:
+        """On the server: what is compared of an upload with those of the others."""
+        return Measure(norms_of(upload), self._most.get(client, 1))
+
+    def left_out(self, measures: Mapping[str, Measure]) -> dict[str, str]:
+        """The clients of a round whose uploads are too large to count, and why."""
+        return left_out(measures, self.spec.largest_norm, self.spec.largest_weight)
 
     def contribution(
         self, client: str, upload: Message, expected: Mapping[str, Shapes]

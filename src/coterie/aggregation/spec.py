@@ -61,6 +61,18 @@ class AggregationSpec(BaseModel):
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform", description="weights of clients in means: equal, or by training tokens"
     )
+    largest_norm: float | None = Field(
+        default=10.0,
+        ge=1,
+        description="an upload counts if its norm per parameter is at most so many times the "
+        "round's median; null: whatever it is",
+    )
+    largest_weight: float | None = Field(
+        default=100.0,
+        ge=1,
+        description="with weights by tokens: a client weighs at most so many times the round's "
+        "median; null: whatever it says",
+    )
     optimiser: ServerOptimiserSpec | None = Field(
         default=None,
         description="optimiser with which the server steps towards a round's mean: a name, or a "

@@ -13,11 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
+from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.part import (
+    LEFT_OUT,
     ClientPart,
     close,
     contribution,
@@ -138,16 +140,22 @@ class Rounds(ABC):
         Uploads are left in the folder `spool`, by name.
         """
         self.server.open(round, sorted(self.training))
+        measures: dict[ClientId, Measure] = {}
         for name, upload in self._steps(round):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
+            measures[name] = self.aggregation.measure(name, self.schema.receive("up", upload))
             self.watch.worked(round, name)
-        mean = self.aggregation.mean(round, self._contributions(spool))
+        refused = self.aggregation.left_out(measures)
+        for name, why in refused.items():
+            self.recorder.log(name, LEFT_OUT, why)
+        names = sorted(measures.keys() - refused.keys())
+        mean = self.aggregation.mean(round, self._contributions(names, spool))
         close(self.server, self.aggregation, mean)
 
-    def _contributions(self, spool: Path) -> Iterator[Contribution]:
-        """What the uploads that wait on disk add to the mean, in the order of names."""
-        for name in sorted(self.training):
+    def _contributions(self, names: list[ClientId], spool: Path) -> Iterator[Contribution]:
+        """What the uploads that wait on disk add to the mean."""
+        for name in names:
             upload = self.schema.receive("up", (spool / name).read_bytes())
             yield contribution(self.server, self.aggregation, name, upload)
 

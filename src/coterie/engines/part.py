@@ -10,6 +10,7 @@ from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
+from coterie.errors import CoterieError
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context, digest_of
@@ -19,6 +20,8 @@ from coterie.scoring.evaluation import Score, evaluate
 
 SERVER_SCORE = "server/aggregated"
 """The name under which the score of the server's own model is recorded."""
+LEFT_OUT = "left out"
+"""The name under which it is recorded why a client's upload of a round did not count."""
 
 
 class LogFor(Protocol):
@@ -230,8 +233,35 @@ def contribution(
 
 
 def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
-    """End a round that counts, with the mean of its uploads."""
-    server.close(aggregation.stepped(mean, server.averaged()))
+    """End a round that counts, with the mean of its uploads.
+
+    Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
+    """
+    round = server.round
+    try:
+        server.close(aggregation.stepped(mean, server.averaged()))
+        finite = all(map(_is_finite, dict(server_states(server, aggregation)).values()))
+    except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
+        raise _unusable(round) from error
+    if not finite:
+        raise _unusable(round)
+
+
+def _is_finite(state: State) -> bool:
+    return all(
+        bool(tensor.isfinite().all())
+        for _, part in state.walk()
+        for tensors in part.groups.values()
+        for tensor in tensors.values()
+        if tensor.is_floating_point()
+    )
+
+
+def _unusable(round: int) -> CoterieError:
+    return CoterieError(
+        f"The aggregate of round {round + 1} is not finite, and has not been saved; see which "
+        "client's upload is too large, and continue without it, or from an earlier round."
+    )
 
 
 def server_states(server: ServerSide, aggregation: Aggregation) -> Iterator[tuple[str, State]]:
@@ -258,7 +288,8 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     """The last scores per text, and what it took: from the metrics, to count all parts.
 
     Where clients keep their best models, what the method reports are the scores of these; `kept`
-    says of how many rounds each client's is.
+    says of how many rounds each client's is. `left_out` has the rounds in which an upload did not
+    count, by client, and why.
     """
     reports = config.method.reports
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
@@ -266,6 +297,7 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     server: dict[str, dict[str, float]] = {}
     best: dict[str, dict[str, float]] = {}
     kept: dict[str, int] = {}
+    left_out: dict[str, dict[int, str]] = {}
     seconds = 0.0
     for line in folder.metrics():
         kind, _, point = line["name"].partition("/")
@@ -281,11 +313,14 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
             traffic[line["name"]] += line["value"]
         elif line["name"] == "seconds":
             seconds += line["value"]
+        elif line["name"] == LEFT_OUT:
+            left_out.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
     points[reports] |= best
     return {
         "method": config.label,
         "reports": reports,
         **({"kept": kept} if kept else {}),
+        **({"left_out": left_out} if left_out else {}),
         **points,
         **server,
         "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},

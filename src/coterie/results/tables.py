@@ -132,9 +132,19 @@ def run_table(
         note += " The mean excludes the server."
     if any(kept):
         note += f" In brackets: {KEPT}"
+    note += "".join(f" {text}" for text in left_out(results))
     what = "perplexity per token / bits per byte" if pair else metric.label
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
+
+
+def left_out(results: Mapping[str, Result]) -> Iterator[str]:
+    """A sentence for each client of whom some uploads did not count."""
+    for method, result in results.items():
+        for client, rounds in result.get("left_out", {}).items():
+            last, times = list(rounds.values())[-1], len(rounds)
+            often = "a round" if times == 1 else f"{times} rounds"
+            yield f"{client} was left out of {often} of {method}: {last}."
 
 
 def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:

@@ -6,26 +6,24 @@ It knows clients by their names. How bytes reach them is a `Link`'s affair; see 
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO
 
 import torch
 from torch import nn
 
-from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.aggregation.mean import Aggregation
 from coterie.config import RunConfig
 from coterie.engines.deployed.joins import Joins
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
-from coterie.engines.part import close, contribution, restore, result, score_server, server_states
+from coterie.engines.deployed.uploads import Uploads
+from coterie.engines.part import LEFT_OUT, close, restore, result, score_server, server_states
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import TOLD, Kind, Order, PluginFile, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, server_context
-from coterie.files import writing
 from coterie.methods.plugins import plugin_of
 from coterie.runs import Recorder, RunFolder
 
@@ -76,8 +74,7 @@ class ServerRun:
         """Clients that have not done it yet."""
         self.strangers: set[str] = set()
         """Clients with a key that the run does not name."""
-        self.uploads: dict[str, IO[bytes]] = {}
-        """Those of this round that wait on disk."""
+        self.uploads = Uploads(folder.path, self.server, self.aggregation)
         self.late: set[str] = set()
         """Tickets of replies that nobody waits for."""
 
@@ -106,34 +103,39 @@ class ServerRun:
             self._turn()
         members = self._ready()
         self.server.open(self.round, members)
+        self.uploads.begin()
         self._ask("step", members)
         end = time.monotonic() + self.config.deployment.deadline
         while True:
             while not self._complete(members, end):
                 self._turn()
-            done = sorted(set(members) - self.waiting)
-            refused: set[str] = set()
-            mean = self.aggregation.mean(self.round, self._contributions(done, refused))
-            counted = len(done) - len(refused)
-            if counted >= self._needed:
+            mean = self.aggregation.mean(self.round, self.uploads.contributions())
+            counted, refused = self.uploads.counted, dict(self.uploads.refused)
+            for name, why in sorted(refused.items()):
+                self._note(f"round {self.round + 1}: rejected the upload of {name}: {why}")
+            if self._suffice(len(counted), refused):
                 break
-            self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
+            self._note(f"round {self.round + 1}: too few uploads ({len(counted)}); asking again")
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
-                self._failed(self.seats[name])
+                if not self.uploads.ask_again(name):
+                    self._failed(self.seats[name])
             self.server.open(self.round, members)  # what was counted is counted anew
         for name in sorted(self.waiting):
             self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
+        for name, why in sorted(refused.items()):
+            self.recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
         self.waiting = set()  # nobody is asked for anything until the next round
-        self._record_entries(set(done) - refused)
-        for name in sorted(set(done) - refused):
+        self._record_entries(counted)
+        for name in counted:
+            self.seats[name].counted = self.round
             if self.seats[name].stops:
                 self.seats[name].stopped = True
                 self._note(f"{name} stopped: no gain for {self.config.evaluation.patience} rounds")
         close(self.server, self.aggregation, mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
-        return counted
+        return len(counted)
 
     @property
     def _needed(self) -> int:
@@ -158,6 +160,14 @@ class ServerRun:
             self.seats[name].stopped for name in self.joins.hellos
         )
 
+    def _suffice(self, counted: int, refused: Iterable[str]) -> bool:
+        """Whether a round counts: with the quorum; or, when those whose uploads were refused have
+        been asked again, with a majority of the rest, so that they cannot hold it up for good."""
+        left_out = len(list(refused))
+        if self.uploads.asked_again.issuperset(refused):
+            return counted >= max(1, self._needed - left_out, left_out)
+        return counted >= self._needed
+
     def _complete(self, members: list[str], end: float) -> bool:
         """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
         if not self.waiting:
@@ -166,20 +176,6 @@ class ServerRun:
         gone = all(seat.present is None or seat.failed for seat in seats)
         enough = len(members) - len(self.waiting) >= self._needed
         return enough and (gone or time.monotonic() > end)
-
-    def _contributions(self, names: list[str], refused: set[str]) -> Iterator[Contribution]:
-        """What the uploads that wait on disk add to the mean; names of those refused are added."""
-        for name in names:
-            try:
-                self.uploads[name].seek(0)
-                upload = self.schema.receive("up", self.uploads[name].read())
-                found = contribution(self.server, self.aggregation, name, upload)
-            except Exception as error:  # whatever it is, one client cannot stop a run
-                self._refuse(f"round {self.round + 1}: rejected the upload of {name}", error)
-                refused.add(name)
-                continue
-            self.seats[name].counted = self.round
-            yield found
 
     def _finish(self) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
@@ -326,8 +322,7 @@ class ServerRun:
 
     def _done(self, name: str, reply: Reply, body: bytes) -> None:
         if self.kind == "step":
-            self.schema.receive("up", body)  # refused now, it can come again
-            self._keep(name, body)
+            self.uploads.take(name, body)
             self.recorder.log(name, "bytes/up", len(body))
         seat = self.seats[name]
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
@@ -335,15 +330,6 @@ class ServerRun:
         if self.config.deployment.share_metrics:
             seat.entries = reply.entries or []
         self.waiting.discard(name)
-
-    def _keep(self, name: str, body: bytes) -> None:
-        """Let an upload wait on disk, in a file without a name: a kill leaves nothing of it."""
-        with writing(self.folder.path):
-            if name in self.uploads:
-                self.uploads.pop(name).close()
-            file = TemporaryFile(dir=self.folder.path)  # noqa: SIM115  (open until the next round)
-            file.write(body)
-            self.uploads[name] = file
 
     def _record_entries(self, names: Iterable[str]) -> None:
         """Record what clients told of their last steps, each under its own name."""

@@ -1,0 +1,77 @@
+"""The uploads of a round at a server: they wait on disk, and are counted in or left out."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from coterie.aggregation.bounds import Measure
+from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.engines.part import contribution
+from coterie.errors import CoterieError
+from coterie.files import writing
+from coterie.methods.contract import ServerSide
+
+
+class Uploads:
+    """Those of the round in progress, by the names of clients."""
+
+    def __init__(self, folder: Path, server: ServerSide, aggregation: Aggregation) -> None:
+        self.folder, self.server, self.aggregation = folder, server, aggregation
+        self.refused: dict[str, str] = {}
+        """Who is left out, and why."""
+        self.asked_again: set[str] = set()
+        self._files: dict[str, IO[bytes]] = {}
+        self._measures: dict[str, Measure] = {}
+
+    def begin(self) -> None:
+        """A new round."""
+        for name in [*self._files, *self.refused]:
+            self._drop(name)
+        self.asked_again.clear()
+
+    def take(self, name: str, body: bytes) -> None:
+        """Let an upload wait, in a file without a name: a kill leaves nothing of it."""
+        self._drop(name)
+        try:
+            message = self.aggregation.schema.receive("up", body)
+        except CoterieError as error:
+            self.refused[name] = str(error)
+            return
+        self._measures[name] = self.aggregation.measure(name, message)
+        with writing(self.folder):
+            self._files[name] = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `begin`)
+            self._files[name].write(body)
+
+    def ask_again(self, name: str) -> bool:
+        """Forget an upload, which is to come again; whether that is for the first time."""
+        self._drop(name)
+        first = name not in self.asked_again
+        self.asked_again.add(name)
+        return first
+
+    def _drop(self, name: str) -> None:
+        self.refused.pop(name, None)
+        self._measures.pop(name, None)
+        if name in self._files:
+            self._files.pop(name).close()
+
+    @property
+    def counted(self) -> list[str]:
+        """Clients whose uploads are not refused."""
+        return sorted(self._files.keys() - self.refused.keys())
+
+    def contributions(self) -> Iterator[Contribution]:
+        """What the uploads add to the mean. Whatever is wrong with one, the others count."""
+        self.refused |= self.aggregation.left_out(self._measures)
+        for name in self.counted:
+            try:
+                self._files[name].seek(0)
+                upload = self.aggregation.schema.receive("up", self._files[name].read())
+                found = contribution(self.server, self.aggregation, name, upload)
+            except CoterieError as error:
+                self.refused[name] = str(error)
+            except Exception as error:  # what a method did not foresee
+                self.refused[name] = f"{type(error).__name__} in the method"
+            else:
+                yield found
