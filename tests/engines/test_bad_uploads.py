@@ -1,0 +1,110 @@
+"""One client's uploads are wrong from beginning to end, with every method: the others' run ends
+well, and it says who was left out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from every_method import METHODS, run_of, slow
+
+from coterie.aggregation.mean import TOKENS
+from coterie.config import RunConfig
+from coterie.exchange import Message, State
+from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, server, workers
+
+LIAR = "poet"
+
+
+def scaled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 1e4
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, torch.finfo(tensor.dtype).max)
+
+
+def no_number(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(tensor, float("nan"))
+
+
+def wrong(message: Message, change: Callable[[torch.Tensor], torch.Tensor]) -> Message:
+    """Every number with a fraction changed."""
+    groups = {
+        group: {n: change(t) if t.is_floating_point() else t for n, t in tensors.items()}
+        for group, tensors in message.groups.items()
+    }
+    return Message(message.round, groups, message.values)
+
+
+def heavy(message: Message) -> Message:
+    """More tokens than there are, in the hello and with every upload."""
+    values = {**message.values, TOKENS.name: 2**62}
+    return Message(message.round, message.groups, values if TOKENS.name in message.values else {})
+
+
+FAULTS: dict[str, Callable[[Message], Message]] = {
+    "x 1e4": lambda message: wrong(message, scaled),
+    "largest": lambda message: wrong(message, largest),
+    "nan": lambda message: wrong(message, no_number),
+    "tokens": heavy,
+}
+FEW = {("fedavg", fault) for fault in FAULTS} | {("flexlora", "largest"), ("fedamole", "x 1e4")}
+
+
+def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
+    """Everybody, of whom one lies."""
+
+    def change(name: str, data: bytes) -> bytes:
+        reply, body = unseal(Reply, data)
+        at = ("join", "step") if fault == "tokens" else ("step",)
+        if name != LIAR or reply.kind not in at or reply.fault:
+            return data
+        return seal(reply, FAULTS[fault](Message.decode(body)).encode())
+
+    return Loop(workers(run, out), change=change)
+
+
+def finite(state: State) -> bool:
+    return all(
+        bool(tensor.isfinite().all())
+        for _, part in state.walk()
+        for tensors in part.groups.values()
+        for tensor in tensors.values()
+        if tensor.is_floating_point()
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        pytest.param(method, fault, marks=slow((method, fault) not in FEW))
+        for method in METHODS
+        for fault in FAULTS
+    ],
+)
+def test_a_client_whose_every_upload_is_wrong_is_left_out(
+    method, fault, values, teachers, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("coterie.engines.deployed.server.RETRY", 0.0)
+    changes: dict[str, Any] = {"deployment": {"deadline": 60}}
+    if fault == "tokens":
+        changes["aggregation"] = {"weights": "tokens"}
+    run = run_of(METHODS[method], values, teachers, **changes)
+    loop = spoiled(run, fault, tmp_path)
+    server(run, tmp_path / "server", loop).rounds()
+    folder = RunFolder(tmp_path / "server")
+    assert folder.result is not None
+    assert finite(folder.load("server"))
+    for name in loop.workers.keys() - {LIAR}:
+        worker = loop.workers[name]
+        assert worker.finished
+        assert worker.run is not None
+        assert finite(worker.run.folder.load(f"client-{name}"))
+    schema = server(run, tmp_path / "server", loop).schema
+    floats = any(field.dtype != "json" for field in schema.up)
+    tokens = TOKENS.name in {field.name for field in schema.hello}
+    expected = {LIAR} if (tokens if fault == "tokens" else floats) else set()
+    assert folder.result.get("left_out", {}).keys() == expected
