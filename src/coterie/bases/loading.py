@@ -20,6 +20,8 @@ from coterie.errors import CoterieError
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, ImportError)
 """What loaders raise for a folder or a name that is no base."""
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""Python that comes with a base is never run; by default, transformers would ask whether to."""
 EMBEDDED = Path(__file__).parent.parent / "assets"
 """Folder of the bases that ship with Coterie, by name."""
 
@@ -72,7 +74,11 @@ def load_base(
     place = _place(name, root)
     tokenizer = load_tokenizer(name, root)
     model = _loading(
-        name, root, lambda: AutoModelForCausalLM.from_pretrained(place, dtype="float32")
+        name,
+        root,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            place, dtype="float32", use_safetensors=True, **NO_CODE
+        ),
     )
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and window > longest:
@@ -103,15 +109,15 @@ class Bases(dict[str, Base]):
 def load_skeleton(name: str, root: Path = Path()) -> nn.Module:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
     place = _place(name, root)
-    config = _loading(name, root, lambda: AutoConfig.from_pretrained(place))
+    config = _loading(name, root, lambda: AutoConfig.from_pretrained(place, **NO_CODE))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, **NO_CODE)
 
 
 def load_tokenizer(name: str, root: Path = Path()) -> Tokenizer:
     """The tokenizer of a base; see `load_base`."""
     place = _place(name, root)
-    tokenizer = _loading(name, root, lambda: AutoTokenizer.from_pretrained(place))
+    tokenizer = _loading(name, root, lambda: AutoTokenizer.from_pretrained(place, **NO_CODE))
     if not tokenizer.is_fast:
         raise CoterieError(f"The base {name!r} has no fast tokenizer (tokenizer.json).")
     return tokenizer

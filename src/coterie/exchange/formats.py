@@ -11,7 +11,7 @@ from typing import Any
 from coterie.errors import CoterieError
 
 FORMAT = 2
-PROTOCOL = 2
+PROTOCOL = 3
 VERSION = version("coterie")
 """Of this package."""
 

@@ -39,6 +39,7 @@ from coterie.engines.flower.private import (
     make_push_object_fn_protobuf,
     push_objects,
 )
+from coterie.engines.flower.signature import verified
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Order, unseal
@@ -131,6 +132,8 @@ class Connection:
 
     client: FleetHttpClient
     node: Node
+    authority: bytes
+    """The certificate (PEM) of the authority that the server's is from."""
 
     def serve(self, worker: Worker, stop: threading.Event) -> None:
         """Answer orders until the stop or the run's end, or an httpx.HTTPError for its loss."""
@@ -169,7 +172,7 @@ class Connection:
                 ),
                 LARGEST_MESSAGE,
             )
-            return order, unpack(order)
+            return order, verified(self.authority, unpack(order))
         except httpx.HTTPError:
             raise
         except Exception as error:  # whatever a server makes Flower's decoder stumble over
@@ -223,7 +226,7 @@ def connect(server: str, kit: Kit) -> Connection:
     except httpx.HTTPError:
         client.close()
         raise
-    return Connection(client, Node(node_id=active.node_id))
+    return Connection(client, Node(node_id=active.node_id), kit.ca)
 
 
 def first_order(server: str, kit: Kit, seconds: float) -> Order:

@@ -55,7 +55,10 @@ KIT = re.compile(
     r"(?P<ca>-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n)"
     r"(?P<key>-----BEGIN PRIVATE KEY-----\n[^-]+-----END PRIVATE KEY-----)\s*"
 )
-UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm)
+UNREADABLE = (
+    *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
+    *(x509.DuplicateExtension, x509.ExtensionNotFound, x509.UnsupportedGeneralNameType),
+)
 """What cryptography raises for bytes that are not what they should be."""
 T = TypeVar("T")
 

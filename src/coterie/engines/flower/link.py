@@ -60,6 +60,7 @@ from coterie.engines.flower.private import (
     make_task_heartbeat_fn_http,
     push_objects,
 )
+from coterie.engines.flower.signature import signed
 from coterie.errors import CoterieError
 from coterie.files import write_private
 
@@ -243,9 +244,8 @@ class FlowerLink:
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
         """See `Link`."""
-        message = Message(
-            content(data), self.nodes[client], "train", ttl=seconds, group_id=str(round)
-        )
+        order = content(signed(self.superlink.keys, data))
+        message = Message(order, self.nodes[client], "train", ttl=seconds, group_id=str(round))
         proto, tree, objects = prepare(message)
         self.superlink.door.ordered(client)
         pushed = self.runtime.PushMessages(
