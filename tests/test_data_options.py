@@ -1,6 +1,7 @@
 """Limits of one's own, and texts without duplicates, wherever a client works."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from coterie.bases import load_tokenizer
 from coterie.config import parse
 from coterie.engines.deployed.client import Site
 from coterie.errors import CoterieError
+from coterie.exchange.envelope import Order
 from coterie.federation import check, client_data, participants_of
 from coterie.testing.loop import site
 
@@ -45,6 +47,11 @@ def test_limits_of_an_unknown_client_are_refused(config, values) -> None:
         parse(values(data={"window": 16, "limits_of": {"poet": {"test": 16}}}))
 
 
+def joining(told: dict[str, Any]) -> Order:
+    """What a server says to whoever joins."""
+    return Order(run="0" * 16, client="poet", kind="join", round=0, config=told)
+
+
 def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None:
     own = {"poet": {"train": 300}, "whaler": {"train": 200}}
     run = config(data={"window": 16, "limits": LIMITS, "limits_of": own})
@@ -52,7 +59,7 @@ def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None
         told = run.told_to(name)
         others = {client.name for client in run.clients} - {name}
         assert not any(re.search(other, repr(told)) for other in others)
-        at_home = site(run, name, tmp_path).config(told)
+        at_home = site(run, name, tmp_path).config(joining(told))
         assert tokens(at_home) == {name: (size, 100, 90)}
 
 
@@ -72,5 +79,5 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
     share = 1 - 12_000 / len(book)
     assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
     assert len(client_data(clean, load_tokenizer("tiny-gpt2"), "poet").train.ids) == size(clean)
-    at_home = Site("poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path)
-    assert size(at_home.config(clean.told_to("poet"))) == size(clean)
+    at_home = Site("poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path, clean.base)
+    assert size(at_home.config(joining(clean.told_to("poet")))) == size(clean)

@@ -23,6 +23,8 @@ from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
 NOT_IN_DIGEST = ("name", "baselines", "deployment")
+NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server")
+"""What a client of a deployment learns nothing of: others' names and paths."""
 
 
 class RunConfig(Sections):
@@ -109,10 +111,9 @@ class RunConfig(Sections):
     def told_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of
         others."""
-        left_out = {"clients", "divide", "data_root", "baselines", "bases", "server"}
-        values = {key: value for key, value in self.as_dict().items() if key not in left_out}
+        values = {key: value for key, value in self.as_dict().items() if key not in NOT_TOLD}
         training = self.training_of(client).model_dump(mode="json")
-        data = self.data.of(client).model_dump(mode="json")
+        data = self.data.of(client).model_dump(mode="json") | {"public": None}
         return {**values, "base": self.base_of(client), "training": training, "data": data}
 
     def digest(self) -> str:

@@ -1,5 +1,6 @@
 """Who takes part in a run, and what each holds."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -224,6 +225,17 @@ def _public(
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
     tokens = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
     return {name: tokens[config.base_of(name)] for name in tokenizers}
+
+
+def public_digest(config: RunConfig) -> str | None:
+    """A hash of the text of `data.public`, by which machines find out that they have the same."""
+    if config.data.public is None:
+        return None
+    items = whole_text(config.data.public, config.data, config.root, PUBLIC)
+    digest = blake2b(digest_size=16)
+    for item in items:
+        digest.update(json.dumps(item if isinstance(item, str) else vars(item)).encode())
+    return digest.hexdigest()
 
 
 def _server(

@@ -81,6 +81,16 @@ def load_deployment(
     return config
 
 
+def load_agreed(path: Path, client: str) -> "RunConfig":
+    """A run file as a client of it reads it, whose server reads the same.
+
+    Raises CoterieError as `load_deployment` does.
+    """
+    listed = _values(path, ()).get("clients")
+    named = [c["name"] for c in listed or [] if isinstance(c, dict) and "name" in c]
+    return load_deployment(path, (), [*named, client])
+
+
 def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
     """A run file, with a text of the demo for clients that give none: those of a deployment."""
     values = _values(path, settings)

@@ -40,6 +40,7 @@ def server(*more: str) -> Result:
 def client(run: dict[str, Any]) -> Result:
     text = Path(run["data_root"]) / "poet.txt"
     where = ["--server", "localhost:1", "--key", "poet.key", "--data", str(text)]
+    where += ["--base", run["base"]]
     return CliRunner().invoke(app, ["client", *where, "--check"])
 
 

@@ -120,7 +120,12 @@ class Deployment:
             where = ["--server", f"localhost:{port or self.port}", "--out", f"site-{name}"]
             key = kit or self.folder / f"{name}.key"
             text = self.texts.get(name, next(iter(self.texts.values())))
-            self._start(name, ["client", *where, "--key", str(key), "--data", str(text)])
+            what = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
+            base = self.run.get("bases", {}).get(name, self.run["base"])
+            what += ["--base", base] if Path(base).is_dir() else []
+            public = self.run.get("data", {}).get("public")
+            what += ["--public", public] if public else []
+            self._start(name, ["client", *where, *what])
 
     def _start(self, name: str, arguments: list[str]) -> Program:
         command = COTERIE

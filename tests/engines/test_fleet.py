@@ -143,7 +143,8 @@ def test_a_hostile_message_is_passed_over(
     found.messages_list.add().metadata.run_id = 1
     found.message_object_trees.add().object_id = "no hash"
     hostile.answer = (200, {}, found.SerializeToString())
-    connection = fleet.Connection(fleet.Fleet(address(hostile), kit), Node(node_id=1))
+    client = fleet.Fleet(address(hostile), kit)
+    connection = fleet.Connection(client, Node(node_id=1), kit.ca)
     assert connection._one(Worker(Site("anna", {}, tmp_path / "out")))
     assert "rejected a message from the server" in caplog.text
 

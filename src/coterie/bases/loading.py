@@ -123,6 +123,15 @@ def load_tokenizer(name: str, root: Path = Path()) -> Tokenizer:
     return tokenizer
 
 
+def is_folder(name: str) -> bool:
+    """Whether a base's name stands for a folder of this machine, and not for one that ships."""
+    return Path(_place(name, Path())).is_dir() and name not in _shipped()
+
+
+def _shipped() -> list[str]:
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
 def _place(name: str, root: Path) -> str:
     for folder in (EMBEDDED / name, root / name):
         if folder.is_dir():
@@ -154,7 +163,7 @@ def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
         # little memory, say more about themselves than we could.
         if not isinstance(error, UNUSABLE) and type(error) is not Exception:
             raise
-        shipped = ", ".join(sorted(p.parent.name for p in EMBEDDED.glob("*/config.json")))
+        shipped = ", ".join(_shipped())
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
             f"The base {name!r} could not be loaded: it is not a built-in base ({shipped}), "

@@ -81,7 +81,7 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
     with _checking("run") as found:
         if why := unlike(order):
             raise CoterieError(f"The run {why}.")
-        config = site.config(order.config or {})
+        config = site.config(order)
         found(f"{config.name}: {config.label}, {config.rounds} rounds")
     with _checking("texts") as found:
         session = Session(config)

@@ -2,9 +2,11 @@
 
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -19,11 +21,54 @@ from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.engines.deployed.client import SiteRun
+    from coterie.engines.deployed.terms import Terms
     from coterie.engines.flower.keys import Kit
 
 Check = Annotated[
     bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
 ]
+
+Address = Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")]
+KitFile = Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")]
+Name = Annotated[
+    str | None,
+    typer.Option(help="The client's name. Default: the kit's.", show_default=False),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="File or folder of .txt, .jsonl or .parquet, split on this machine.",
+        show_default=False,
+    ),
+]
+Train = Annotated[
+    str | None,
+    typer.Option(help="Training text, instead of --data.", show_default=False),
+]
+Validation = Annotated[
+    str | None,
+    typer.Option(help="Validation text, with --train.", show_default=False),
+]
+Test = Annotated[
+    str | None,
+    typer.Option(help="Test text, with --train.", show_default=False),
+]
+OwnBase = Annotated[
+    str | None,
+    typer.Option(help="Local path of the run's base.", show_default=False),
+]
+OwnPublic = Annotated[
+    str | None,
+    typer.Option(help="Local path of the run's public text.", show_default=False),
+]
+Agreed = Annotated[
+    Path | None,
+    typer.Option(
+        help="The run file that you agree to; any other run is refused.", show_default=False
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
+ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
 
 
 def server(
@@ -82,45 +127,30 @@ def server(
 
 
 def client(
-    server: Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")],
-    key: Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")],
-    name: Annotated[
-        str | None, typer.Option(help="The client's name. Default: the kit's.", show_default=False)
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="File or folder of .txt, .jsonl or .parquet, split on this machine.",
-            show_default=False,
-        ),
-    ] = None,
-    train: Annotated[
-        str | None, typer.Option(help="Training text, instead of --data.", show_default=False)
-    ] = None,
-    validation: Annotated[
-        str | None, typer.Option(help="Validation text, with --train.", show_default=False)
-    ] = None,
-    test: Annotated[
-        str | None, typer.Option(help="Test text, with --train.", show_default=False)
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Local path of the run's base.", show_default=False),
-    ] = None,
-    public: Annotated[
-        str | None,
-        typer.Option(help="Local path of the run's public text.", show_default=False),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
+    server: Address,
+    key: KitFile,
+    name: Name = None,
+    data: Data = None,
+    train: Train = None,
+    validation: Validation = None,
+    test: Test = None,
+    base: OwnBase = None,
+    public: OwnPublic = None,
+    run: Agreed = None,
+    yes: Yes = False,
+    out: ClientOut = Path("runs"),
     check: Check = False,
     plugins: Plugins = None,
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
 
-    The client keeps retrying until the server answers, and resumes after an interruption. When it
-    joins, it prints what it will upload; its model is saved in the run's folder.
+    With --run, the client takes part in the run of that file and in no other. Without it, it shows
+    what the server asks for, and waits for your answer. What was agreed holds until the run's end.
 
-        coterie client --server example.org:9092 --key alice.key --data ./my-texts
+    The client keeps retrying until the server answers, and resumes after an interruption. Its model
+    is saved in the run's folder.
+
+        coterie client --server example.org:9092 --key alice.key --data ./my-texts --run us.yaml
     """
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
         raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
@@ -130,15 +160,35 @@ def client(
         from coterie.engines.flower import deploy
     from coterie.engines.deployed.console import ClientBoard
 
-    site = deploy.Site(kit.name, texts, out, _place(base), _place(public))
+    agreed = _agreed(run, kit.name)
+    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed)
     if check:
         return check_client(server, kit, site)
+    if not (run or yes or sys.stdin.isatty()):
+        raise CoterieError(
+            "Nobody can be asked here whether to take part; give the run file with --run, or --yes "
+            "to agree to whatever the server asks for."
+        )
     with _stoppable("Progress is saved. To resume, run the same command."):
         terminal.say(f"{kit.name}: connecting to {server}")
         with ClientBoard(terminal.console) as seen:
+            if not yes:
+                site = replace(site, agrees=seen.agrees)
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
+    if worker.declined:
+        raise CoterieError(f"The run {worker.declined}. Nothing was sent.")
     if worker.run is not None:
         _show(worker.run, kit.name)
+
+
+def _agreed(run: Path | None, client: str) -> "Terms | None":
+    """What a run file says that a client agrees to."""
+    if run is None:
+        return None
+    from coterie.engines.deployed.terms import agreed_in
+    from coterie.run_file import load_agreed
+
+    return agreed_in(load_agreed(run, client), client)
 
 
 def _show(run: "SiteRun", client: str) -> None:

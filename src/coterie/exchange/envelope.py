@@ -15,7 +15,7 @@ from coterie.exchange.schema import plain
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's entries where they are shared."""
 Kind = Literal["join", "step", "finish"]
-Fault = Literal["unknown run", "refused", "failed", "protocol", "base", "plugin"]
+Fault = Literal["unknown run", "refused", "failed", "protocol", "base", "plugin", "public", "terms"]
 """Why a client has no upload."""
 TOLD: dict[Fault, str] = {
     "refused": "it rejected the message; see its log",
@@ -23,6 +23,8 @@ TOLD: dict[Fault, str] = {
     "protocol": "it runs another version of Coterie; install the same version on both sides",
     "base": "its base has different weights than the run's",
     "plugin": "it lacks the run's plugin, or has another version of it",
+    "public": "it has no copy of the run's public text, or a different one",
+    "terms": "nobody there has agreed to this run as it is",
 }
 """What a server says of a fault; who must join first is asked to."""
 
@@ -61,6 +63,8 @@ class Order(_Header):
     """Hash of the weights that the others have, if anybody has joined."""
     plugin: PluginFile | None = None
     """What the method is from; to join only."""
+    public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    """Hash of the run's public text, if it has one; to join only."""
     config: dict[str, Json] | None = None
     """The run, without anybody's paths; to join only."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coterie.bases import load_skeleton
+from coterie.bases import is_folder, load_skeleton
 from coterie.config import RunConfig
 from coterie.engines.deployed.client import Site, Worker
 from coterie.engines.deployed.server import ServerRun, ServerWatch
@@ -84,7 +84,8 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
     root = run.root
     texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
     public = None if run.data.public is None else str(root / run.data.public)
-    return Site(name, texts, out, public=public)
+    base = run.base_of(name)
+    return Site(name, texts, out, base=base if is_folder(base) else None, public=public)
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:

@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 
-from coterie.bases import Base, load_base
-from coterie.config import RunConfig, parse
+from coterie.bases import Base, is_folder, load_base
+from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
+from coterie.data.templates import SHIPPED, is_text
+from coterie.engines.deployed.terms import Terms, asked_by, differences
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, Reading, participants_of
+from coterie.federation import Participant, Reading, participants_of, public_digest
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import kind_of, names
 from coterie.runs import Recorder, RunFolder, describe
@@ -52,21 +54,39 @@ class Site:
     base: str | None = None
     """In place of the run's, where that is a folder."""
     public: str | None = None
-    """In place of the run's public text."""
+    """This machine's copy of the run's public text."""
+    agreed: Terms | None = None
+    """What it has agreed to; None: whoever is asked decides."""
+    agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
+    """Asks somebody, once for each run."""
 
-    def config(self, described: dict[str, Any]) -> RunConfig:
-        """The run as this client sees it: with its own text and nobody else's."""
-        data = described.get("data", {})
-        if not isinstance(data, dict):
+    def config(self, order: Order) -> RunConfig:
+        """The run that an order to join asks for, as this client sees it: with its own text and
+        nobody else's, and with no path that is not its own.
+
+        Raises CoterieError, or MessageError for what no server of ours would send.
+        """
+        described = dict(order.config or {})
+        data = described.get("data")
+        if not isinstance(data, dict) or not described.keys().isdisjoint(NOT_TOLD):
             raise MessageError("The server sent no run.")
-        if self.public is not None:
-            data = {**data, "public": self.public}
+        if order.public is not None and self.public is None:
+            raise CoterieError("The run has a public text; give this machine's copy with --public.")
+        match data.get("instructions"):
+            case {"template": str(template)} if template not in SHIPPED and not is_text(template):
+                raise MessageError("The server named a file of this machine as the template.")
+        base = self.base or str(described.get("base"))
+        if self.base is None and is_folder(base):
+            raise CoterieError(
+                f"The run's base {base!r} is a folder on this machine, too; if it is the one that "
+                "is meant, give it with --base."
+            )
         return parse(
             {
                 **described,
                 "clients": [{"name": self.name, **self.texts}],
-                "base": self.base or described.get("base"),
-                "data": data,
+                "base": base,
+                "data": {**data, "public": None if order.public is None else self.public},
                 "data_root": "",
             }
         )
@@ -80,6 +100,8 @@ class Worker:
         self.bases: dict[tuple[object, ...], Base] = {}
         self.run: SiteRun | None = None
         self.finished = False
+        self.declined = ""
+        """Why it did not agree, if it did not."""
 
     def answer(self, data: bytes) -> bytes:
         """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
@@ -117,7 +139,14 @@ class Worker:
     def _join(self, order: Order) -> bytes:
         if why := unlike(order):
             return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
-        config = self.site.config(order.config or {})
+        config = self.site.config(order)
+        if why := self._disagrees(order, config):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "terms", why)
+        if public_digest(config) != order.public:
+            return self._unlike(
+                order, "public", f"has a different public text than {self.site.public}"
+            )
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
@@ -126,9 +155,20 @@ class Worker:
             )
         if self.run is None or self.run.id != order.run:
             self.close()
-            self.run = SiteRun(order.run, config, base, self.site, self.seen)
+            self.run = SiteRun(order, config, base, self.site, self.seen)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
+
+    def _disagrees(self, order: Order, config: RunConfig) -> str | None:
+        """Why the run is not what was agreed to; somebody is asked if nothing was."""
+        asked, folder = asked_by(order), run_folder(self.site, order.run, config)
+        agreed = self.site.agreed
+        if folder.is_run:
+            agreed = folder.description["agreed"]
+        if agreed is not None:
+            found = differences(agreed, asked)
+            return f"is not what was agreed ({'; '.join(found)})" if found else None
+        return None if self.site.agrees(order, config) else "was not agreed to"
 
     def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
         """Refuse to join those who run something else."""
@@ -189,13 +229,18 @@ def unlike(order: Order) -> str | None:
     return f"has a different version of the plugin {theirs.file}; both sides need the same file"
 
 
+def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
+    """Where a client keeps its part of a run."""
+    return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
+
+
 class SiteRun:
     """One client's part of one deployed run, in a folder of its own."""
 
-    def __init__(self, id: str, config: RunConfig, base: Base, site: Site, seen: Seen) -> None:
-        self.id, self.config, self.seen = id, config, seen
+    def __init__(self, order: Order, config: RunConfig, base: Base, site: Site, seen: Seen) -> None:
+        self.id, self.config, self.seen = order.run, config, seen
         [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
-        self.folder = self._folder(site, participant)
+        self.folder = self._folder(site, participant, asked_by(order))
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
@@ -218,11 +263,12 @@ class SiteRun:
         name = self.part.name
         self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
-    def _folder(self, site: Site, participant: Participant) -> RunFolder:
-        folder = RunFolder(site.out / f"{self.config.name}-{site.name}-{self.id[:8]}")
+    def _folder(self, site: Site, participant: Participant, agreed: Terms) -> RunFolder:
+        folder = run_folder(site, self.id, self.config)
         clients = {site.name: participant.described()}
         if not folder.is_run:
-            description = describe(self.config.as_dict(), clients, self.config.plugins, run=self.id)
+            more = {"run": self.id, "agreed": agreed}
+            description = describe(self.config.as_dict(), clients, self.config.plugins, **more)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():
             raise CoterieError(

@@ -8,10 +8,15 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.prompt import Confirm
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
+from coterie.config import RunConfig
 from coterie.engines.deployed.seats import Seat, ServerWatch
+from coterie.engines.deployed.terms import in_words
+from coterie.exchange.envelope import Order
 
 
 class LiveDisplay:
@@ -146,6 +151,18 @@ class ClientBoard(LiveDisplay):
             case _ if what.startswith("loss/"):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")
+
+    def agrees(self, order: Order, config: RunConfig) -> bool:
+        """Show what the server asks for, and ask whoever is at the terminal."""
+        self._live.stop()
+        table = Table.grid(padding=(0, 2))
+        for what, text in in_words(order, config):
+            table.add_row(what, Text(text))
+        self.console.print("The server asks you to take part in this run:")
+        self.console.print(table)
+        answer = Confirm.ask("Do you agree to this run, and to no other?", console=self.console)
+        self.__enter__()
+        return answer
 
     def _step(self, round: int) -> None:
         """A round's work is done; what the server makes of it comes later."""

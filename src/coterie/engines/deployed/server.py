@@ -23,7 +23,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import TOLD, Kind, Order, PluginFile, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, server_context
+from coterie.federation import Participant, public_digest, server_context
 from coterie.methods.plugins import plugin_of
 from coterie.runs import Recorder, RunFolder
 
@@ -65,7 +65,7 @@ class ServerRun:
         self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
         self.seats = {name: Seat() for name in names}
         self.quorum = config.deployment.quorum or len(names)
-        self.base = ""
+        self.base, self.public = "", public_digest(config)
         self.joins = Joins(self.server, self.aggregation)
         self.kind: Kind = "step"
         """What clients are to do, those that are waited for."""
@@ -258,6 +258,7 @@ class ServerRun:
             protocol=PROTOCOL,
             base=self.base,
             plugin=self._plugin() if kind == "join" else None,
+            public=self.public if kind == "join" else None,
             config=self.config.told_to(name) if kind == "join" else None,
         )
         body = b"" if kind == "join" else self.schema.send("down", self.server.download(name))

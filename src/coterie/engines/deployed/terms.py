@@ -1,0 +1,76 @@
+"""What a client takes part in: what it is asked to do, and what it has agreed to."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from coterie.config import RunConfig
+from coterie.exchange.envelope import Order
+
+Terms = Mapping[str, Any]
+"""Plain data: the run as a client is told of it, and the hashes of its plugin and public text."""
+NOWHERE = "nothing"
+"""Stands in a difference for a setting that is not there."""
+
+
+def agreed_in(config: RunConfig, client: str) -> Terms:
+    """What whoever has the run file can agree to before a server asks."""
+    return _of(config.told_to(client))
+
+
+def asked_by(order: Order) -> Terms:
+    """What an order to join asks."""
+    terms = _of(order.config or {})
+    plugin = None if order.plugin is None else order.plugin.sha256
+    return {**terms, "plugin": plugin, "public": order.public}
+
+
+def _of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Of how the server waits for clients, nothing is theirs to agree to."""
+    terms = json.loads(json.dumps({k: v for k, v in told.items() if k != "deployment"}))
+    return {**terms, "share_metrics": told.get("deployment", {}).get("share_metrics", False)}
+
+
+def differences(agreed: Terms, asked: Terms) -> list[str]:
+    """Each setting that is asked for and is not as it was agreed, by its key in a run file.
+
+    What `agreed` says nothing of at its top, such as the hash of a plugin, is left to other checks.
+    """
+    before = dict(_flat(agreed))
+    now = {key: v for key, v in _flat(asked) if key.partition(".")[0] in agreed}
+    return [
+        f"{key}: agreed {_shown(before, key)}, asked {_shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if _shown(before, key) != _shown(now, key)
+    ]
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key])[:100] if key in values else NOWHERE
+
+
+def in_words(order: Order, config: RunConfig) -> list[tuple[str, str]]:
+    """What somebody should know who is to agree, a line each: about what, and what."""
+    method, schema, training = config.method, config.method.schema(), config.training
+    settings = [f"{k}={v}" for k, v in _flat(method.described()) if k != "name"]
+    told = {
+        "run": config.name,
+        "method": f"{method.name}: {method.summary}",
+        "settings": ", ".join(settings),
+        "training": f"{config.rounds} rounds of {training.steps} steps of {training.batch} samples",
+        "base": str(config.base),
+        "sent once": "; ".join(field.what for field in schema.hello),
+        "every round": "; ".join(field.what for field in schema.up),
+        "losses": "sent, with scores" if config.deployment.share_metrics else "stay here",
+        "public text": order.public or "",
+        "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
+    }
+    return [(what, text) for what, text in told.items() if text]

@@ -1,0 +1,255 @@
+"""A client takes part in what was agreed to and opens what it was given, whatever a server asks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coterie.cli import app
+from coterie.config import RunConfig, parse
+from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.server import ServerWatch
+from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
+from coterie.errors import CoterieError
+from coterie.exchange import MessageError
+from coterie.exchange.envelope import TOLD, Order, Reply, unseal
+from coterie.exchange.envelope import seal as sealed
+from coterie.federation import public_digest
+from coterie.run_file import load_agreed
+from coterie.runs import RunFolder
+from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
+    told = json.loads(json.dumps(run.told_to("poet")))
+    change(told)
+    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": 3}
+    return Order.model_validate({**header, "config": told, **more})
+
+
+def asked(run: RunConfig, place: Site, *orders: Order) -> tuple[Worker, list[Reply]]:
+    """What a client answers, one order after another."""
+    worker = Worker(place)
+    replies = [unseal(Reply, worker.answer(sealed(one)))[0] for one in orders]
+    worker.close()
+    return worker, replies
+
+
+def steps(told: dict[str, Any]) -> None:
+    told["training"]["steps"] = 500
+
+
+def shares(told: dict[str, Any]) -> None:
+    told["deployment"]["share_metrics"] = True
+
+
+def other_method(told: dict[str, Any]) -> None:
+    told["method"] = {"name": "fedavg"}
+
+
+def rank(told: dict[str, Any]) -> None:
+    told["method"]["mlp"]["rank"] = 16
+
+
+def deadline(told: dict[str, Any]) -> None:
+    told["deployment"]["deadline"] = 7
+
+
+CHANGES: dict[Change, str] = {
+    steps: "training.steps: agreed 2, asked 500",
+    shares: "share_metrics: agreed false, asked true",
+    other_method: 'method.name: agreed "comigs-1g1s", asked "fedavg"',
+    rank: "method.mlp.rank: agreed 8, asked 16",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_agreed_is_all_that_a_client_takes_part_in(change, config, tmp_path) -> None:
+    run = config()
+    place = site(run, "poet", tmp_path)
+    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_in(run, "poet"))
+    worker, [reply] = asked(run, agreed, order(run, change))
+    assert reply.fault == "terms"
+    assert CHANGES[change] in worker.declined
+    assert worker.finished
+    assert not list(tmp_path.glob("*poet*"))  # nothing was loaded or begun
+    worker, [reply] = asked(run, agreed, order(run, deadline))  # which is the server's affair
+    assert (reply.fault, worker.declined) == (None, "")
+
+
+def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config, tmp_path) -> None:
+    run, questions = config(), []
+
+    def agrees(order: Order, config: RunConfig) -> bool:
+        questions.append(dict(in_words(order, config)))
+        return True
+
+    place = site(run, "poet", tmp_path)
+    asking = Site(place.name, place.texts, place.out, place.base, None, None, agrees)
+    _, replies = asked(run, asking, order(run), order(run))
+    assert [reply.fault for reply in replies] == [None, None]
+    _, replies = asked(run, asking, order(run))  # another process
+    assert replies[0].fault is None
+    [words] = questions
+    assert words["method"].startswith("comigs-1g1s: ")
+    assert "LoRA pairs of the generalists" in words["every round"]
+    assert words["losses"] == "stay here"
+    worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
+    assert replies[0].fault == "terms"
+    assert CHANGES[shares] in worker.declined
+    assert len(questions) == 1
+
+
+def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
+    run = config()
+    place = site(run, "poet", tmp_path)
+    asking = Site(place.name, place.texts, place.out, place.base, agrees=lambda *_: False)
+    worker = Worker(asking)
+    answer = worker.answer(sealed(order(run)))
+    reply, body = unseal(Reply, answer)
+    assert (reply.fault, reply.base, body) == ("terms", "", b"")
+    assert worker.declined == "was not agreed to"
+    assert not list(tmp_path.glob("*poet*"))
+
+
+def diary(told: dict[str, Any], path: Path) -> None:
+    told["data"]["public"] = str(path)
+
+
+def the_base(told: dict[str, Any], path: Path) -> None:
+    told["base"] = str(path)
+
+
+def a_base_beside_those_that_ship(told: dict[str, Any], path: Path) -> None:
+    told["base"] = "../" * 20 + str(path)[1:]
+
+
+def a_template(told: dict[str, Any], path: Path) -> None:
+    told["data"]["instructions"] = {"template": str(path / "diary.txt")}
+
+
+def the_texts(told: dict[str, Any], path: Path) -> None:
+    told["clients"] = [{"name": "poet", "path": str(path)}]
+
+
+def a_division(told: dict[str, Any], path: Path) -> None:
+    told["divide"] = {"source": str(path), "clients": 2}
+
+
+def the_servers_test(told: dict[str, Any], path: Path) -> None:
+    told["server"] = {"test": str(path)}
+
+
+def a_root(told: dict[str, Any], path: Path) -> None:
+    told["data_root"] = str(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(diary, the_base, a_base_beside_those_that_ship, a_template),
+        *(the_texts, a_division, the_servers_test, a_root),
+    ],
+)
+def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monkeypatch) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "diary.txt").write_text("Dear diary, {{ nothing }}. " * 400, encoding="utf-8")
+    for path in Path(bases / "gpt2").iterdir():
+        (secret / path.name).write_bytes(path.read_bytes())
+    run = config(base="tiny-gpt2")
+    opened: list[str] = []
+    read_bytes, read_text, start = Path.read_bytes, Path.read_text, Path.open
+
+    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def open_it(self: Path, *args: Any, **options: Any) -> Any:
+            opened.append(str(self.resolve()))
+            return original(self, *args, **options)
+
+        return open_it
+
+    for what, original in (("read_bytes", read_bytes), ("read_text", read_text), ("open", start)):
+        monkeypatch.setattr(Path, what, noted(original))
+    place = site(run, "poet", tmp_path / "out")
+    worker, [reply] = asked(run, place, order(run, lambda told: name(told, secret)))
+    if name is diary:  # it is there, and says nothing: what is public has a hash
+        assert worker.run is not None
+        assert worker.run.config.data.public is None
+    else:
+        assert reply.fault in ("refused", "failed")
+    assert not any(str(secret) in path for path in opened)
+
+
+def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_path) -> None:
+    run = config(method="pcl-3", data={"public": "whaler.txt", "window": 16})
+    digest = public_digest(run)
+    place = site(run, "poet", tmp_path)
+    assert place.public == str(texts / "whaler.txt")
+    _, [reply] = asked(run, place, order(run, public=digest))
+    assert reply.fault is None
+    bare = Site(place.name, place.texts, tmp_path / "bare", place.base)
+    with pytest.raises(CoterieError, match="give this machine's copy with --public"):
+        bare.config(order(run, public=digest))
+    other = Site(place.name, place.texts, tmp_path / "other", place.base, str(texts / "poet.txt"))
+    _, [reply] = asked(run, other, order(run, public=digest))
+    assert reply.fault == "public"
+    assert TOLD[reply.fault].startswith("it has no copy of")
+    loop = deploy(run, tmp_path / "whole")
+    told = [one for _, one in loop.orders if one.kind == "join"]
+    assert {one.public for one in told} == {digest}
+    assert not any(str(texts).encode() in data for data in loop.seen)
+
+
+def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path) -> None:
+    run = values(base="tiny-gpt2", deployment={"quorum": 2})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**run, "clients": [{"name": n} for n in ("poet", "zed")]}))
+    agreed = agreed_in(load_agreed(path, "poet"), "poet")
+    there = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})
+    assert differences(agreed, asked_by(order(there))) == []
+    path.write_text(yaml.safe_dump({k: v for k, v in run.items() if k != "clients"}))
+    assert load_agreed(path, "poet").deployment.anyone  # for all that have a key
+
+
+def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
+    run = config(deployment={"quorum": 2, "deadline": 60})
+    clients = workers(run, tmp_path)
+    clients["poet"].site = Site(
+        "poet", clients["poet"].site.texts, tmp_path, clients["poet"].site.base,
+        agrees=lambda *_: False,
+    )  # fmt: skip
+    notes: list[str] = []
+
+    class Notes(ServerWatch):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    server(run, tmp_path / "server", Loop(clients), Notes()).rounds()
+    assert f"poet could not join: {TOLD['terms']}" in notes
+    assert RunFolder(tmp_path / "server").result is not None
+
+
+def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_path) -> None:
+    from typer.testing import CliRunner
+
+    pytest.importorskip("flwr", reason="Flower is not installed")
+    from coterie.engines.flower.keys import Keys
+
+    Keys.create(tmp_path / "keys").add("poet", tmp_path / "poet.key")
+    text = str(texts / "poet.txt")
+    where = ["--server", "localhost:1", "--key", str(tmp_path / "poet.key"), "--data", text]
+    result = CliRunner().invoke(app, ["client", *where])
+    assert isinstance(result.exception, CoterieError)
+    assert "give the run file with --run, or --yes" in str(result.exception)
+
+
+def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
+    place = site(config(), "poet", tmp_path)
+    for told in ({}, {"data": []}, None):
+        with pytest.raises(MessageError, match="sent no run"):
+            place.config(Order(run=RUN, client="poet", kind="join", round=0, config=told))
