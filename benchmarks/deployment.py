@@ -158,8 +158,10 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
         clients = []
         for name in names:
             kit = keys.add(name, folder / f"{name}.key")
-            command = [sys.executable, "-m", "coterie", "client", "--server", f"localhost:{port}"]
-            command += ["--key", str(kit), "--data", str(TEXT), "--out", str(folder / name)]
+            command = [
+                *(sys.executable, "-m", "coterie", "client", "--server", f"localhost:{port}"),
+                *("--key", str(kit), "--data", str(TEXT), "--yes", "--out", str(folder / name)),
+            ]
             clients.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         config = run_file(names, rounds)
         peaks = dict.fromkeys(range(count), 0)
