@@ -60,7 +60,11 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 def in_words(order: Order, config: RunConfig) -> list[tuple[str, str]]:
     """What somebody should know who is to agree, a line each: about what, and what."""
     method, schema, training = config.method, config.method.schema(), config.training
-    settings = [f"{k}={v}" for k, v in _flat(method.described()) if k != "name"]
+    settings = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in _flat(method.described())
+        if key != "name"
+    ]
     told = {
         "run": config.name,
         "method": f"{method.name}: {method.summary}",
