@@ -1,10 +1,15 @@
 """An audit lists what travels and what stays, whatever their tensors are called."""
 
+from contextlib import suppress
+
 import pytest
 
+from coterie.exchange import MessageError
+from coterie.exchange.envelope import Reply, unseal
 from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, audit_run
 from coterie.results.messages import WHOLE
 from coterie.results.tables import Table
+from coterie.testing.loop import deploy
 
 DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}
 """Of the small GPT-2 (two layers): what, and how many tensors."""
@@ -18,6 +23,7 @@ def sets(count: int) -> set[tuple[str, int]]:
 def audited(config, **changes) -> dict[str, Table]:
     """The tables of a run whose clients are alike, by what they show."""
     declared, *tables = audit_run(config(**changes))
+    tables = [table for table in tables if not table.title.startswith("figures")]
     found = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
     assert found.keys() == {*WAYS.values(), STAYS}
     return {**found, "declared": declared}
@@ -73,3 +79,18 @@ def test_values_of_the_last_exchange_stay_and_the_others_uploads_are_counted_tog
 def test_an_audit_says_where_losses_and_scores_are_shared(config) -> None:
     assert audited(config)[STAYS].note == NEVER
     assert audited(config, deployment={"share_metrics": True})[STAYS].note == SHARED
+
+
+@pytest.mark.parametrize(
+    "method", ["comigs-1g1s", {"name": "pcl-2", "warmup": 1, "every": 1}], ids=["comigs", "pcl"]
+)
+def test_an_audit_lists_every_figure_that_a_deployment_shares(method, config, tmp_path) -> None:
+    run = config(method=method, rounds=3, deployment={"share_metrics": True})
+    [figures] = [table for table in audit_run(run) if table.title.startswith("figures")]
+    loop = deploy(run, tmp_path)
+    sent: set[str] = set()
+    for data in loop.seen:
+        with suppress(MessageError):
+            sent |= {entry.name for entry in unseal(Reply, data)[0].entries or []}
+    assert {name for name, _ in figures.rows} == sent - {"kept", "test/kept"}
+    assert "test/aggregated" in sent

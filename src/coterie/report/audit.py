@@ -1,6 +1,8 @@
 """What leaves a client, and what never does: declared by the method, measured on real messages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from coterie.adapters import Part
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Field, Message, Schema, State
+from coterie.exchange import Field, Json, Message, Schema, State
 from coterie.exchange.schema import Way
 from coterie.results.messages import WHOLE, first_exchange, size, start
 from coterie.results.tables import Table
@@ -44,9 +46,13 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     """
     run = start(Session(config), config)
     yield _declared(run)
-    never = SHARED if config.deployment.share_metrics else NEVER
+    shared = config.deployment.share_metrics
+    never = SHARED if shared else NEVER
     alike: dict[Account, list[tuple[ClientId, Account]]] = {}
-    for name, messages in first_exchange(run).items():
+    exchanged = first_exchange(run)
+    if shared:
+        yield _figures(run)
+    for name, messages in exchanged.items():
         account = tuple(_account(run, name, messages))
         key = tuple((title, tuple(map(_without_weight, rows))) for title, rows in account)
         alike.setdefault(key, []).append((name, account))
@@ -56,6 +62,25 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
             title = same[0][0]
             rows = [_together(lines) for lines in zip(*(rows for _, rows in same), strict=True)]
             yield Table(f"{names}: {title}", CONTENTS, rows, never if title == STAYS else "")
+
+
+def _figures(run: LocalRun) -> Table:
+    """What clients log and send beside their uploads, each kind of figure once."""
+    round = run.server.round
+    if round < run.config.exchanges:  # in which the aggregated models are scored
+        with TemporaryDirectory() as spool:
+            run.exchange(round, Path(spool))
+    lines = [line for line in run.recorder.take() if line["client"] is not None]
+    found = {line["name"]: _kind(line["value"]) for line in lines} | {"seconds": "a number"}
+    title = "figures sent beside every upload (deployment.share_metrics)"
+    note = "The last upload also has the scores of the model that the client keeps, and its round."
+    return Table(title, ("figure", "what"), sorted(found.items()), note)
+
+
+def _kind(value: Json) -> str:
+    if isinstance(value, Mapping):
+        return f"numbers: {', '.join(sorted(value))}"
+    return "numbers" if isinstance(value, Sequence) else "a number"
 
 
 def _without_weight(row: Row) -> Row:

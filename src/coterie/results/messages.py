@@ -35,14 +35,16 @@ class Weight:
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
-    """The sides of a run, joined, whose training is cut to one step a round; no model is compared.
+    """The sides of a run, joined, whose training is cut to one step a round.
 
-    The batch stays: what a method sends beside its adapter may be as large as its batches. So does
-    the public text, over which FedMKT's server passes once.
+    No model is compared or scored, unless clients tell the server how that went. The batch stays:
+    what a method sends beside its adapter may be as large as its batches. So does the public text,
+    over which FedMKT's server passes once.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
-    evaluation = config.evaluation.model_copy(update={"keep": "last", "patience": None})
+    told = {"every": 1} if config.deployment.share_metrics else {"keep": "last"}
+    evaluation = config.evaluation.model_copy(update={**told, "patience": None})
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
     who = session.federation(short)
     return LocalRun(short, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
