@@ -121,11 +121,16 @@ class Deployment:
             key = kit or self.folder / f"{name}.key"
             text = self.texts.get(name, next(iter(self.texts.values())))
             what = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
-            base = self.run.get("bases", {}).get(name, self.run["base"])
-            what += ["--base", base] if Path(base).is_dir() else []
+            base = self.base_of(name)
+            what += ["--base", base] if base else []
             public = self.run.get("data", {}).get("public")
             what += ["--public", public] if public else []
             self._start(name, ["client", *where, *what])
+
+    def base_of(self, name: str) -> str | None:
+        """A client's base, if it is a folder."""
+        base = self.run.get("bases", {}).get(name, self.run["base"])
+        return base if Path(base).is_dir() else None
 
     def _start(self, name: str, arguments: list[str]) -> Program:
         command = COTERIE

@@ -257,7 +257,7 @@ def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(long_run, t
     assert counted == last
     replies = []
     for out in (tmp_path / "copy", tmp_path / "anew"):
-        worker = Worker(Site("poet", {"path": str(here.texts["poet"])}, out))
+        worker = Worker(Site("poet", {"path": str(here.texts["poet"])}, out, here.base_of("poet")))
         worker.answer(join)
         replies.append(worker.answer(step))
         worker.close()

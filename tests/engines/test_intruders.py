@@ -62,7 +62,8 @@ class Rogue(Worker):
     """A client with a valid key whose answers to steps are what it is told to send."""
 
     def __init__(self, deployment: Deployment, out: Path) -> None:
-        super().__init__(Site(ROGUE, {"path": str(deployment.texts[ROGUE])}, out))
+        text = {"path": str(deployment.texts[ROGUE])}
+        super().__init__(Site(ROGUE, text, out, deployment.base_of(ROGUE)))
         self.deployment = deployment
         self.answers: list[Callable[[bytes], bytes]] = []
         self.stop = threading.Event()
