@@ -53,7 +53,7 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "nan": lambda message: wrong(message, no_number),
     "tokens": heavy,
 }
-QUICK = {("fedavg", fault) for fault in FAULTS} | {("flexlora", "largest"), ("fedamole", "x 1e4")}
+QUICK = {("fedavg", fault) for fault in FAULTS}
 CASES = [
     pytest.param(method, fault, marks=slow((method, fault) not in QUICK))
     for method in METHODS

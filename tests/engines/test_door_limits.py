@@ -188,6 +188,7 @@ def test_a_body_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
         assert entry.post("/v1/fleet/push-object")[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [True, False], ids=["slowly", "not at all"])
 def test_an_answer_that_is_not_read_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool

@@ -172,6 +172,7 @@ def answer(entry: Entrance, data: bytes) -> bytes:
     return found
 
 
+@pytest.mark.slow
 def test_no_broken_handshake_comes_to_a_request(entry: Entrance) -> None:
     hello, _ = flights(entry)
     before = len(entry.upstream.seen)
@@ -201,6 +202,7 @@ def test_what_anna_sent_once_lets_nobody_in_again(entry: Entrance) -> None:
     entry.door.refusals.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", ["one byte at a time", "nothing after the hello"])
 def test_a_handshake_takes_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: str

@@ -103,6 +103,10 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.declined
     assert len(questions) == 1
+    narrow = {**agreed_in(run, "poet"), "share_metrics": True}  # a run file that says other things
+    pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
+    worker, replies = asked(run, pinned, order(run))
+    assert "share_metrics: agreed true, asked false" in worker.declined
 
 
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -125,7 +126,9 @@ def load_tokenizer(name: str, root: Path = Path()) -> Tokenizer:
 
 def is_folder(name: str) -> bool:
     """Whether a base's name stands for a folder of this machine, and not for one that ships."""
-    return Path(_place(name, Path())).is_dir() and name not in _shipped()
+    with suppress(OSError, ValueError):  # of a name that no path can have
+        return name not in _shipped() and Path(_place(name, Path())).is_dir()
+    return False
 
 
 def _shipped() -> list[str]:
@@ -134,8 +137,9 @@ def _shipped() -> list[str]:
 
 def _place(name: str, root: Path) -> str:
     for folder in (EMBEDDED / name, root / name):
-        if folder.is_dir():
-            return str(folder)
+        with suppress(OSError, ValueError):  # of a name that no path can have
+            if folder.is_dir():
+                return str(folder)
     return name
 
 

@@ -65,7 +65,10 @@ def _blamed(spec: OptimiserSpec) -> Iterator[None]:
     """What torch says against the optimiser, as one sentence."""
     try:
         yield
-    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        *(ArithmeticError, AssertionError, LookupError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise CoterieError(
             f"training.optimiser: {spec.name} rejected its settings: {said}."

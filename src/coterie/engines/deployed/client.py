@@ -67,15 +67,18 @@ class Site:
         Raises CoterieError, or MessageError for what no server of ours would send.
         """
         described = dict(order.config or {})
-        data = described.get("data")
-        if not isinstance(data, dict) or not described.keys().isdisjoint(NOT_TOLD):
+        data, base = described.get("data"), self.base or described.get("base")
+        if (
+            not isinstance(data, dict)
+            or not isinstance(base, str)
+            or not described.keys().isdisjoint(NOT_TOLD)
+        ):
             raise MessageError("The server sent no run.")
         if order.public is not None and self.public is None:
             raise CoterieError("The run has a public text; give this machine's copy with --public.")
         match data.get("instructions"):
             case {"template": str(template)} if template not in SHIPPED and not is_text(template):
                 raise MessageError("The server named a file of this machine as the template.")
-        base = self.base or str(described.get("base"))
         if self.base is None and is_folder(base):
             raise CoterieError(
                 f"The run's base {base!r} is a folder on this machine, too; if it is the one that "
@@ -162,12 +165,13 @@ class Worker:
     def _disagrees(self, order: Order, config: RunConfig) -> str | None:
         """Why the run is not what was agreed to; somebody is asked if nothing was."""
         asked, folder = asked_by(order), run_folder(self.site, order.run, config)
-        agreed = self.site.agreed
-        if folder.is_run:
-            agreed = folder.description["agreed"]
-        if agreed is not None:
-            found = differences(agreed, asked)
-            return f"is not what was agreed ({'; '.join(found)})" if found else None
+        kept = folder.description.get("agreed") if folder.is_run else None
+        agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
+        for terms in agreements:
+            if found := differences(terms, asked):
+                return f"is not what was agreed ({'; '.join(found)})"
+        if agreements:
+            return None
         return None if self.site.agrees(order, config) else "was not agreed to"
 
     def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:

@@ -1,0 +1,76 @@
+"""Whatever a server sends: an order that a client can take or refuse, and nothing else happens."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hostile import replace_one
+
+from coterie.config import RunConfig, parse
+from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
+from coterie.errors import CoterieError
+from coterie.exchange.envelope import TOLD, Order, Reply, unseal
+from coterie.exchange.formats import PROTOCOL
+from coterie.testing.loop import RUN
+
+METHODS = ("comigs-1g1s", "pcl-2", "fedamole", "fedmkt", "flexlora", "local")
+
+
+def orders(seed: int, count: int) -> list[bytes]:
+    """Orders to join, in each of which one to three things are not what they should be."""
+    rng = random.Random(seed)
+    clients = [{"name": "poet", "path": "-"}]
+    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
+    good = [
+        {**header, "config": parse({"method": name, "clients": clients}).told_to("poet")}
+        for name in METHODS
+    ]
+    texts = []
+    for _ in range(count):
+        text = json.dumps(rng.choice(good))
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            try:
+                text = replace_one(json.loads(text), rng)
+            except (ValueError, RecursionError):  # it cannot be read any more, and is sent as it is
+                break
+        texts.append(text.encode("utf-8", "surrogatepass"))
+    return [len(text).to_bytes(4, "big") + text for text in texts]
+
+
+def shown(order: Order, config: RunConfig) -> bool:
+    """Somebody who reads all of it, and does not agree."""
+    return not in_words(order, config)
+
+
+def check(folder: Path, seed: int, count: int) -> None:
+    """Take so many orders as a client does, up to the loading of its base."""
+    found = Counter[str]()
+    site = Site("poet", {"path": "-"}, folder, agrees=shown)
+    run: RunConfig = parse({"clients": [{"name": "poet", "path": "-"}]})
+    agreed = agreed_in(run, "poet")
+    for data in orders(seed, count):
+        try:
+            reply, body = unseal(Reply, Worker(site).answer(data))
+            assert body == b""
+            assert reply.fault in TOLD
+            found[str(reply.fault)] += 1
+            if reply.fault == "terms":  # it got so far as to be shown to somebody
+                differences(agreed, asked_by(unseal(Order, data)[0]))
+        except CoterieError:
+            found["no order"] += 1
+        except BaseException as error:
+            raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
+    assert min(found["terms"], found["failed"] + found["refused"], found["no order"]) > count / 50
+    assert not list(folder.iterdir())
+
+
+def test_some_orders_are_taken_or_refused(tmp_path: Path) -> None:
+    check(tmp_path, seed=0, count=300)
+
+
+@pytest.mark.slow
+def test_many_more_orders_are_taken_or_refused(tmp_path: Path) -> None:
+    check(tmp_path, seed=1, count=10_000)
