@@ -295,7 +295,7 @@ def server_context(
     if own is not None:
         assert own.base is not None, "a server with a model of its own needs its weights"
         context = client_context(config, own.base, own, log)
-    return ServerContext(config.seed, base, tuple(sorted(clients)), log, context)
+    return ServerContext(config.seed, base, tuple(sorted(clients)), log, config.training, context)
 
 
 def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:

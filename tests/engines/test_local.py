@@ -191,7 +191,7 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     run = config()
     # The server needs no weights and no text: names and shapes are enough.
     skeleton = load_skeleton(run.base)
-    context = ServerContext(0, skeleton, tuple(names), lambda *_: None)
+    context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
     aggregation = Aggregation(run.aggregation, schema)
     for name in names:

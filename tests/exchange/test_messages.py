@@ -253,3 +253,10 @@ def test_shapes_are_compared_both_ways() -> None:
             check_shapes(tensors, expected)
     with pytest.raises(MessageError, match="missing"):
         check_shapes(tensors, {"a": (2, 3), "b": (1,)})
+
+
+def test_tensors_come_in_the_order_of_their_names() -> None:
+    groups = {group: {name: torch.ones(1) for name in "zyxwvutsrq"} for group in "edcab"}
+    got = Message.decode(Message(0, groups).encode())
+    assert list(got.groups) == sorted(groups)
+    assert all(list(tensors) == sorted("zyxwvutsrq") for tensors in got.groups.values())

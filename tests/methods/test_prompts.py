@@ -98,7 +98,8 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     skeleton = load_skeleton(str(bases / "gpt2"))
-    context = ServerContext(client.context.seed, skeleton, ("poet",), lambda *_: None)
+    mine = client.context
+    context = ServerContext(mine.seed, skeleton, ("poet",), lambda *_: None, mine.training)
     server = method.server(context)
     server.join("poet", client.hello())
     first = client.adapter.parameters()

@@ -178,7 +178,7 @@ def _unpack(
         raise MessageError("The message's header lacks its values.")
     check_stamp(what, header, remedy)
     found: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in sorted(tensors.items()):  # safetensors has them in any order
         if tensor.ndim > MOST_DIMENSIONS:
             raise MessageError("The message contains a tensor with too many dimensions.")
         place, slash, name = key.partition("/")

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from coterie.adapters import Part
 from coterie.exchange import Groups, Message, Schema, Shapes, State
 from coterie.training.context import ClientContext, ClientId, Log
+from coterie.training.spec import TrainingSpec
 
 SERVER = "server"
 """The name of a server that has a model of its own, where clients have theirs."""
@@ -61,6 +62,7 @@ class ServerContext:
     base: nn.Module
     clients: tuple[ClientId, ...]
     log: Log
+    training: TrainingSpec
     own: ClientContext | None = None
     """What a server with a model of its own works with, as a client does.
 

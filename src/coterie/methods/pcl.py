@@ -27,7 +27,7 @@ from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
+from coterie.exchange import Groups, Message, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import (
     AdapterClient,
     AdapterMethod,
@@ -39,6 +39,7 @@ from coterie.methods.adapter import (
 from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, Settings, SharedSets
 from coterie.scoring.evaluation import mean_loss, top_logits
+from coterie.training.spec import TrainingSpec
 
 Row = dict[ClientId, float]
 Uploads = Mapping[ClientId, Message]
@@ -131,6 +132,10 @@ class PCL(AdapterMethod):
         """What a client, whose adapter is attached, sends beside it."""
         return {}
 
+    def shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
+        """Of what is `observed`, by group."""
+        return {}
+
 
 class PCLWeights(PCL):
     """Strategy 1: cosine similarity of LoRA weights, as one vector (released: mean over rows)."""
@@ -212,6 +217,11 @@ class PCLPredictions(PCL):
         batch = sample_batch(context.public, count, context.window, chance)
         values, places = top_logits(context.base, batch, self.logits, context.training.batch)
         return {"logits": {"values": values.half(), "places": places.int()}}
+
+    def shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
+        """Those of the values and places."""
+        shape = (self.public_batches * training.batch, self.logits)
+        return {"logits": {"values": shape, "places": shape}}
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
@@ -353,6 +363,7 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
+        self.training = context.training
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
 
@@ -368,13 +379,9 @@ class PCLServer(AdapterServer):
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
-        held = self.held[client] if self.method.due(self.round + 1) else {}
-        for group in self.method.groups:
-            check_shapes(upload[group], held)
-        for field in self.method.evidence:
-            names = field.dtype if held else ()
-            if upload[field.name].keys() != set(names):
-                raise MessageError(f"The tensors of {field.name!r} are missing from the message.")
+        adapter = dict.fromkeys(self.method.groups, self.held[client])
+        for group, shapes in {**adapter, **self.method.shapes(self.training)}.items():
+            check_shapes(upload[group], shapes if self.method.due(self.round + 1) else {})
         self._coming[client] = upload.groups
 
     def close(self, mean: Message) -> None:

@@ -137,19 +137,20 @@ class MethodContract:
         server.open(0, names)
         uploads = {name: step(local, name, 0) for name in names}
         upload = uploads.pop(names[0])
-        group, key, tensor = next(
-            (g, n, t) for _, g, n, t in upload.tensors() if t.is_floating_point()
-        )
 
-        def changed(value: torch.Tensor) -> Message:
+        def changed(group: str, key: str, value: torch.Tensor) -> Message:
             return Message(0, {**upload.groups, group: {**upload[group], key: value}})
 
-        nan = changed(torch.full_like(tensor, float("nan"))).encode()
-        with pytest.raises(MessageError, match="non-finite"):
-            local.schema.receive("up", nan)
-        for wrong, fault in ((changed(tensor[:1]), "shape"), (Message(0), "missing")):
+        wrong = [(Message(0), "missing")]
+        for _, group, key, tensor in upload.tensors():
+            if tensor.is_floating_point():
+                nan = changed(group, key, torch.full_like(tensor, float("nan"))).encode()
+                with pytest.raises(MessageError, match="non-finite"):
+                    local.schema.receive("up", nan)
+            wrong.append((changed(group, key, torch.cat([tensor, tensor])), "shape"))
+        for message, fault in wrong:
             with pytest.raises(MessageError, match=fault):
-                contribution(server, local.aggregation, names[0], wrong)
+                contribution(server, local.aggregation, names[0], message)
         close(local, 0, uploads)
         for _, state in server.state().walk():
             assert all(torch.isfinite(t).all() for t in loop.flat(state).values())
