@@ -37,11 +37,11 @@ def server(*more: str) -> Result:
     return CliRunner().invoke(app, ["server", "run.yaml", "--check", *more])
 
 
-def client(run: dict[str, Any]) -> Result:
+def client(run: dict[str, Any], *more: str) -> Result:
     text = Path(run["data_root"]) / "poet.txt"
     where = ["--server", "localhost:1", "--key", "poet.key", "--data", str(text)]
     where += ["--base", run["base"]]
-    return CliRunner().invoke(app, ["client", *where, "--check"])
+    return CliRunner().invoke(app, ["client", *where, "--check", *more])
 
 
 def test_a_server_that_can_start(place, tmp_path: Path) -> None:
@@ -71,9 +71,10 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
     assert "keys        NOT OK  The server's certificate expired on" in server().output
 
 
-def order(run: dict[str, Any], protocol: int = PROTOCOL) -> Order:
+def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = None) -> Order:
     told = parse(run).told_to("poet")
-    return Order(run="0" * 16, client="poet", kind="join", round=0, protocol=protocol, config=told)
+    more: dict[str, Any] = {"protocol": protocol, "config": told, "public": public}
+    return Order(run="0" * 16, client="poet", kind="join", round=0, **more)
 
 
 def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None:
@@ -100,6 +101,19 @@ def test_a_client_that_cannot(place, monkeypatch) -> None:
     assert "connection  NOT OK  localhost:1 is unreachable." in result.output
     monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, PROTOCOL + 1))
     assert "run         NOT OK  The run uses protocol version" in client(place).output
+
+
+def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, monkeypatch) -> None:
+    asked = order({**place, "rounds": 9})
+    monkeypatch.setattr(fleet, "first_order", lambda *_: asked)
+    result = client(place, "--run", "run.yaml")
+    assert result.exit_code == 1
+    assert "run         NOT OK  The run is not what was agreed" in result.output
+    assert "rounds: agreed 3, asked 9" in " ".join(result.output.split())
+    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, public="0" * 32))
+    mine = str(Path(place["data_root"]) / "whaler.txt")
+    result = client(place, "--run", "run.yaml", "--public", mine)
+    assert "run         NOT OK  The run has a different public text than" in result.output
 
 
 def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeypatch) -> None:

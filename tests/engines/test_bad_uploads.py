@@ -10,7 +10,7 @@ from every_method import FEW, METHODS, run_of, slow
 
 from coterie.aggregation.mean import TOKENS
 from coterie.config import RunConfig
-from coterie.exchange import Message, State
+from coterie.exchange import Message
 from coterie.exchange.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, workers
@@ -76,16 +76,6 @@ def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
     return Loop(workers(run, out), change=change)
 
 
-def finite(state: State) -> bool:
-    return all(
-        bool(tensor.isfinite().all())
-        for _, part in state.walk()
-        for tensors in part.groups.values()
-        for tensor in tensors.values()
-        if tensor.is_floating_point()
-    )
-
-
 @pytest.mark.parametrize(("method", "fault"), CASES)
 def test_a_client_whose_every_upload_is_wrong_is_left_out(
     method, fault, values, teachers, tmp_path, monkeypatch
@@ -99,12 +89,12 @@ def test_a_client_whose_every_upload_is_wrong_is_left_out(
     server(run, tmp_path / "server", loop).rounds()
     folder = RunFolder(tmp_path / "server")
     assert folder.result is not None
-    assert finite(folder.load("server"))
+    assert folder.load("server").is_finite()
     for name in loop.workers.keys() - {LIAR}:
         worker = loop.workers[name]
         assert worker.finished
         assert worker.run is not None
-        assert finite(worker.run.folder.load(f"client-{name}"))
+        assert worker.run.folder.load(f"client-{name}").is_finite()
     schema = server(run, tmp_path / "server", loop).schema
     floats = any(field.dtype != "json" for field in schema.up)
     tokens = TOKENS.name in {field.name for field in schema.hello}

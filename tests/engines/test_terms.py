@@ -211,7 +211,8 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
 
 def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path) -> None:
     run = values(base="tiny-gpt2", deployment={"quorum": 2})
-    path = tmp_path / "run.yaml"
+    del run["name"]  # then it is that of the file, which may differ
+    path = tmp_path / "from-the-server.yaml"
     path.write_text(yaml.safe_dump({**run, "clients": [{"name": n} for n in ("poet", "zed")]}))
     agreed = agreed_in(load_agreed(path, "poet"), "poet")
     there = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})

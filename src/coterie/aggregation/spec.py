@@ -64,14 +64,13 @@ class AggregationSpec(BaseModel):
     largest_norm: float | None = Field(
         default=10.0,
         ge=1,
-        description="an upload counts if its norm per parameter is at most so many times the "
-        "round's median; null: whatever it is",
+        description="an upload is left out of its round if its norm per parameter is more than so "
+        "many times the round's median; null: never",
     )
     largest_weight: float | None = Field(
         default=100.0,
         ge=1,
-        description="with weights by tokens: a client weighs at most so many times the round's "
-        "median; null: whatever it says",
+        description="the same of a client's weight, where clients weigh by training tokens",
     )
     optimiser: ServerOptimiserSpec | None = Field(
         default=None,

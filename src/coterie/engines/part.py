@@ -240,21 +240,11 @@ def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
     round = server.round
     try:
         server.close(aggregation.stepped(mean, server.averaged()))
-        finite = all(map(_is_finite, dict(server_states(server, aggregation)).values()))
+        finite = all(state.is_finite() for _, state in server_states(server, aggregation))
     except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
         raise _unusable(round) from error
     if not finite:
         raise _unusable(round)
-
-
-def _is_finite(state: State) -> bool:
-    return all(
-        bool(tensor.isfinite().all())
-        for _, part in state.walk()
-        for tensors in part.groups.values()
-        for tensor in tensors.values()
-        if tensor.is_floating_point()
-    )
 
 
 def _unusable(round: int) -> CoterieError:

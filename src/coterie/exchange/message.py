@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
@@ -59,6 +60,11 @@ class State:
         for name, part in self.parts.items():
             yield from part.walk(*path, name)
 
+    def is_finite(self) -> bool:
+        """Whether all numbers of its tensors are finite."""
+        groups = (group for _, state in self.walk() for group in state.groups.values())
+        return all(is_finite(tensor) for group in groups for tensor in group.values())
+
     def encode(self) -> bytes:
         """As safetensors, the values in its header."""
         found = dict(self.walk())
@@ -80,6 +86,15 @@ class State:
         ):
             raise MessageError("The state contains values of unknown parts.")
         return _assembled((), paths | found.keys(), found, values)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor of any type holds finite numbers alone."""
+    if not tensor.numel():  # perhaps of a shape beside the 0 that torch cannot compute with
+        return True
+    # torch tells finite from other only for some floats of 8 bits; float32 holds them all exactly.
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return bool(torch.isfinite(wide).all())
 
 
 def _assembled(

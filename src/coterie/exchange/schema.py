@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from coterie.exchange.message import Json, Message, MessageError, Tensors
+from coterie.exchange.message import Json, Message, MessageError, Tensors, is_finite
 
 Way = Literal["hello", "up", "down"]
 Reduce = Literal["mean", "each"]
@@ -65,7 +62,7 @@ class Schema:
                 raise MessageError(
                     f"The tensor {name!r} ({dtype}) of the group {group!r} may not be sent ({way})."
                 )
-            if not _finite_tensor(tensor):
+            if not is_finite(tensor):
                 raise MessageError(
                     f"The tensor {name!r} of the group {group!r} contains non-finite values."
                 )
@@ -101,14 +98,6 @@ def check_shapes(tensors: Tensors, expected: Shapes) -> None:
             raise MessageError(
                 f"The tensor {name!r} has shape {shape}, but {tuple(expected[name])} was expected."
             )
-
-
-def _finite_tensor(tensor: Tensor) -> bool:
-    if not tensor.numel():  # perhaps of a shape beside the 0 that torch cannot compute with
-        return True
-    # torch tells finite from other only for some floats of 8 bits; float32 holds them all exactly.
-    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-    return bool(torch.isfinite(wide).all())
 
 
 def plain(value: Json, levels: int = DEEPEST) -> bool:

@@ -225,9 +225,7 @@ class PCLPredictions(PCL):
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
-        logits = {
-            name: (u["logits"]["values"], u["logits"]["places"]) for name, u in uploads.items()
-        }
+        logits = {n: (u["logits"]["values"], u["logits"]["places"]) for n, u in uploads.items()}
         mine = logits[client.context.name]
         away = {name: sparse_distance(mine, theirs) for name, theirs in logits.items()}
         total, released = sum(away.values()), self.form == "released"

@@ -24,15 +24,13 @@ from coterie.bases import Base, is_folder, load_base
 from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
-from coterie.engines.deployed.terms import Terms, asked_by, differences
+from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, unlike
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, Reading, participants_of, public_digest
-from coterie.methods.plugins import plugin_of
-from coterie.methods.registry import kind_of, names
+from coterie.federation import Participant, Reading, participants_of
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
@@ -146,10 +144,8 @@ class Worker:
         if why := self._disagrees(order, config):
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
-        if public_digest(config) != order.public:
-            return self._unlike(
-                order, "public", f"has a different public text than {self.site.public}"
-            )
+        if why := other_text(order, config):
+            return self._unlike(order, "public", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
@@ -164,15 +160,13 @@ class Worker:
 
     def _disagrees(self, order: Order, config: RunConfig) -> str | None:
         """Why the run is not what was agreed to; somebody is asked if nothing was."""
-        asked, folder = asked_by(order), run_folder(self.site, order.run, config)
+        folder = run_folder(self.site, order.run, config)
         kept = folder.description.get("agreed") if folder.is_run else None
         agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
         for terms in agreements:
-            if found := differences(terms, asked):
-                return f"is not what was agreed ({'; '.join(found)})"
-        if agreements:
-            return None
-        return None if self.site.agrees(order, config) else "was not agreed to"
+            if why := not_agreed(terms, order):
+                return why
+        return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
     def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
         """Refuse to join those who run something else."""
@@ -212,25 +206,6 @@ class Worker:
             entries=shared,
         )
         return seal(reply, body)
-
-
-def unlike(order: Order) -> str | None:
-    """How the run is not what is installed here; None if it is."""
-    if order.protocol != PROTOCOL:
-        return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
-    match order.config:
-        case {"method": {"name": str(name)}} if name in names():
-            here = plugin_of(kind_of(name))
-        case _:
-            here = None
-    theirs = order.plugin
-    if (here and here.sha256) == (theirs and theirs.sha256):
-        return None
-    if theirs is None:
-        return "has a method without a plugin; start this client without --plugin"
-    if here is None:
-        return f"needs the plugin {theirs.file}; start this client with --plugin and the same file"
-    return f"has a different version of the plugin {theirs.file}; both sides need the same file"
 
 
 def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:

@@ -1,4 +1,4 @@
-"""What a client takes part in: what it is asked to do, and what it has agreed to."""
+"""What a client takes part in: what it is asked to do, what it has agreed to, and what it has."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,10 @@ from typing import Any
 
 from coterie.config import RunConfig
 from coterie.exchange.envelope import Order
+from coterie.exchange.formats import PROTOCOL
+from coterie.federation import public_digest
+from coterie.methods.plugins import plugin_of
+from coterie.methods.registry import kind_of, names
 
 Terms = Mapping[str, Any]
 """Plain data: the run as a client is told of it, and the hashes of its plugin and public text."""
@@ -26,9 +30,43 @@ def asked_by(order: Order) -> Terms:
 
 
 def _of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of how the server waits for clients, nothing is theirs to agree to."""
-    terms = json.loads(json.dumps({k: v for k, v in told.items() if k != "deployment"}))
+    """The run's name, and how the server waits for clients, are not theirs to agree to."""
+    what = {k: v for k, v in told.items() if k not in ("name", "deployment")}
+    terms = json.loads(json.dumps(what))
     return {**terms, "share_metrics": told.get("deployment", {}).get("share_metrics", False)}
+
+
+def not_agreed(agreed: Terms, order: Order) -> str | None:
+    """How the run is not what was agreed to; None if it is."""
+    if found := differences(agreed, asked_by(order)):
+        return f"is not what was agreed ({'; '.join(found)})"
+    return None
+
+
+def other_text(order: Order, config: RunConfig) -> str | None:
+    """How the run's public text is not the one of this machine; None if it is."""
+    if public_digest(config) == order.public:
+        return None
+    return f"has a different public text than {config.data.public}"
+
+
+def unlike(order: Order) -> str | None:
+    """How the run is not what is installed here; None if it is."""
+    if order.protocol != PROTOCOL:
+        return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
+    match order.config:
+        case {"method": {"name": str(name)}} if name in names():
+            here = plugin_of(kind_of(name))
+        case _:
+            here = None
+    theirs = order.plugin
+    if (here and here.sha256) == (theirs and theirs.sha256):
+        return None
+    if theirs is None:
+        return "has a method without a plugin; start this client without --plugin"
+    if here is None:
+        return f"needs the plugin {theirs.file}; start this client with --plugin and the same file"
+    return f"has a different version of the plugin {theirs.file}; both sides need the same file"
 
 
 def differences(agreed: Terms, asked: Terms) -> list[str]:
