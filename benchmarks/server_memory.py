@@ -28,6 +28,7 @@ from coterie.exchange import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ServerContext
 from coterie.methods.registry import method_from
+from coterie.training.spec import TrainingSpec
 
 MIB = 2**20
 METHODS = ("fedavg", "hetlora", "flexlora")
@@ -55,7 +56,7 @@ def measure(name: str, count: int, threads: int) -> Peak:
         method = method_from({"name": name, "mlp": {"rank": ranks}})
     with torch.device("meta"):
         base = GPT2LMHeadModel(GPT2Config())
-    server = method.server(ServerContext(0, base, clients, lambda *_: None))
+    server = method.server(ServerContext(0, base, clients, lambda *_: None, TrainingSpec()))
     assert isinstance(server, AdapterServer)
     for client in clients:
         shapes = {name: list(server.shape(client, name)) for name in server.shared}

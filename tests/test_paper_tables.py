@@ -217,6 +217,7 @@ def test_what_cannot_run_is_refused_before_anything_is(table, tmp_path, counted)
     assert counted == []
 
 
+@pytest.mark.slow
 def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
     rows = [{"method": "fedavg"}]
     own = coterie.compare_table(table(rows=rows), out=tmp_path / "out").summary()
@@ -246,6 +247,7 @@ def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
         assert column["metric"] == "perplexity"
 
 
+@pytest.mark.slow
 def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
     tune = {"training.learning_rate": ["1e-4", 0.01]}
     path, out = (

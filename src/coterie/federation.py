@@ -19,6 +19,7 @@ from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
 from coterie.methods.contract import SERVER, Log, ServerContext, Setting
+from coterie.privacy.ledger import Ledger
 from coterie.training.context import ClientContext, ClientId
 
 EVERYONE = "everyone"
@@ -260,7 +261,11 @@ def _server(
 
 
 def client_context(
-    config: RunConfig, base: Base, participant: Participant, log: Log
+    config: RunConfig,
+    base: Base,
+    participant: Participant,
+    log: Log,
+    ledger: Ledger | None = None,
 ) -> ClientContext:
     """What the client side of the run's method is given.
 
@@ -279,6 +284,7 @@ def client_context(
         rounds=config.rounds,
         log=log,
         public=participant.public,
+        ledger=ledger or Ledger(),
     )
 
 

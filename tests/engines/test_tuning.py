@@ -51,6 +51,7 @@ def chosen_by_hand(folder: Path, method: str) -> float:
     return min(means, key=means.__getitem__)
 
 
+@pytest.mark.slow
 def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
     config, tmp_path, counted
 ) -> None:

@@ -241,6 +241,7 @@ def test_an_order_of_another_protocol_may_hold_what_this_one_does_not_know(
     assert unseal(Reply, reply)[0].fault == "protocol"
 
 
+@pytest.mark.slow
 def test_another_version_of_the_package_takes_part(config, tmp_path, monkeypatch) -> None:
     run = weighted(config)
     local = coterie.run(run, out=tmp_path / "local")

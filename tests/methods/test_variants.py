@@ -94,6 +94,7 @@ def test_one_expert_per_token_teaches_the_router(config, name) -> None:
         assert all(g.abs().max() > 0 for g in routers)
 
 
+@pytest.mark.slow
 def test_what_mixtures_share(config) -> None:
     for name, roles in (
         ("pfedmoe", {"dense", "generalist"}),
@@ -149,6 +150,7 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
         assert torch.allclose(parameter.grad, 0.3 * (parameter - start[name]).detach(), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_fedprox_without_mu_is_fedavg(config) -> None:
     near = one_round(joined(config(method={"name": "fedprox", "mu": 0.0})), 0)["poet"]
     plain = one_round(joined(config(method="fedavg")), 0)["poet"]

@@ -141,6 +141,7 @@ def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
     return folder
 
 
+@pytest.mark.slow
 def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
     private, monkeypatch, tmp_path
 ) -> None:
@@ -151,6 +152,7 @@ def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
     assert_same_states(cut, RunFolder(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
     private, monkeypatch, tmp_path
 ) -> None:

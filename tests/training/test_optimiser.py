@@ -45,6 +45,7 @@ def usual(make, tmp_path_factory) -> Path:
     return coterie.run(make(), out=tmp_path_factory.mktemp("usual") / "run").path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some({"sgd"}, OTHERS))
 def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> None:
     run = make(optimiser=OTHERS[name])

@@ -165,6 +165,7 @@ def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypat
     assert all(len(pieces) == 3 and len(set(pieces)) > 1 for pieces in seen)
 
 
+@pytest.mark.slow
 def test_distillation_in_pieces_is_distillation(teachers) -> None:
     """On the server and on a client, which has taken the server's word in."""
 
@@ -211,6 +212,7 @@ def knobs(config) -> coterie.RunConfig:
     return config(training=training, method=method, rounds=2, clients=clients, data=data)
 
 
+@pytest.mark.slow
 def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
     whole = RunFolder(coterie.run(knobs, out=tmp_path / "whole").path)
     deploy(knobs, tmp_path / "deployed")

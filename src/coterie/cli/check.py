@@ -67,8 +67,9 @@ def check_server(
 
 def check_client(server: str, kit: "Kit", site: "Site") -> None:
     """Kit, connection, and a step of the run that the server asks this client to join."""
+    from coterie.engines.deployed.client import ledger_of
     from coterie.engines.deployed.console import size
-    from coterie.engines.deployed.terms import not_agreed, other_text, unlike
+    from coterie.engines.deployed.terms import not_agreed, other_text, too_much, unlike
     from coterie.engines.flower.fleet import first_order
     from coterie.engines.session import Session
     from coterie.results.trial import tried
@@ -82,7 +83,8 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
         if why := unlike(order) or (site.agreed and not_agreed(site.agreed, order)):
             raise CoterieError(f"The run {why}.")
         config = site.config(order)
-        if why := other_text(order, config):
+        spends = too_much(config.method.budget, ledger_of(site, order.run))
+        if why := spends or other_text(order, config):
             raise CoterieError(f"The run {why}.")
         found(f"{config.name}: {config.label}, {config.rounds} rounds")
     with _checking("texts") as found:

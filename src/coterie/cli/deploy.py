@@ -68,6 +68,15 @@ Agreed = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Privacy budget (epsilon, at delta 1e-5) of all runs in --out together; a run that "
+        "would exceed it is refused. Default: each run's own.",
+        show_default=False,
+    ),
+]
 ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
 
 
@@ -138,6 +147,7 @@ def client(
     public: OwnPublic = None,
     run: Agreed = None,
     yes: Yes = False,
+    epsilon: Epsilon = None,
     out: ClientOut = Path("runs"),
     check: Check = False,
     plugins: Plugins = None,
@@ -161,7 +171,7 @@ def client(
     from coterie.engines.deployed.console import ClientBoard
 
     agreed = _agreed(run, kit.name)
-    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed)
+    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed, epsilon=epsilon)
     if check:
         return check_client(server, kit, site)
     if not (run or yes or sys.stdin.isatty()):
@@ -193,8 +203,14 @@ def _agreed(run: Path | None, client: str) -> "Terms | None":
 
 def _show(run: "SiteRun", client: str) -> None:
     """Where a client's model is, and how to use it."""
+    from coterie.engines.deployed.client import DELTA
+
     folder = run.folder.path
     terminal.tell_unhelped(run.config.label, run.folder.result or {})
+    if spent := run.ledger.spent(DELTA):
+        terminal.say(
+            f"Spent of the privacy budget, in all runs: epsilon {spent:.3g}, delta {DELTA:g}."
+        )
     terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
     given = '--prompt "..."' + terminal.plugin_options(run.config.plugins)
     terminal.say(f"  coterie generate {folder} --client {client} {given}")

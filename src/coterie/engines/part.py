@@ -15,6 +15,7 @@ from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context, digest_of
 from coterie.methods.contract import ClientSide, ServerSide
+from coterie.privacy.ledger import Ledger
 from coterie.runs import RunFolder
 from coterie.scoring.evaluation import Score, evaluate
 
@@ -41,14 +42,19 @@ class ClientPart:
     """
 
     def __init__(
-        self, config: RunConfig, base: Base, participant: Participant, log: LogFor
+        self,
+        config: RunConfig,
+        base: Base,
+        participant: Participant,
+        log: LogFor,
+        ledger: Ledger | None = None,
     ) -> None:
         self.config, self.participant, self.log = config, participant, log
         self.base = participant.base or base
         self.name = participant.name
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
         self.schema = self.aggregation.schema
-        context = client_context(config, self.base, participant, partial(log, self.name))
+        context = client_context(config, self.base, participant, partial(log, self.name), ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
         """Where the best model is kept, of a side that learns."""

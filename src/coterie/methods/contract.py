@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Part
 from coterie.exchange import Groups, Message, Schema, Shapes, State
+from coterie.privacy.ledger import Budget
 from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec
 
@@ -201,6 +202,14 @@ class Method(BaseModel):
     def mixes_bases(self) -> bool:
         """Whether clients may have different bases; they may where nothing is uploaded."""
         return not self.schema().up
+
+    @property
+    def budget(self) -> Budget | None:
+        """The epsilon and delta that a run spends of a client's samples, beside what is trained.
+
+        Infinite if it tells of them without noise; None if it tells nothing of them.
+        """
+        return None
 
     def client(self, context: ClientContext) -> ClientSide:
         """The side that lives where the data live."""

@@ -8,6 +8,8 @@ expert choose its k_c clients anew, by the relevance of the clients' tokens (RSE
 programme per layer).
 """
 
+import logging
+import math
 from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
@@ -33,13 +35,15 @@ from coterie.methods.contract import (
 )
 from coterie.methods.reverse_selection import FedAMoLEServer, Held, expert_name, values_of
 from coterie.methods.settings import AmoleRouter, Attention, Embeddings, LoraAlpha, refuse_unused
-from coterie.privacy.mechanisms import noise_for, private_mean
+from coterie.privacy.ledger import Budget
+from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
 from coterie.privacy.secrets import Secrets
 from coterie.training.apart import set_apart
 from coterie.training.embeddings import mean_embeddings
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
+log = logging.getLogger(__name__)
 TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
 """Per layer, that a client believes a server to have."""
@@ -99,6 +103,14 @@ class FedAMoLE(Method):
     def count(self, clients: int) -> int:
         """E, the number of domain experts per layer."""
         return 3 * clients if self.experts is None else self.experts
+
+    @property
+    def budget(self) -> Budget | None:
+        """That of the mean embeddings."""
+        if not self.chooses:
+            return None
+        privacy = self.embeddings.privacy
+        return (math.inf, 1.0) if privacy is None else (privacy.epsilon, privacy.delta)
 
     def layout(self, experts: int) -> AmoleLayout:
         """What stands on the layers."""
@@ -225,8 +237,13 @@ class FedAMoLEClient(ClientSide):
         if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
             # A round may be opened again with other experts: equal noise would cancel out.
-            chance = generator(self.secrets.of(round), "embedding noise", self.digest)
+            secret = self.secrets.of(round)
+            chance = generator(secret, "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
+            release = generator(secret, "release", self.digest).initial_seed()
+            if not context.ledger.spend(f"{release:016x}", noise, context.rounds):
+                log.warning("round %d: the privacy budget is spent, only noise is sent", round + 1)
+                private = partial(only_noise, clip=privacy.clip, noise=noise, chance=chance)
         at_once = context.training.at_once
         means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)
         experts = {

@@ -31,6 +31,11 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
     return (clipped.mean(dim=0) + noise * (2 * clip / n) * drawn).float()
 
 
+def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
+    """What `private_mean` would return of vectors that are 0: nothing of these samples is in it."""
+    return private_mean(torch.zeros_like(samples), clip, noise, chance)
+
+
 def epsilon(noise: float, releases: int, delta: float) -> float:
     """The epsilon of (epsilon, delta)-differential privacy after so many releases, exactly.
 

@@ -1,11 +1,12 @@
 """What a client's work is given: its own data and the run's settings."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coterie.bases import Base
 from coterie.data.tokens import ClientData, Split
 from coterie.exchange import Json
+from coterie.privacy.ledger import Ledger
 from coterie.training.spec import TrainingSpec
 
 ClientId = str
@@ -28,3 +29,5 @@ class ClientContext:
     """Records a figure for reports: `log("loss", 4.2)`. It stays on the client's machine."""
     public: Split | None = None
     """The public text, where the run has one."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What may be told of its records under noise."""

@@ -24,19 +24,22 @@ from coterie.bases import Base, is_folder, load_base
 from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
-from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, unlike
+from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, Reading, participants_of
+from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
 """Told of what happens, for people: warning, joined, step, finished, fault, and entries by their
 names."""
+DELTA = 1e-5
+"""Of the limit on what is spent."""
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 
@@ -57,6 +60,8 @@ class Site:
     """What it has agreed to; None: whoever is asked decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
     """Asks somebody, once for each run."""
+    epsilon: float | None = None
+    """The most that all runs together may spend of its texts; None: each what it says."""
 
     def config(self, order: Order) -> RunConfig:
         """The run that an order to join asks for, as this client sees it: with its own text and
@@ -146,6 +151,10 @@ class Worker:
             return self._unlike(order, "terms", why)
         if why := other_text(order, config):
             return self._unlike(order, "public", why)
+        ledger = ledger_of(self.site, order.run)
+        if why := too_much(config.method.budget, ledger):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
@@ -154,7 +163,7 @@ class Worker:
             )
         if self.run is None or self.run.id != order.run:
             self.close()
-            self.run = SiteRun(order, config, base, self.site, self.seen)
+            self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
@@ -208,6 +217,12 @@ class Worker:
         return seal(reply, body)
 
 
+def ledger_of(site: Site, run: str) -> Ledger:
+    """What a client has told under noise, in all its runs."""
+    limit = None if site.epsilon is None else (site.epsilon, DELTA)
+    return Ledger(site.out / f"privacy-{site.name}.json", run, limit)
+
+
 def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
     """Where a client keeps its part of a run."""
     return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
@@ -216,14 +231,22 @@ def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
 class SiteRun:
     """One client's part of one deployed run, in a folder of its own."""
 
-    def __init__(self, order: Order, config: RunConfig, base: Base, site: Site, seen: Seen) -> None:
-        self.id, self.config, self.seen = order.run, config, seen
+    def __init__(
+        self,
+        order: Order,
+        config: RunConfig,
+        base: Base,
+        site: Site,
+        seen: Seen,
+        ledger: Ledger,
+    ) -> None:
+        self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
         [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
         self.folder = self._folder(site, participant, asked_by(order))
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder.log)
+        self.part = ClientPart(config, base, participant, self.recorder.log, ledger)
         if self.folder.checkpoints():
             self._restore()
         else:

@@ -1,6 +1,7 @@
 """What a client takes part in: what it is asked to do, what it has agreed to, and what it has."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from coterie.exchange.formats import PROTOCOL
 from coterie.federation import public_digest
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import kind_of, names
+from coterie.privacy.ledger import Budget, Ledger
 
 Terms = Mapping[str, Any]
 """Plain data: the run as a client is told of it, and the hashes of its plugin and public text."""
@@ -48,6 +50,18 @@ def other_text(order: Order, config: RunConfig) -> str | None:
     if public_digest(config) == order.public:
         return None
     return f"has a different public text than {config.data.public}"
+
+
+def too_much(budget: Budget | None, ledger: Ledger) -> str | None:
+    """How a run would spend more than this client allows; None if it would not."""
+    if budget is None or ledger.limit is None or ledger.affords(budget):
+        return None
+    most, delta = ledger.limit
+    asked = "without noise" if math.isinf(budget[0]) else f"for an epsilon of {budget[0]:g}"
+    return (
+        f"tells of this client's samples {asked}; the limit is {most:g}, of which "
+        f"{ledger.spent(delta):.3g} is spent"
+    )
 
 
 def unlike(order: Order) -> str | None:

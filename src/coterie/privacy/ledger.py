@@ -1,0 +1,95 @@
+"""What a client has told of its records under noise, and how much more it may tell.
+
+The server decides how often a round is opened; so the client counts for itself, and its count
+outlives whatever is undone.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from coterie.errors import CoterieError
+from coterie.files import write_private
+from coterie.privacy.mechanisms import epsilon, noise_for
+
+Budget = tuple[float, float]
+"""Epsilon and delta."""
+ROUNDING = 1e-9
+
+
+class Ledger:
+    """One client's releases, of one run after another. In a file, or for as long as it is there.
+
+    Releases are Gaussian mechanisms on the same records, so their `1 / noise**2` add up.
+    """
+
+    def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
+        self.path, self.run, self.limit = path, run, limit
+        self.runs: dict[str, dict[str, float]] = {}
+        """The noise multiplier of each release, by run and by what tells it from others."""
+        if path is not None and path.exists():
+            self.runs = _read(path)
+
+    def spend(self, release: str, noise: float, releases: int) -> bool:
+        """Whether a release may be made: again, or as one of so many of its run with such noise.
+
+        It is in the ledger before it is made. Raises CoterieError if that cannot be written.
+        """
+        mine = self.runs.get(self.run, {})
+        if release in mine:
+            return True
+        share = noise**-2
+        if self._over(_spent(mine.values()) + share, releases * share):
+            return False
+        if self.limit is not None and self._over(self._all() + share, _most(self.limit)):
+            return False
+        runs = {**self.runs, self.run: {**mine, release: noise}}
+        if self.path is not None:
+            write_private(self.path, json.dumps(runs, indent=2).encode())
+        self.runs = runs
+        return True
+
+    def affords(self, budget: Budget) -> bool:
+        """Whether a whole run of such a budget stays within the limit."""
+        if self.limit is None:
+            return True
+        if math.isinf(budget[0]):
+            return False
+        before = self._all() - _spent(self.runs.get(self.run, {}).values())
+        return not self._over(before + _most(budget), _most(self.limit))
+
+    def spent(self, delta: float) -> float:
+        """The epsilon of all releases so far."""
+        total = self._all()
+        return epsilon(total**-0.5, 1, delta) if total else 0.0
+
+    def _all(self) -> float:
+        return _spent(noise for run in self.runs.values() for noise in run.values())
+
+    @staticmethod
+    def _over(amount: float, most: float) -> bool:
+        return amount > most * (1 + ROUNDING)
+
+
+def _spent(noises: Iterable[float]) -> float:
+    return math.fsum(noise**-2 for noise in noises)
+
+
+def _most(budget: Budget) -> float:
+    """What a budget allows, in the ledger's measure."""
+    return noise_for(budget[0], 1, budget[1]) ** -2 if budget[0] else 0.0
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    try:
+        runs = json.loads(path.read_bytes())
+        return {
+            run: {release: float(noise) for release, noise in releases.items() if noise > 0}
+            for run, releases in runs.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CoterieError(
+            f"{path} cannot be read; without it nobody knows what this client has told of its "
+            "texts. Restore it from a backup."
+        ) from error

@@ -1,0 +1,146 @@
+"""A client's ledger: what was told under noise adds up, is never undone, and ends at its limit."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie.config import RunConfig
+from coterie.engines.deployed.client import Site, Worker, ledger_of
+from coterie.errors import CoterieError
+from coterie.exchange import Message
+from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.methods import fedamole
+from coterie.privacy.ledger import Ledger
+from coterie.privacy.mechanisms import epsilon, noise_for, private_mean
+from coterie.testing.loop import RUN, deploy, site
+from coterie.testing.rounds import down, joined
+
+NOISE = noise_for(8.0, 10, 1e-5)
+
+
+def test_a_run_makes_as_many_releases_as_it_said_and_repeats_them_for_nothing() -> None:
+    ledger = Ledger()
+    assert [ledger.spend(str(n), NOISE, 10) for n in range(12)] == [True] * 10 + [False] * 2
+    assert ledger.spend("3", NOISE, 10)
+    assert ledger.spent(1e-5) == pytest.approx(8.0)
+    assert Ledger().spent(1e-5) == 0
+
+
+def test_runs_add_up_to_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.json"
+    for run in ("one", "two"):
+        ledger = Ledger(path, run, (20.0, 1e-5))
+        assert ledger.affords((8.0, 1e-5))
+        assert all(ledger.spend(str(n), NOISE, 10) for n in range(10))
+    both = epsilon(NOISE, 20, 1e-5)
+    assert Ledger(path, "three").spent(1e-5) == pytest.approx(both)
+    third = Ledger(path, "three", (1.01 * both, 1e-5))
+    assert not third.affords((8.0, 1e-5))
+    assert not third.spend("0", NOISE, 10)
+    assert Ledger(path, "two", (1.01 * both, 1e-5)).affords((8.0, 1e-5))  # what it goes on with
+    assert not Ledger(limit=(20.0, 1e-5)).affords((math.inf, 1.0))
+    assert not Ledger(limit=(0.0, 1e-5)).spend("0", 1e6, 1)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"run": {"0": "x"}}', '{"run": [1]}', "\xff"])
+def test_a_ledger_that_cannot_be_read_is_not_begun_anew(content, tmp_path: Path) -> None:
+    path = tmp_path / "privacy.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(CoterieError, match="cannot be read"):
+        Ledger(path)
+
+
+def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "missing" / "privacy.json")
+    for _ in range(2):
+        with pytest.raises(CoterieError, match="Could not write"):
+            ledger.spend("0", NOISE, 10)
+
+
+@pytest.fixture
+def private(config) -> RunConfig:
+    embeddings = {"privacy": {"epsilon": 8.0}}
+    method = {"name": "fedamole", "experts": 6, "attention": {"rank": 4}}
+    return config(method={**method, "embeddings": embeddings})
+
+
+def join(run: RunConfig) -> bytes:
+    told = run.told_to("poet")
+    return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=3, config=told))
+
+
+def test_a_round_opened_25_times_spends_no_more_than_was_promised(
+    private, tmp_path, monkeypatch
+) -> None:
+    """With other experts every time, undone every time, and by a new process every fifth time."""
+    told: list[bool] = []
+
+    def seen(samples: torch.Tensor, **how: object) -> torch.Tensor:
+        told.append(True)
+        return private_mean(samples, **how)  # pyright: ignore
+
+    monkeypatch.setattr(fedamole, "private_mean", seen)
+    local = joined(private)
+    local.server.open(0, sorted(local.clients))
+    download, schema = down(local, "poet"), private.method.schema()
+    place, uploads = site(private, "poet", tmp_path), []
+    worker = Worker(place)
+    for opening in range(25):
+        if opening % 5 == 0:
+            worker.close()
+            worker = Worker(place)
+            assert unseal(Reply, worker.answer(join(private)))[0].fault is None
+        adapter = {name: t + opening / 1000 for name, t in download["adapter"].items()}
+        changed = Message(0, {"adapter": adapter}, download.values)
+        order = Order(run=RUN, client="poet", kind="step", round=0)
+        reply, body = unseal(Reply, worker.answer(seal(order, schema.send("down", changed))))
+        assert reply.fault is None
+        uploads.append(schema.receive("up", body))
+    worker.close()
+    assert len(told) == private.rounds
+    assert ledger_of(place, RUN).spent(1e-5) == pytest.approx(8.0)
+    noise = [torch.cat([t.flatten() for t in u["tokens"].values()]) for u in uploads]
+    assert all(float(t.std()) > 0.01 for t in noise)
+    assert len({tuple(t.tolist()) for t in noise}) == len(noise)
+
+
+def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
+    private, tmp_path, monkeypatch
+) -> None:
+    def never(*_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("nothing but noise was sent")
+
+    monkeypatch.setattr(fedamole, "only_noise", never)
+    deploy(private, tmp_path)
+    for client in private.clients:
+        ledger = ledger_of(site(private, client.name, tmp_path), RUN)
+        assert len(ledger.runs[RUN]) == private.rounds
+        assert ledger.spent(1e-5) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "noise", "why"),
+    [
+        (8.0, True, None),
+        (7.9, True, "for an epsilon of 8; the limit is 7.9, of which 0 is spent"),
+        (7.9, False, "tells of this client's samples without noise"),
+        (None, False, None),
+    ],
+)
+def test_a_client_takes_part_within_its_own_limit(
+    limit, noise, why, private, tmp_path, monkeypatch
+) -> None:
+    if not noise:
+        method = private.method.model_copy(
+            update={"embeddings": private.method.embeddings.model_copy(update={"privacy": None})}
+        )
+        private = private.model_copy(update={"method": method})
+    base = site(private, "poet", tmp_path)
+    worker = Worker(Site(base.name, base.texts, base.out, base.base, epsilon=limit))
+    reply, _ = unseal(Reply, worker.answer(join(private)))
+    assert reply.fault == (None if why is None else "terms")
+    assert (why or "") in worker.declined
+    worker.close()
