@@ -232,7 +232,7 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     start, monkeypatch
 ) -> None:
     """Two adjacent data sets, the same downloads, five rounds: the bound that the noise assumes."""
-    monkeypatch.setattr("coterie.methods.fedamole.noise_for", lambda *_: 0.0)
+    monkeypatch.setattr("coterie.methods.fedamole.noise_for", lambda *_: 1e-12)
     share, clip = 0.1, 0.5
     local = start(embeddings={"share": share, **noisy_with(clip=clip)})
     one: Any = local.clients["poet"]
