@@ -95,6 +95,14 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         sync_folder(path.parent)
 
 
+def hand_over(file: Path) -> None:
+    """Give what root has written to the owner of its folder: a service that runs as another user
+    must be able to read it."""
+    if os.geteuid() == 0:
+        owner = file.parent.stat()
+        os.chown(file, owner.st_uid, owner.st_gid)
+
+
 def sync_folder(path: Path) -> None:
     """Make renames inside a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

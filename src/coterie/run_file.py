@@ -1,6 +1,6 @@
 """Reading run files: YAML and `--set key=value`, into one validated description of a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,15 @@ def check_texts(
 
 
 def load_deployment(
-    path: Path | None, settings: Sequence[str], registered: Sequence[str]
+    path: Path | None,
+    settings: Sequence[str],
+    registered: Sequence[str],
+    without: Collection[str] = (),
 ) -> "RunConfig":
     """A run file as its server reads it: clients have names, and their texts are elsewhere.
 
-    A run file without `clients` is for all that are registered. Raises CoterieError as
-    `load_config` does, and for clients that are not registered.
+    A run file without `clients` is for all that are registered; none is for those in `without`.
+    Raises CoterieError as `load_config` does.
     """
     values = _values(path, settings)
     if values.get("divide") is not None:
@@ -65,30 +68,33 @@ def load_deployment(
         values["clients"] = [{"name": name} for name in registered]
         apply_setting(values, "deployment.anyone=true")
     config = _checked({**_with_text(values, "-"), "baselines": []})
-    for client in config.clients:
-        if client.name not in registered:
-            raise CoterieError(
-                f"The client {client.name!r} has no key; create one with `coterie keys add "
-                f"{client.name}`."
-            )
+    clients = tuple(client for client in config.clients if client.name not in without)
+    if not clients:
+        raise CoterieError("The run has no client left.")
+    config = config.model_copy(update={"clients": clients})
     if config.pooled:
         raise CoterieError(
             "A pooled run trains on all clients' text in one place; it cannot be deployed."
         )
-    quorum, count = config.deployment.quorum, len(config.clients)
+    quorum, count = config.deployment.quorum, len(clients)
     if quorum is not None and quorum > count and not config.deployment.anyone:
         raise CoterieError(f"deployment.quorum is {quorum}, but the run has only {count} clients.")
     return config
 
 
-def load_agreed(path: Path, client: str) -> "RunConfig":
-    """A run file as a client of it reads it, whose server reads the same.
+def check_keys(config: "RunConfig", registered: Collection[str]) -> None:
+    """Raise CoterieError for a client of a run that has no key."""
+    for client in config.clients:
+        if client.name not in registered:
+            raise CoterieError(
+                f"The client {client.name!r} has no key; create one with `coterie keys add "
+                f"{client.name}`, or leave it out with --without {client.name}."
+            )
 
-    Raises CoterieError as `load_deployment` does.
-    """
-    listed = _values(path, ()).get("clients")
-    named = [c["name"] for c in listed or [] if isinstance(c, dict) and "name" in c]
-    return load_deployment(path, (), [*named, client])
+
+def load_agreed(path: Path, client: str) -> "RunConfig":
+    """A run file as a client of it reads it, whose server reads the same."""
+    return load_deployment(path, (), [client])
 
 
 def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import compare, data, deploy, inspect, keys, options, run, terminal, use
+from coterie.cli import compare, data, deploy, inspect, keys, leave, options, run, terminal, use
 from coterie.errors import CoterieError
 
 app = typer.Typer(
@@ -50,6 +50,8 @@ app.command()(use.generate)
 app.command()(inspect.align)
 app.command()(deploy.server)
 app.command()(deploy.client)
+app.command()(leave.expel)
+app.command()(leave.forget)
 app.add_typer(keys.app, name="keys")
 
 

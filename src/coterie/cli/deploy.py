@@ -68,6 +68,14 @@ Agreed = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Run without a client of the run file; with --resume, expel it. Repeatable.",
+        show_default=False,
+    ),
+]
 Epsilon = Annotated[
     float | None,
     typer.Option(
@@ -98,6 +106,7 @@ def server(
         bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
     ] = False,
     from_round: FromRound = None,
+    without: Without = None,
     check: Check = False,
     plugins: Plugins = None,
 ) -> None:
@@ -111,26 +120,32 @@ def server(
     With it, a round needs three clients and waits at most ten minutes for the others.
     docs/deploy.md is a step-by-step guide.
     """
-    from coterie.run_file import load_deployment
+    from coterie.run_file import check_keys, load_deployment
 
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower.keys import Keys
 
     registered = list((folder_of_keys := Keys(keys)).clients())
-    config = load_deployment(file, settings or (), registered)
+    config = load_deployment(file, settings or (), registered, without or ())
+    folder = out or Path("runs") / config.name
+    again = resume and (folder / "run.json").exists()
+    if not again:
+        needs_resume(from_round)
+        check_keys(config, registered)
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower import deploy
     if check:
         return check_server(file, settings or [], config, folder_of_keys, address)
     from coterie.engines.deployed.console import Board
 
-    folder = out or Path("runs") / config.name
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
-        if resume and (folder / "run.json").exists():
-            done = deploy.serve_again(folder, folder_of_keys, address, board, from_round)
+        if again:
+            how_now = config.deployment if file or settings else None
+            done = deploy.serve_again(
+                folder, folder_of_keys, address, board, from_round, without or (), how_now
+            )
         else:
-            needs_resume(from_round)
             done = deploy.serve(config, folder, folder_of_keys, address, board)
     terminal.say(f"The run is finished and saved in {done.path}.")
 

@@ -1,6 +1,6 @@
 """Messages, their bytes, the checks on what arrives, and the account of what leaves a device."""
 
-from coterie.exchange.message import Groups, Json, Message, MessageError, State, Tensors
+from coterie.exchange.message import Groups, Json, Message, MessageError, State, Tensors, without
 from coterie.exchange.schema import Field, Schema, Shapes, check_shapes
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "State",
     "Tensors",
     "check_shapes",
+    "without",
 ]

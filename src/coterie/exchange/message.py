@@ -60,6 +60,11 @@ class State:
         for name, part in self.parts.items():
             yield from part.walk(*path, name)
 
+    def without(self, client: str) -> "State":
+        """The same state without one client's part, and without what values have by its name."""
+        values = {key: without(value, client) for key, value in self.values.items()}
+        return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
+
     def is_finite(self) -> bool:
         """Whether all numbers of its tensors are finite."""
         groups = (group for _, state in self.walk() for group in state.groups.values())
@@ -86,6 +91,13 @@ class State:
         ):
             raise MessageError("The state contains values of unknown parts.")
         return _assembled((), paths | found.keys(), found, values)
+
+
+def without(value: Json, key: str) -> Any:
+    """JSON less what stands under a key, however deep."""
+    if isinstance(value, dict):
+        return {name: without(inner, key) for name, inner in value.items() if name != key}
+    return value
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -247,6 +247,11 @@ class AdapterServer(ServerSide):
                 )
         self.held[client] = shapes
 
+    def leave(self, client: ClientId) -> None:
+        """Forget what it holds, too."""
+        self.held.pop(client, None)
+        super().leave(client)
+
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         """The shape that a client's tensor must have."""
         return tuple(self.shared[name].shape)

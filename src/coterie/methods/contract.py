@@ -124,6 +124,11 @@ class ServerSide:
     def join(self, client: ClientId, hello: Message) -> None:
         """A client takes part from now on, or again. Raises MessageError to refuse it."""
 
+    def leave(self, client: ClientId) -> None:
+        """Between rounds: a client takes no part any more, and nothing is kept of it but what was
+        averaged in. A side that keeps something of clients outside its state forgets it here."""
+        self.restore(self.state().without(client))
+
     def open(self, round: int, participants: list[ClientId]) -> None:
         """A round begins; or again, if too few of its uploads could be counted."""
         self.round = round
@@ -157,7 +162,8 @@ class ServerSide:
         return None
 
     def state(self) -> State:
-        """Everything that must survive a restart."""
+        """Everything that must survive a restart. What is of one client is a part by its name, or
+        stands under its name in one of the values, where it is found when the client leaves."""
         return State(values={"round": self.round})
 
     def restore(self, state: State) -> None:

@@ -53,6 +53,11 @@ class FedAMoLEServer(ServerSide):
         """Experts can choose it from the next round on."""
         self.joined.add(client)
 
+    def leave(self, client: ClientId) -> None:
+        """Experts do not choose it any more."""
+        self.joined.discard(client)
+        super().leave(client)
+
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Assign experts to those who take part."""
         super().open(round, participants)

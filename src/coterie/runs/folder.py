@@ -8,6 +8,7 @@ checkpoints/00012/   state of the server and of every client after 12 rounds (cl
                      these files; the newest checkpoints are kept
 scores/POINT/NAME.json  what each window of a test text scored the last time, trained or aggregated
 result.json          the scores, once the run is finished
+without.json         the clients that were expelled from a deployed run
 baselines/NAME/      the run folder of a baseline
 """
 
@@ -27,10 +28,20 @@ import torch
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.exchange.formats import FormatError, check_stamp, stamp
-from coterie.files import link, write_bytes, write_folder, write_json, write_text, writing
+from coterie.files import (
+    hand_over,
+    link,
+    write_bytes,
+    write_folder,
+    write_json,
+    write_text,
+    writing,
+)
 
 CHECKSUMS = "checksums.json"
 """In a checkpoint: the hash of each of its files, by name."""
+WITHOUT = "without.json"
+"""Which clients were expelled from a deployed run."""
 LEFT = (".lock", ".run.json.*tmp")
 """What a start that was killed leaves behind."""
 
@@ -110,7 +121,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove a run's files and no others; run.json goes last, when it is written anew."""
-        for name in ("result.json", "metrics.jsonl", "table.md"):
+        for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT):
             (self.path / name).unlink(missing_ok=True)
         for name in ("checkpoints", "baselines", "scores"):
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -206,6 +217,22 @@ class RunFolder:
         write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
+    def change(self, checkpoint: Path, change: Callable[[str, State], State]) -> None:
+        """Write a checkpoint anew, each state of it as `change` makes it of the one there was."""
+        sums = self._checksums(checkpoint)
+
+        def fill(folder: Path) -> None:
+            for file in sums:
+                data, name = self._checked(checkpoint / file), Path(file).stem
+                if file.endswith(".safetensors"):
+                    data = change(name, State.decode(data)).encode()
+                write_bytes(folder / file, data)
+                sums[file] = _checksum(data)
+            write_json(folder / CHECKSUMS, sums)
+            shutil.rmtree(checkpoint)
+
+        write_folder(checkpoint, fill)
+
     def checkpoint(self, rounds: int) -> Path:
         """Where the checkpoint after so many rounds is."""
         return self.path / "checkpoints" / f"{rounds:05d}"
@@ -222,6 +249,15 @@ class RunFolder:
             raise CoterieError(f"{self.path} has no checkpoint of round {rounds} (kept: {kept}).")
         (self.path / "result.json").unlink(missing_ok=True)
         self.drop(folder for folder in found if folder > newest)
+
+    def without(self) -> set[str]:
+        """Clients that an operator has expelled from the run."""
+        return set(self._read(WITHOUT)["clients"]) if (self.path / WITHOUT).exists() else set()
+
+    def expel(self, client: str) -> None:
+        """A client takes no part any more; its server, if it works, looks every moment."""
+        write_json(self.path / WITHOUT, {"clients": sorted({*self.without(), client})})
+        hand_over(self.path / WITHOUT)
 
     def drop(self, checkpoints: Iterable[Path]) -> None:
         """Remove checkpoints."""
@@ -245,10 +281,12 @@ class RunFolder:
 
     def read(self, file: str) -> bytes:
         """A file of the newest checkpoint; raises CoterieError if it is not as it was written."""
-        path = self.checkpoint(self.rounds()) / file
+        return self._checked(self.checkpoint(self.rounds()) / file)
+
+    def _checked(self, path: Path) -> bytes:
         try:
             data = path.read_bytes()
-            if _checksum(data) == self._checksums(path.parent)[file]:
+            if _checksum(data) == self._checksums(path.parent)[path.name]:
                 return data
             why = "it has changed since it was written"
         except (OSError, ValueError, KeyError) as error:

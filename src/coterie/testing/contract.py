@@ -127,6 +127,20 @@ class MethodContract:
         for name in names:
             assert local.clients[name].state().is_finite()
 
+    def test_nothing_is_kept_of_a_client_that_leaves(self, run: RunConfig) -> None:
+        """In the server's state, or to be passed on; and rounds of the others go on."""
+        local = joined(run)
+        names, leaver = sorted(local.clients), sorted(local.clients)[0]
+        for round in range(2):
+            one_round(local, round, names)
+        local.server.leave(leaver)
+        assert leaver.encode() not in local.server.state().encode()
+        rest = [name for name in names if name != leaver]
+        one_round(local, 2, rest)
+        for name in rest:
+            assert leaver.encode() not in down(local, name).encode()
+        assert leaver.encode() not in local.server.state().encode()
+
     def test_poisoned_uploads_are_refused(self, run: RunConfig) -> None:
         """Values that are not finite, wrong shapes and missing groups; the round goes on."""
         local = joined(run)

@@ -19,6 +19,8 @@ class Joins:
         self.server, self.aggregation = server, aggregation
         self.hellos: dict[str, bytes] = {}
         """Of whom takes part."""
+        self.gone: set[str] = set()
+        """Of whom none is taken in."""
         self._under_way: dict[str, tuple[Future[None], Message, bytes]] = {}
 
     def begin(self, name: str, hello: bytes) -> None:
@@ -36,6 +38,8 @@ class Joins:
             if not future.done():
                 continue
             del self._under_way[name]
+            if name in self.gone:
+                continue
             try:
                 future.result()
                 self._take_in(name, message, hello)
@@ -49,6 +53,11 @@ class Joins:
         message = self.aggregation.schema.receive("hello", hello)
         self.server.prepare(name, message)
         self._take_in(name, message, hello)
+
+    def forget(self, name: str) -> None:
+        """A client takes no part any more, whether or not it has joined."""
+        self.gone.add(name)
+        self.hellos.pop(name, None)
 
     def _take_in(self, name: str, message: Message, hello: bytes) -> None:
         self.aggregation.join(name, message)

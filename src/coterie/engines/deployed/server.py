@@ -16,6 +16,7 @@ from torch import nn
 from coterie.aggregation.mean import Aggregation
 from coterie.config import RunConfig
 from coterie.engines.deployed.joins import Joins
+from coterie.engines.deployed.quorum import Quorum
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
 from coterie.engines.deployed.uploads import Uploads
 from coterie.engines.part import LEFT_OUT, close, restore, result, score_server, server_states
@@ -64,7 +65,9 @@ class ServerRun:
         log_own = partial(self.recorder.log, None)
         self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
         self.seats = {name: Seat() for name in names}
-        self.quorum = config.deployment.quorum or len(names)
+        self.quorum = Quorum(config, self.seats)
+        self.leaving: list[str] = []
+        """Expelled clients of which the method's server side still keeps something."""
         self.base, self.public = "", public_digest(config)
         self.joins = Joins(self.server, self.aggregation)
         self.kind: Kind = "step"
@@ -80,6 +83,7 @@ class ServerRun:
 
     def rounds(self) -> None:
         """All rounds that are left."""
+        self._expel()
         done = self._restore()
         self.watch.start(self.config.label, self.config.exchanges, done)
         for round in range(done, self.config.exchanges):
@@ -97,10 +101,13 @@ class ServerRun:
 
     def _round(self) -> int:
         """One round, of whom is there at its start; how many uploads counted."""
-        if len(self._ready()) < self._needed:
-            self._note(f"round {self.round + 1}: waiting for {self._needed} clients")
-        while len(self._ready()) < self._needed:
+        quorum = self.quorum
+        if len(self._ready()) < quorum.needed:
+            self._note(f"round {self.round + 1}: waiting for {quorum.needed} clients")
+        while len(self._ready()) < quorum.needed:
             self._turn()
+        while self.leaving:
+            self.server.leave(self.leaving.pop())
         members = self._ready()
         self.server.open(self.round, members)
         self.uploads.begin()
@@ -113,9 +120,11 @@ class ServerRun:
             counted, refused = self.uploads.counted, dict(self.uploads.refused)
             for name, why in sorted(refused.items()):
                 self._note(f"round {self.round + 1}: rejected the upload of {name}: {why}")
-            if self._suffice(len(counted), refused):
+            if quorum.suffice(len(counted), refused, self.uploads.asked_again):
                 break
             self._note(f"round {self.round + 1}: too few uploads ({len(counted)}); asking again")
+            if not {*self.waiting, *refused}:  # others were expelled meanwhile
+                return self._round()
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
                 if not self.uploads.ask_again(name):
@@ -137,18 +146,9 @@ class ServerRun:
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return len(counted)
 
-    @property
-    def _needed(self) -> int:
-        """The quorum, of which clients that have stopped are a part."""
-        return max(1, self.quorum - self._stopped)
-
-    @property
-    def _stopped(self) -> int:
-        return sum(seat.stopped for seat in self.seats.values())
-
     def _is_over(self) -> bool:
         """Whether all who took part have stopped; or a quorum has, and the others stay away."""
-        if self._stopped >= self.quorum and not self._all_stopped():
+        if self.quorum.met() and not self._all_stopped():
             end = time.monotonic() + self.config.deployment.deadline
             while not self._ready() and time.monotonic() < end:
                 self._turn()
@@ -160,21 +160,14 @@ class ServerRun:
             self.seats[name].stopped for name in self.joins.hellos
         )
 
-    def _suffice(self, counted: int, refused: Iterable[str]) -> bool:
-        """Whether a round counts: with the quorum; or, when those whose uploads were refused have
-        been asked again, with a majority of the rest, so that they cannot hold it up for good."""
-        left_out = len(list(refused))
-        if self.uploads.asked_again.issuperset(refused):
-            return counted >= max(1, self._needed - left_out, left_out)
-        return counted >= self._needed
-
     def _complete(self, members: list[str], end: float) -> bool:
         """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
         if not self.waiting:
             return True
         seats = [self.seats[name] for name in self.waiting]
         gone = all(seat.present is None or seat.failed for seat in seats)
-        enough = len(members) - len(self.waiting) >= self._needed
+        done = set(members) - self.waiting - self.quorum.without
+        enough = len(done) >= self.quorum.needed
         return enough and (gone or time.monotonic() > end)
 
     def _finish(self) -> None:
@@ -214,6 +207,7 @@ class ServerRun:
 
     def _turn(self) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
+        self._expel()
         present = self.link.present()  # before replies, so that who leaves has replied
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
@@ -222,7 +216,7 @@ class ServerRun:
             self.late.discard(ticket)
         self._welcome()
         for name in sorted(present.keys() - self.seats.keys()):
-            if self.config.deployment.anyone:
+            if self.config.deployment.anyone and name not in self.quorum.without:
                 self.seats[name] = Seat()
             elif name not in self.strangers:
                 self.strangers.add(name)
@@ -240,6 +234,18 @@ class ServerRun:
                     self._send(name, self.kind)
         self.watch.seats(self.round, self.seats, self.waiting)
         self.link.wait()
+
+    def _expel(self) -> None:
+        """Let go of clients that an operator has expelled."""
+        for name in sorted(self.folder.without() - self.quorum.without):
+            self.quorum.without.add(name)
+            self.leaving.append(name)
+            self._note(f"{name} was expelled")
+            if name in self.seats:
+                self._forget(self.seats.pop(name))
+            self.waiting.discard(name)
+            self.uploads.drop(name)
+            self.joins.forget(name)
 
     def _forget(self, seat: Seat) -> None:
         """Wait no longer for a client's reply; if it comes after all, it is thrown away."""
@@ -374,12 +380,13 @@ class ServerRun:
         if done:
             engine = self.folder.load("engine")
             self.base = engine.values["base"]
-            for name, counted in engine.values["counted"].items():
-                self.seats.setdefault(name, Seat()).counted = counted
-            for name in engine.values["stopped"]:
+            without = self.quorum.without
+            for name in engine.values["counted"].keys() - without:
+                self.seats.setdefault(name, Seat()).counted = engine.values["counted"][name]
+            for name in {*engine.values["stopped"]} - without:
                 self.seats[name].stopped = True
-            for name, hello in sorted(engine["hellos"].items()):
-                self.joins.restore(name, hello.numpy().tobytes())
+            for name in sorted(engine["hellos"].keys() - without):
+                self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
             restore(self.server, self.aggregation, self.folder)
         # What was told at the end stays: who told it may have left.
         ended = done == self.config.exchanges or self._all_stopped()

@@ -27,12 +27,12 @@ class Uploads:
     def begin(self) -> None:
         """A new round."""
         for name in [*self._files, *self.refused]:
-            self._drop(name)
+            self.drop(name)
         self.asked_again.clear()
 
     def take(self, name: str, body: bytes) -> None:
         """Let an upload wait, in a file without a name: a kill leaves nothing of it."""
-        self._drop(name)
+        self.drop(name)
         try:
             message = self.aggregation.schema.receive("up", body)
         except CoterieError as error:
@@ -45,12 +45,13 @@ class Uploads:
 
     def ask_again(self, name: str) -> bool:
         """Forget an upload, which is to come again; whether that is for the first time."""
-        self._drop(name)
+        self.drop(name)
         first = name not in self.asked_again
         self.asked_again.add(name)
         return first
 
-    def _drop(self, name: str) -> None:
+    def drop(self, name: str) -> None:
+        """Forget a client's upload, and what was wrong with it."""
         self.refused.pop(name, None)
         self._measures.pop(name, None)
         if name in self._files:

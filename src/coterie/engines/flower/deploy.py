@@ -3,7 +3,7 @@
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig
 from coterie.engines.deployed.client import Seen, Site, Worker
+from coterie.engines.deployed.forgetting import known
 from coterie.engines.deployed.server import ServerRun, ServerWatch
 from coterie.engines.finished import recorded
 from coterie.engines.flower.fleet import keep_serving
@@ -22,6 +23,7 @@ from coterie.errors import CoterieError
 from coterie.federation import Participant, check, served
 from coterie.methods.contract import SERVER
 from coterie.runs import RunFolder, describe
+from coterie.sections import DeploymentSpec
 
 MiB = 2**20
 
@@ -51,17 +53,38 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
 
 
 def serve_again(
-    out: Path, keys: Keys, address: str, watch: ServerWatch, from_round: int | None = None
+    out: Path,
+    keys: Keys,
+    address: str,
+    watch: ServerWatch,
+    from_round: int | None = None,
+    without: Sequence[str] = (),
+    deployment: DeploymentSpec | None = None,
 ) -> RunFolder:
     """Go on with a run of which the server has stopped; clients that wait for it go on too.
 
-    from_round: from the state after so many rounds, if that is kept.
+    from_round: from the state after so many rounds, if that is kept. without: clients to expel.
+    deployment: how clients are waited for from now on; default: as before.
     """
     folder = RunFolder(out)
     config = recorded(folder)
-    if from_round is not None:
-        with folder.lock():
+    if deployment is not None:
+        if deployment.share_metrics != config.deployment.share_metrics:
+            raise CoterieError(
+                "Clients have agreed to deployment.share_metrics as it was when the run began; set "
+                "it back, or begin a new run."
+            )
+        config = config.model_copy(update={"deployment": deployment})
+    for name in without:
+        known(folder, name)
+    with folder.lock():
+        if from_round is not None:
             folder.go_back(from_round)
+        for name in without:
+            folder.expel(name)
+    lacking = {client.name for client in config.clients} - keys.clients().keys()
+    for name in sorted(lacking - folder.without()):
+        watch.note(f"{name} has no key; add one, or run without it: --without {name}")
     torch.set_num_threads(folder.description["threads"])
     own = served(config)
     if own is not None and own.digest() != folder.description[SERVER]["data"]:

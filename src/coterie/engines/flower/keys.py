@@ -11,7 +11,6 @@ server forgets. The server trusts exactly the certificates in clients/, so that 
 its file, and adding one needs no ca.key.
 """
 
-import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,7 @@ from coterie.engines.flower.certificates import (
     server_certificate,
 )
 from coterie.errors import CoterieError
-from coterie.files import write_bytes, write_folder, write_private
+from coterie.files import hand_over, write_bytes, write_folder, write_private
 
 SOON = timedelta(days=30)
 """How long before the end of a certificate the server begins to speak of it."""
@@ -206,7 +205,7 @@ class Keys:
             _load(self.folder / "ca.key", private_key),
         )
         write_bytes(self.certificate, pem(certificate))
-        _hand_over(self.certificate)
+        hand_over(self.certificate)
 
     def hosts(self) -> list[str]:
         """The names and addresses that the server's certificate is valid for."""
@@ -275,10 +274,10 @@ class Keys:
         certificate = pem(client_certificate(name, key))
         head = f"{HEAD}\nClient: {name}\n".encode()
         write_private(out, head + certificate + self.ca.read_bytes() + private_pem(key))
-        _hand_over(out)
+        hand_over(out)
         try:
             write_bytes(self._file(name), certificate)
-            _hand_over(self._file(name))
+            hand_over(self._file(name))
         except CoterieError:
             out.unlink()
             raise
@@ -335,14 +334,6 @@ class Keys:
             f"There is no client {name!r} in {self.folder}; `coterie keys list {self.folder}` "
             "lists all clients."
         )
-
-
-def _hand_over(file: Path) -> None:
-    """Give what root has written to the owner of its folder: a service that runs as another user
-    must be able to read it."""
-    if os.geteuid() == 0:
-        owner = file.parent.stat()
-        os.chown(file, owner.st_uid, owner.st_gid)
 
 
 def _checked(name: str) -> str:

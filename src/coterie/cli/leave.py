@@ -1,0 +1,64 @@
+"""A client leaves a deployed run: `coterie expel` and `coterie forget`, on the server's machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.cli import terminal
+from coterie.cli.options import check_run
+
+Run = Annotated[Path, typer.Argument(help="The server's run folder.", show_default=False)]
+Client = Annotated[str, typer.Option(help="The client's name.", show_default=False)]
+
+
+def expel(run: Run, client: Client) -> None:
+    """Expel a client from a deployed run, also while the server is working.
+
+    Its upload of the round in progress does not count, and the run continues without it: with a
+    quorum of all clients, all others are enough. Before the next round the server drops what the
+    method keeps of this client alone.
+
+        coterie expel runs/us --client mallory
+    """
+    check_run(run)
+    from coterie.engines.deployed.forgetting import known
+    from coterie.runs import RunFolder
+
+    folder = RunFolder(run)
+    known(folder, client)
+    folder.expel(client)
+    terminal.say(f"{client} takes no further part in {run}.")
+    terminal.say(f"Its kit can still connect; `coterie keys remove {client}` ends that.")
+    terminal.say(f"To delete what the server keeps of it: `coterie forget {run} --client {client}`")
+
+
+def forget(run: Run, client: Client) -> None:
+    """Delete what a server keeps of a client that leaves: its state, figures and log lines.
+
+    The server must have stopped; resume it afterwards. What was averaged into the model cannot be
+    taken out again: this says in which rounds, and how to train without the client.
+
+        coterie forget runs/us --client mallory
+    """
+    check_run(run)
+    from coterie.engines.deployed.forgetting import forget as forget_in
+    from coterie.runs import RunFolder
+
+    done = forget_in(RunFolder(run), client)
+    terminal.say(
+        f"Deleted what {run} kept of {client}: in {done.checkpoints} checkpoints, {done.figures} "
+        f"figures and {done.lines} lines of logs. run.json still has the name."
+    )
+    if done.rounds:
+        count = len(done.rounds)
+        which = (
+            f"round {done.rounds[0]}" if count == 1 else f"{count} rounds, up to {done.rounds[-1]}"
+        )
+        terminal.say(
+            f"Its uploads were averaged into the shared parameters in {which}. That cannot be "
+            "taken back, neither here nor in the models of the other clients."
+        )
+        terminal.say("To train again without it, begin a new run:")
+        terminal.say(f"  coterie server FILE --without {client} --out FOLDER")
+    terminal.say(f"Its kit can still connect; `coterie keys remove {client}` ends that.")

@@ -1,0 +1,46 @@
+"""Whom a deployed run is for, and how many of them its rounds need."""
+
+from collections.abc import Collection, Mapping
+
+from coterie.config import RunConfig
+from coterie.engines.deployed.seats import Seat
+
+
+class Quorum:
+    """How many clients make a round, of those that have neither stopped nor been expelled."""
+
+    def __init__(self, config: RunConfig, seats: Mapping[str, Seat]) -> None:
+        self.spec, self.seats = config.deployment, seats
+        self.names = {client.name for client in config.clients}
+        self.without: set[str] = set()
+        """Clients that were expelled."""
+
+    @property
+    def size(self) -> int:
+        """Clients that a round needs; clients that have stopped are a part of it."""
+        left = len(self.names - self.without)
+        asked = self.spec.quorum
+        if asked is None:
+            return left
+        return asked if self.spec.anyone else min(asked, left)
+
+    @property
+    def needed(self) -> int:
+        """Clients that a round needs beside those that have stopped."""
+        return max(1, self.size - self.stopped)
+
+    @property
+    def stopped(self) -> int:
+        """Clients that take no part in rounds any more, as they gain nothing."""
+        return sum(seat.stopped for seat in self.seats.values())
+
+    def met(self) -> bool:
+        """Whether those that have stopped are a quorum."""
+        return self.stopped >= self.size
+
+    def suffice(self, counted: int, refused: Collection[str], asked_again: set[str]) -> bool:
+        """Whether a round counts: with the quorum; or, when those whose uploads were refused have
+        been asked again, with a majority of the rest, so that they cannot hold it up for good."""
+        if asked_again.issuperset(refused):
+            return counted >= max(1, self.needed - len(refused), len(refused))
+        return counted >= self.needed

@@ -1,0 +1,202 @@
+"""Clients that an operator expels, and what a server forgets: the others' run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli import app
+from coterie.engines.deployed.forgetting import Forgotten, forget
+from coterie.engines.deployed.server import ServerWatch
+from coterie.errors import CoterieError
+from coterie.exchange.envelope import Reply, unseal
+from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
+
+NAMES = ("diarist", "poet", "whaler")
+
+
+class Notes(ServerWatch):
+    """What the server tells, line by line."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+def steps(loop: Loop, name: str) -> list[int]:
+    return [order.round for to, order in loop.orders if to == name and order.kind == "step"]
+
+
+def expelling(folder: Path, name: str, round: int) -> Any:
+    """A loop's change of replies that expels a client when its step of a round arrives."""
+
+    def change(client: str, data: bytes) -> bytes:
+        reply = unseal(Reply, data)[0]
+        if (client, reply.kind, reply.round) == (name, "step", round):
+            RunFolder(folder).expel(name)
+        return data
+
+    return change
+
+
+@pytest.mark.parametrize("quorum", [None, 3, 2])
+@pytest.mark.parametrize("method", ["fedavg", "fedamole", "pcl-2"])
+def test_a_run_goes_on_without_a_client_that_is_expelled(method, quorum, config, tmp_path) -> None:
+    more = {"warmup": 1, "every": 1} if method == "pcl-2" else {}
+    run = config(method={"name": method, **more}, deployment={"quorum": quorum}, rounds=4)
+    folder, notes = tmp_path / "server", Notes()
+    loop = Loop(workers(run, tmp_path), change=expelling(folder, "poet", 1))
+    server(run, folder, loop, notes).rounds()
+    assert notes.told.count("poet was expelled") == 1
+    assert steps(loop, "poet") == [0, 1]
+    assert steps(loop, "whaler") == steps(loop, "diarist") == [0, 1, 2, 3]
+    assert not [1 for to, order in loop.orders if (to, order.kind) == ("poet", "finish")]
+    done = RunFolder(folder)
+    assert done.result is not None
+    sent = [m["round"] for m in done.metrics() if (m["client"], m["name"]) == ("poet", "bytes/up")]
+    assert max(sent) <= 1
+    assert b"poet" not in done.load("server").encode()
+    assert b"poet" not in done.load("engine").encode()
+
+
+def test_expelled_before_a_round_it_is_as_if_it_had_never_come(config, tmp_path) -> None:
+    """The shared parameters are those of a run for the two others, to the bit."""
+    run = config(method={"name": "fedavg"})
+    two = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "poet")})
+    deploy(two, tmp_path / "two")
+    folder = tmp_path / "three/server"
+    loop = Loop(workers(run, tmp_path / "three"))
+    work = server(run, folder, loop)
+    RunFolder(folder).expel("poet")
+    work.rounds()
+    assert_same_state(RunFolder(folder), RunFolder(tmp_path / "two/server"), "server")
+    assert steps(loop, "poet") == []
+
+
+def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_waited_for(
+    config, tmp_path
+) -> None:
+    run = config(method={"name": "fedavg"}, deployment={"quorum": 1, "anyone": True}, rounds=2)
+    folder, notes = tmp_path / "server", Notes()
+
+    def others_come(loop: Loop) -> None:
+        loop.again("diarist")
+        loop.again("whaler")
+
+    loop = Loop(
+        workers(run, tmp_path),
+        events={12: others_come},
+        away={"diarist", "whaler"},
+        change=expelling(folder, "poet", 0),
+    )
+    server(run, folder, loop, notes).rounds()
+    assert "poet was expelled" in notes.told
+    assert steps(loop, "poet") == [0]
+    assert RunFolder(folder).result is not None
+
+
+@pytest.fixture
+def done(config, tmp_path) -> RunFolder:
+    """A server's folder after a run that shared scores, with a log."""
+    run = config(
+        method={"name": "pcl-2", "warmup": 1, "every": 1},
+        deployment={"share_metrics": True},
+        evaluation={"every": 1},
+    )
+    deploy(run, tmp_path)
+    folder = RunFolder(tmp_path / "server")
+    lines = ["10:00 INFO poet is here", "10:01 INFO poet-2 is here", "10:02 INFO whaler is here"]
+    (folder.path / "flower").mkdir()
+    (folder.path / "flower/door.log").write_text("poet: connected from 192.0.2.7\n")
+    (folder.path / "server.log").write_text("\n".join(lines) + "\n")
+    (folder.path / "table.md").write_text("| poet | 3.2 |\n")
+    return folder
+
+
+def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
+    before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
+    told = forget(done, "poet")
+    assert told == Forgotten(checkpoints=3, figures=told.figures, lines=2, rounds=[1, 2, 3])
+    assert told.figures > 10
+    named = {
+        path.relative_to(done.path).as_posix()
+        for path in done.path.rglob("*")
+        if path.is_file() and b"poet" in path.read_bytes().replace(b"poet-2", b"")
+    }
+    assert named == {"run.json", "without.json"}
+    for name in ("diarist", "whaler"):
+        kept, was = done.load("server").parts[name], before["server.safetensors"].parts[name]
+        assert all(torch.equal(t, was["adapter"][n]) for n, t in kept["adapter"].items())
+    assert set(done.result["trained"]) == {"diarist", "whaler"}
+    assert forget(done, "poet").figures == 0
+
+
+def test_a_run_goes_on_after_a_client_was_forgotten(config, tmp_path) -> None:
+    run = config(method={"name": "fedamole", "experts": 6}, rounds=4)
+    folder = tmp_path / "server"
+
+    class Killed(Exception):
+        pass
+
+    class Stop(ServerWatch):
+        def round_over(self, round: int, counted: int) -> None:
+            if round == 1:
+                raise Killed
+
+    loop = Loop(workers(run, tmp_path))
+    with pytest.raises(Killed):
+        server(run, folder, loop, Stop()).rounds()
+    forget(RunFolder(folder), "poet")
+    server(run, folder, loop).rounds()
+    assert steps(loop, "poet") == [0, 1]
+    assert steps(loop, "whaler") == [0, 1, 2, 3]
+    assert RunFolder(folder).result is not None
+
+
+def test_what_cannot_be_forgotten_is_said(done, config, tmp_path) -> None:
+    with pytest.raises(CoterieError, match="has no client 'nobody'"):
+        forget(done, "nobody")
+    at_home = coterie.run(config(), out=tmp_path / "home")
+    with pytest.raises(CoterieError, match="not the folder of a server's run"):
+        forget(RunFolder(at_home.path), "poet")
+    with done.lock(), pytest.raises(CoterieError, match="Another process is using"):
+        forget(done, "poet")
+    (done.checkpoint(2) / "server.safetensors").write_bytes(b"?")
+    with pytest.raises(CoterieError, match="is damaged"):
+        forget(done, "poet")
+
+
+def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
+    result = CliRunner().invoke(app, ["expel", str(done.path), "--client", "poet"])
+    assert result.exit_code == 0, result.output
+    assert "poet takes no further part in" in result.output
+    assert json.loads((done.path / "without.json").read_text()) == {"clients": ["poet"]}
+    result = CliRunner().invoke(app, ["forget", str(done.path), "--client", "poet"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "in 3 checkpoints" in text
+    assert "in 3 rounds, up to 3. That cannot be taken back" in text
+    assert "coterie server FILE --without poet" in text
+
+
+def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
+    from coterie.run_file import check_keys, load_deployment
+
+    run = values(clients=[{"name": name} for name in NAMES], deployment={"quorum": 2})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    config = load_deployment(path, (), ["diarist", "whaler"], ["poet"])
+    check_keys(config, ["diarist", "whaler"])
+    assert [client.name for client in config.clients] == ["diarist", "whaler"]
+    with pytest.raises(CoterieError, match="or leave it out with --without poet"):
+        check_keys(load_deployment(path, (), ["diarist"]), ["diarist", "whaler"])
+    with pytest.raises(CoterieError, match="no client left"):
+        load_deployment(path, (), [], NAMES)
