@@ -51,13 +51,10 @@ def forget(run: Run, client: Client) -> None:
         f"figures and {done.lines} lines of logs. run.json still has the name."
     )
     if done.rounds:
-        count = len(done.rounds)
-        which = (
-            f"round {done.rounds[0]}" if count == 1 else f"{count} rounds, up to {done.rounds[-1]}"
-        )
         terminal.say(
-            f"Its uploads were averaged into the shared parameters in {which}. That cannot be "
-            "taken back, neither here nor in the models of the other clients."
+            f"Its uploads counted in {len(done.rounds)} rounds, the last time in round "
+            f"{done.rounds[-1]}. What they changed in the shared parameters, and in the models of "
+            "the other clients, cannot be taken back."
         )
         terminal.say("To train again without it, begin a new run:")
         terminal.say(f"  coterie server FILE --without {client} --out FOLDER")

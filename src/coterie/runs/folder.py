@@ -178,7 +178,9 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CoterieError(f"Another process is using {self.path}.") from None
+                raise CoterieError(
+                    f"Another process is using {self.path}; wait for it, or stop it."
+                ) from None
             yield
 
     def save(

@@ -218,7 +218,7 @@ class ServerRun:
         for name in sorted(present.keys() - self.seats.keys()):
             if self.config.deployment.anyone and name not in self.quorum.without:
                 self.seats[name] = Seat()
-            elif name not in self.strangers:
+            elif name not in self.strangers | self.quorum.without:
                 self.strangers.add(name)
                 self._note(f"{name} has a key but is not part of this run")
         for name, seat in sorted(self.seats.items()):
