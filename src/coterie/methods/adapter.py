@@ -232,7 +232,11 @@ class AdapterServer(ServerSide):
             self.residuals.open()
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Note which shared tensors a client holds; their shapes must be the run's."""
+        """Note which shared tensors a client holds."""
+        self.held[client] = self.declared(client, hello)
+
+    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+        """The shapes that a client tells of; raises MessageError unless they are the run's."""
         told = hello.values.get("shapes", {})
         if not isinstance(told, dict) or not all(isinstance(s, list) for s in told.values()):
             raise MessageError(
@@ -245,7 +249,7 @@ class AdapterServer(ServerSide):
                     f"The client {client!r} declares the shared tensor {name!r} {shape}, which the "
                     "server does not expect; `sends` must choose the same on both sides."
                 )
-        self.held[client] = shapes
+        return shapes
 
     def leave(self, client: ClientId) -> None:
         """Forget what it holds, too."""

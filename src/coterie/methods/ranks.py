@@ -80,6 +80,14 @@ class RankServer(AdapterServer):
         rank = self.method.layout(client).rank
         return (rank, largest[1]) if part.factor == "A" else (largest[0], rank)
 
+    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+        """The same; of a pair, both factors."""
+        shapes = super().declared(client, hello)
+        for a, b in self.pairs.items():
+            if (a in shapes) != (b in shapes):
+                raise MessageError(f"The client {client!r} declares one of {a!r} and {b!r} alone.")
+        return shapes
+
     def join(self, client: ClientId, hello: Message) -> None:
         """Note the client's ranks too."""
         super().join(client, hello)

@@ -1,0 +1,139 @@
+"""Whatever clients say of themselves and upload: a method's server takes it or refuses it in a
+sentence, and a round that follows is as if the others had been there alone."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from every_method import each_method, run_of
+from hostile import NAMES, replace_one
+from torch import Tensor
+
+from coterie.engines.local import LocalRun
+from coterie.engines.part import contribution
+from coterie.errors import CoterieError
+from coterie.exchange import Message
+from coterie.testing.loop import assert_equal
+from coterie.testing.rounds import close, joined, step
+
+ROGUE = "diarist"
+Groups = dict[str, dict[str, Tensor]]
+SHAPES: list[Callable[[Tensor], Tensor]] = [
+    lambda t: t[:0],
+    lambda t: t[:1],
+    lambda t: torch.cat([t, t]),
+    lambda t: t[..., None],
+    lambda t: t.flatten(),
+    lambda t: t.transpose(0, -1).contiguous(),
+    lambda t: t.sum(),
+    lambda t: t.new_zeros(0, 2**40, 2**40) if t.dim() else t,
+    lambda t: t.double(),
+    lambda t: t.half(),
+    lambda t: t.long(),
+    lambda t: t.bool(),
+    lambda t: t.to(torch.float8_e4m3fn),
+    lambda t: torch.full_like(t, 127),
+    lambda t: torch.full_like(t, -1),
+    lambda t: torch.zeros_like(t),
+    lambda t: t * 3e38 if t.is_floating_point() else t * 2**20,
+    lambda t: torch.full_like(t, float("nan")) if t.is_floating_point() else t,
+    lambda t: t.flip(0),
+]
+
+
+def changed(message: Message, rng: random.Random) -> Message:
+    """A message in which one thing is not what it should be."""
+    groups: Groups = {name: dict(tensors) for name, tensors in message.groups.items()}
+    values, tensors = dict(message.values), [(g, n) for g in groups for n in groups[g]]
+    if values and (not tensors or rng.randrange(3) == 0):
+        values = json.loads(replace_one(json.loads(json.dumps(values)), rng))
+    elif tensors:
+        group, name = rng.choice(tensors)
+        match rng.randrange(6):
+            case 0:
+                del groups[group][name]
+            case 1:
+                groups[group][rng.choice(NAMES)] = groups[group].pop(name)
+            case 2:
+                groups[rng.choice(["adapter", "values", "x"])] = groups.pop(group)
+            case 3:
+                other = rng.choice(list(groups[group]))
+                mine = groups[group]
+                mine[name], mine[other] = mine[other].clone(), mine[name].clone()
+            case _:
+                groups[group][name] = rng.choice(SHAPES)(groups[group][name]).clone()
+    return Message(message.round, groups, values)
+
+
+def wrong(message: Message, rng: random.Random) -> bytes | None:
+    """The bytes of a message that was changed once or twice, if there are any."""
+    try:
+        for _ in range(rng.choice([1, 1, 2])):
+            message = changed(message, rng)
+        return message.encode()
+    except (ValueError, TypeError, AssertionError, RecursionError, RuntimeError):
+        return None  # it cannot even be written down
+
+
+def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
+    """Send a server so many wrong hellos and uploads; what it said of them."""
+    local, twin = joined(run), joined(run)
+    names, rng = sorted(local.clients), random.Random(seed)
+    uploads = {}
+    for one in (local, twin):
+        one.server.open(0, names)
+        uploads[one.server] = {name: step(one, name, 0) for name in names}
+    found = Counter[str]()
+    hello = local.clients[ROGUE].hello()
+    for number in range(count):
+        of_hello = number % 4 == 0
+        data = wrong(hello if of_hello else uploads[local.server][ROGUE], rng)
+        if data is None:
+            found["unwritable"] += 1
+            continue
+        try:
+            (say_hello if of_hello else upload)(local, data)
+            found["taken"] += 1
+        except CoterieError:
+            found["refused"] += 1
+        except BaseException as error:
+            raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
+    say_hello(local, local.parts[ROGUE].hello())
+    for one in (local, twin):
+        one.server.open(0, names)
+        close(one, 0, {n: u for n, u in uploads[one.server].items() if n != ROGUE})
+    assert_equal(local.server.state(), twin.server.state(), "server")
+    return found
+
+
+def say_hello(local: LocalRun, data: bytes) -> None:
+    message = local.schema.receive("hello", data)
+    local.server.prepare(ROGUE, message)
+    local.aggregation.join(ROGUE, message)
+    local.server.join(ROGUE, message)
+
+
+def upload(local: LocalRun, data: bytes) -> None:
+    message = local.schema.receive("up", data)
+    local.aggregation.measure(ROGUE, message)
+    contribution(local.server, local.aggregation, ROGUE, message)
+
+
+@pytest.fixture(params=each_method())
+def each_run(request, values, teachers):
+    return run_of(request.param, values, teachers)
+
+
+def test_a_server_takes_or_refuses_what_clients_say(each_run) -> None:
+    found = fuzz(each_run, seed=0, count=60)
+    if each_run.method.schema().up:
+        assert found["refused"] > 20, found
+
+
+@pytest.mark.slow
+def test_a_server_takes_or_refuses_much_more(each_run) -> None:
+    fuzz(each_run, seed=1, count=260)
