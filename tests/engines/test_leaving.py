@@ -1,6 +1,7 @@
 """Clients that an operator expels, and what a server forgets: the others' run goes on."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+pytest.importorskip("flwr", reason="Flower is not installed")
+from sites import Deployment
+
 import coterie
+from coterie.bases import EMBEDDED
 from coterie.cli import app
 from coterie.engines.deployed.forgetting import Forgotten, forget
 from coterie.engines.deployed.server import ServerWatch
@@ -200,3 +205,51 @@ def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
         check_keys(load_deployment(path, (), ["diarist"]), ["diarist", "whaler"])
     with pytest.raises(CoterieError, match="no client left"):
         load_deployment(path, (), [], NAMES)
+
+
+@pytest.fixture
+def three(values, tmp_path) -> Iterator[Deployment]:
+    """Three clients' deployment whose server was killed after its first round."""
+    clients = [{"name": name, "path": f"{name}.txt"} for name in NAMES]
+    run = values(data_root=str(EMBEDDED / "demo-writers"), clients=clients, rounds=4)
+    with Deployment(tmp_path / "run", run) as deployment:
+        deployment.make_keys()
+        deployment.serve()
+        deployment.join()
+        deployment.rounds_more(1)
+        deployment.kill("server")
+        deployment.kill("poet")
+        yield deployment
+
+
+def removed(deployment: Deployment) -> None:
+    (deployment.folder / "keys/clients/poet.pem").unlink()
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_without_a_client_whose_key_is_gone(three) -> None:
+    removed(three)
+    three.serve("--resume")
+    three.wait(
+        lambda: "poet has no key; add one, or run without it" in three.programs["server"].text
+    )
+    three.kill("server")
+    three.serve("--resume", "--without", "poet", "--from-round", "1")
+    three.programs.pop("poet")
+    assert set(three.ends().values()) == {0}
+    assert three.counted("poet") == [0]
+    assert three.counted("whaler") == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_with_a_smaller_quorum(three) -> None:
+    path = three.folder / "run.yaml"
+    run = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**run, "deployment": {"share_metrics": True, "quorum": 2}}))
+    assert three.serve("--resume").end() == 2
+    assert "Clients have agreed to deployment.share_metrics" in three.programs["server"].text
+    path.write_text(yaml.safe_dump({**run, "deployment": {"quorum": 2}}))
+    three.serve("--resume")
+    three.programs.pop("poet")
+    three.wait(lambda: three.done() == 4)
+    assert three.counted("whaler") == [0, 1, 2, 3]
