@@ -17,7 +17,7 @@ import typer
 
 from coterie.cli import app
 from coterie.errors import CoterieError
-from coterie.run_file import check_keys, load_deployment
+from coterie.run_file import check_start, load_deployment
 from coterie.sections import DeploymentSpec
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +142,7 @@ def test_run_files_of_the_page_are_deployments(text: str, tmp_path: Path) -> Non
     assert config.name == "us"
     assert [client.name for client in config.clients] == ["alice", "bob"]
     with pytest.raises(CoterieError, match="'bob' has no key"):
-        check_keys(config, ["alice"])
+        check_start(config, ["alice"])
 
 
 def test_the_page_explains_every_key_of_the_deployment() -> None:

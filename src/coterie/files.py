@@ -49,6 +49,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            _hand_over(temporary)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -87,6 +88,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     with writing(path):
         try:
             temporary.mkdir(parents=True)
+            _hand_over(temporary)
             fill(temporary)
             temporary.replace(path)
         except BaseException:
@@ -95,12 +97,12 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         sync_folder(path.parent)
 
 
-def hand_over(file: Path) -> None:
+def _hand_over(path: Path) -> None:
     """Give what root has written to the owner of its folder: a service that runs as another user
     must be able to read it."""
     if os.geteuid() == 0:
-        owner = file.parent.stat()
-        os.chown(file, owner.st_uid, owner.st_gid)
+        owner = path.parent.stat()
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def sync_folder(path: Path) -> None:

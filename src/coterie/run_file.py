@@ -68,6 +68,11 @@ def load_deployment(
         values["clients"] = [{"name": name} for name in registered]
         apply_setting(values, "deployment.anyone=true")
     config = _checked({**_with_text(values, "-"), "baselines": []})
+    names = {client.name for client in config.clients}
+    if (unknown := set(without) - names) and not config.deployment.anyone:
+        raise CoterieError(
+            f"The run has no client {min(unknown)!r} (clients: {', '.join(sorted(names))})."
+        )
     clients = tuple(client for client in config.clients if client.name not in without)
     if not clients:
         raise CoterieError("The run has no client left.")
@@ -76,14 +81,14 @@ def load_deployment(
         raise CoterieError(
             "A pooled run trains on all clients' text in one place; it cannot be deployed."
         )
-    quorum, count = config.deployment.quorum, len(clients)
-    if quorum is not None and quorum > count and not config.deployment.anyone:
-        raise CoterieError(f"deployment.quorum is {quorum}, but the run has only {count} clients.")
     return config
 
 
-def check_keys(config: "RunConfig", registered: Collection[str]) -> None:
-    """Raise CoterieError for a client of a run that has no key."""
+def check_start(config: "RunConfig", registered: Collection[str]) -> None:
+    """Raise CoterieError if a new run cannot meet its quorum, or a client of it has no key."""
+    quorum, count = config.deployment.quorum, len(config.clients)
+    if quorum is not None and quorum > count and not config.deployment.anyone:
+        raise CoterieError(f"deployment.quorum is {quorum}, but the run has only {count} clients.")
     for client in config.clients:
         if client.name not in registered:
             raise CoterieError(

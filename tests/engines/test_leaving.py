@@ -1,5 +1,6 @@
 """Clients that an operator expels, and what a server forgets: the others' run goes on."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ from coterie.cli import app
 from coterie.engines.deployed.forgetting import Forgotten, forget
 from coterie.engines.deployed.server import ServerWatch
 from coterie.errors import CoterieError
+from coterie.exchange import Message, MessageError
 from coterie.exchange.envelope import Reply, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
+from coterie.testing.rounds import joined
 
 NAMES = ("diarist", "poet", "whaler")
 
@@ -40,12 +43,14 @@ def steps(loop: Loop, name: str) -> list[int]:
     return [order.round for to, order in loop.orders if to == name and order.kind == "step"]
 
 
-def expelling(folder: Path, name: str, round: int) -> Any:
-    """A loop's change of replies that expels a client when its step of a round arrives."""
+def expelling(folder: Path, name: str, round: int, after: str | None = None) -> Any:
+    """A loop's change of replies that expels a client when its step of a round arrives, or the
+    last reply of another."""
 
     def change(client: str, data: bytes) -> bytes:
         reply = unseal(Reply, data)[0]
-        if (client, reply.kind, reply.round) == (name, "step", round):
+        when = (name, "step", round) if after is None else (after, "finish", round)
+        if (client, reply.kind, reply.round) == when:
             RunFolder(folder).expel(name)
         return data
 
@@ -62,12 +67,13 @@ def test_a_run_goes_on_without_a_client_that_is_expelled(method, quorum, config,
     server(run, folder, loop, notes).rounds()
     assert notes.told.count("poet was expelled") == 1
     assert steps(loop, "poet") == [0, 1]
-    assert steps(loop, "whaler") == steps(loop, "diarist") == [0, 1, 2, 3]
+    assert steps(loop, "whaler") == steps(loop, "diarist") == [0, 1, 1, 2, 3]  # begun anew
     assert not [1 for to, order in loop.orders if (to, order.kind) == ("poet", "finish")]
     done = RunFolder(folder)
     assert done.result is not None
     sent = [m["round"] for m in done.metrics() if (m["client"], m["name"]) == ("poet", "bytes/up")]
     assert max(sent) <= 1
+    assert forget(done, "poet").rounds == [1]
     assert b"poet" not in done.load("server").encode()
     assert b"poet" not in done.load("engine").encode()
 
@@ -108,6 +114,89 @@ def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_wait
     assert RunFolder(folder).result is not None
 
 
+def test_whoever_is_expelled_at_the_end_is_forgotten_as_well(config, tmp_path) -> None:
+    """In the last round, or when the others already get their results."""
+    for round in (2, 3):
+        run = config(method={"name": "fedamole", "experts": 6}, rounds=3)
+        folder = tmp_path / str(round)
+        loop = Loop(workers(run, folder), change=expelling(folder / "server", "whaler", round))
+        if round == 3:
+            loop.change = expelling(folder / "server", "whaler", 3, after="diarist")
+            loop.lose = lambda name, order: (name, order.kind) == ("whaler", "finish")
+        server(run, folder / "server", loop).rounds()
+        assert b"whaler" not in RunFolder(folder / "server").load("server").encode()
+
+
+def test_a_run_ends_when_the_last_who_had_not_stopped_is_expelled(config, tmp_path) -> None:
+    run = config(
+        method={"name": "fedavg"},
+        rounds=40,
+        evaluation={"keep": "best", "patience": 1},
+        training={"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 1e-9},
+    )
+    folder = tmp_path / "server"
+    away = {12: lambda loop: loop.away.add("poet"), 200: lambda _: RunFolder(folder).expel("poet")}
+    server(run, folder, Loop(workers(run, tmp_path), events=away)).rounds()
+    assert RunFolder(folder).result is not None
+
+
+def test_a_run_whose_clients_are_all_expelled_says_so(config, tmp_path) -> None:
+    run = config(method={"name": "fedavg"})
+    folder = tmp_path / "server"
+
+    def all_go(loop: Loop) -> None:
+        for name in NAMES:
+            RunFolder(folder).expel(name)
+
+    with pytest.raises(CoterieError, match="All clients of the run have been expelled"):
+        server(run, folder, Loop(workers(run, tmp_path), events={3: all_go})).rounds()
+
+
+def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -> None:
+    """What it uploaded would be passed on, and every other client would refuse it for good."""
+    run = config(method={"name": "pcl-2", "warmup": 1, "every": 1})
+    local = joined(run)
+    hello = local.clients["poet"].hello()
+    shapes = dict(list(hello.values["shapes"].items())[:1])
+    with pytest.raises(MessageError, match="declares no"):
+        local.server.join("poet", Message(values={**hello.values, "shapes": shapes}))
+
+
+@pytest.mark.parametrize("name", ["client", "round", "value", "name", "up", "trained"])
+def test_any_client_can_be_forgotten_whatever_its_name(name, tmp_path) -> None:
+    described = {"deployment": {"anyone": True}}
+    folder = RunFolder.create(
+        tmp_path / "run", {"clients": {}, "config": described, "threads": 1, "run": "0"}
+    )
+    other = {"round": 0, "client": "ann", "name": "bytes/up", "value": 7}
+    trust = {**other, "name": "trust", "value": {"ann": 0.5, name: 0.5}}
+    folder.append([other, {**other, "client": name}, trust])
+    folder.finish({"trained": {name: {"loss": 1}}, "traffic": {"up": 3}})
+    assert forget(folder, name).rounds == [1]
+    assert list(folder.metrics()) == [other, {**trust, "value": {"ann": 0.5}}]
+    assert folder.result == {"trained": {}, "traffic": {"up": 3}}
+
+
+def test_a_checkpoint_is_rewritten_whole_or_not_at_all(done, monkeypatch) -> None:
+    """Stopped by Ctrl-C at any write or rename."""
+    before = {path.name: path.read_bytes() for path in done.checkpoint(3).iterdir()}
+    replace, count = Path.replace, 0
+
+    def interrupted(path: Path, to: Path) -> Path:
+        nonlocal count
+        count -= 1
+        if count < 0:
+            raise KeyboardInterrupt
+        return replace(path, to)
+
+    for stop in range(8):
+        count = stop
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", interrupted)
+            done.change(lambda name, state: state)
+        assert {path.name: path.read_bytes() for path in done.checkpoint(3).iterdir()} == before
+
+
 @pytest.fixture
 def done(config, tmp_path) -> RunFolder:
     """A server's folder after a run that shared scores, with a log."""
@@ -120,7 +209,8 @@ def done(config, tmp_path) -> RunFolder:
     folder = RunFolder(tmp_path / "server")
     lines = ["10:00 INFO poet is here", "10:01 INFO poet-2 is here", "10:02 INFO whaler is here"]
     (folder.path / "flower").mkdir()
-    (folder.path / "flower/door.log").write_text("poet: connected from 192.0.2.7\n")
+    for log in ("door.log", "door.log.1"):
+        (folder.path / "flower" / log).write_text("poet: connected from 192.0.2.7\n")
     (folder.path / "server.log").write_text("\n".join(lines) + "\n")
     (folder.path / "table.md").write_text("| poet | 3.2 |\n")
     return folder
@@ -129,7 +219,7 @@ def done(config, tmp_path) -> RunFolder:
 def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
     told = forget(done, "poet")
-    assert told == Forgotten(checkpoints=3, figures=told.figures, lines=2, rounds=[1, 2, 3])
+    assert told == Forgotten(figures=told.figures, lines=3, rounds=[1, 2, 3])
     assert told.figures > 10
     named = {
         path.relative_to(done.path).as_posix()
@@ -174,7 +264,7 @@ def test_what_cannot_be_forgotten_is_said(done, config, tmp_path) -> None:
         forget(RunFolder(at_home.path), "poet")
     with done.lock(), pytest.raises(CoterieError, match="Another process is using"):
         forget(done, "poet")
-    (done.checkpoint(2) / "server.safetensors").write_bytes(b"?")
+    (done.checkpoint(3) / "server.safetensors").write_bytes(b"?")
     with pytest.raises(CoterieError, match="is damaged"):
         forget(done, "poet")
 
@@ -187,22 +277,22 @@ def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
     result = CliRunner().invoke(app, ["forget", str(done.path), "--client", "poet"])
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert "in 3 checkpoints" in text
+    assert "all earlier checkpoints" in text
     assert "in 3 rounds, the last time in round 3. What they changed" in text
     assert "coterie server FILE --without poet" in text
 
 
 def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
-    from coterie.run_file import check_keys, load_deployment
+    from coterie.run_file import check_start, load_deployment
 
     run = values(clients=[{"name": name} for name in NAMES], deployment={"quorum": 2})
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run))
     config = load_deployment(path, (), ["diarist", "whaler"], ["poet"])
-    check_keys(config, ["diarist", "whaler"])
+    check_start(config, ["diarist", "whaler"])
     assert [client.name for client in config.clients] == ["diarist", "whaler"]
     with pytest.raises(CoterieError, match="or leave it out with --without poet"):
-        check_keys(load_deployment(path, (), ["diarist"]), ["diarist", "whaler"])
+        check_start(load_deployment(path, (), ["diarist"]), ["diarist", "whaler"])
     with pytest.raises(CoterieError, match="no client left"):
         load_deployment(path, (), [], NAMES)
 

@@ -5,15 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from coterie.config import RunConfig
+from coterie.cli import deploy as deploy_cli
+from coterie.config import RunConfig, parse
 from coterie.engines.deployed.client import Site, Worker, ledger_of
 from coterie.errors import CoterieError
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
 from coterie.methods import fedamole
 from coterie.privacy.ledger import Ledger
-from coterie.privacy.mechanisms import epsilon, noise_for, private_mean
+from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
 from coterie.testing.loop import RUN, deploy, site
 from coterie.testing.rounds import down, joined
 
@@ -51,6 +53,50 @@ def test_a_ledger_that_cannot_be_read_is_not_begun_anew(content, tmp_path: Path)
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(CoterieError, match="cannot be read"):
         Ledger(path)
+
+
+def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
+    """Each knows what the other has spent since it looked."""
+    path, limit = tmp_path / "privacy.json", (8.0, 1e-5)
+    one, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
+    told = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (one, other)]
+    assert sum(told) == 10
+    assert Ledger(path).spent(1e-5) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("most", [MOST_EPSILON, 1e-3])
+def test_the_largest_and_a_small_budget_can_be_computed_with(most) -> None:
+    assert epsilon(noise_for(most, 3, 1e-5), 3, 1e-5) == pytest.approx(most, rel=1e-6)
+    assert Ledger(limit=(most, 1e-5)).affords((most, 1e-5))
+
+
+@pytest.mark.parametrize("asked", [math.inf, 1e308, math.nan, 0.0])
+def test_a_budget_that_says_nothing_is_refused(asked, values) -> None:
+    embeddings = {"privacy": {"epsilon": asked}}
+    with pytest.raises(CoterieError, match="epsilon"):
+        parse(values(method={"name": "fedamole", "embeddings": embeddings}))
+
+
+def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
+    private, tmp_path, monkeypatch
+) -> None:
+    """A server that begins the run again under another number gets nothing more."""
+    path = tmp_path / "us.yaml"
+    told = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
+    told["data"] = {**told["data"], "public": None}
+    path.write_text(yaml.safe_dump(told))
+    agreed, limit = deploy_cli._agreed(path, "poet", None)
+    assert limit == (8.0, 1e-5)
+    assert deploy_cli._agreed(path, "poet", 3.0)[1] == (3.0, 1e-5)
+    assert deploy_cli._agreed(None, "poet", None) == (None, None)
+    ledger = Ledger(tmp_path / "privacy-poet.json", "f" * 16)
+    noise = noise_for(8.0, private.rounds, 1e-5)
+    assert all(ledger.spend(str(n), noise, private.rounds) for n in range(private.rounds))
+    base = site(private, "poet", tmp_path)
+    worker = Worker(Site(base.name, base.texts, tmp_path, base.base, None, agreed, limit=limit))
+    reply, _ = unseal(Reply, worker.answer(join(private)))
+    assert reply.fault == "budget"
+    assert "of which 8 is spent" in worker.declined
 
 
 def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
@@ -125,8 +171,8 @@ def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
     ("limit", "noise", "why"),
     [
         (8.0, True, None),
-        (7.9, True, "for an epsilon of 8; the limit is 7.9, of which 0 is spent"),
-        (7.9, False, "tells of this client's samples without noise"),
+        (7.9, True, "with an epsilon of 8; the limit of all its runs is 7.9, of which 0 is spent"),
+        (7.9, False, "of this client's samples without noise"),
         (None, False, None),
     ],
 )
@@ -139,8 +185,9 @@ def test_a_client_takes_part_within_its_own_limit(
         )
         private = private.model_copy(update={"method": method})
     base = site(private, "poet", tmp_path)
-    worker = Worker(Site(base.name, base.texts, base.out, base.base, epsilon=limit))
+    most = None if limit is None else (limit, 1e-5)
+    worker = Worker(Site(base.name, base.texts, base.out, base.base, limit=most))
     reply, _ = unseal(Reply, worker.answer(join(private)))
-    assert reply.fault == (None if why is None else "terms")
+    assert reply.fault == (None if why is None else "budget")
     assert (why or "") in worker.declined
     worker.close()

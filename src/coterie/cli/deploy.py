@@ -1,5 +1,6 @@
 """The commands of a deployment: `coterie server` and `coterie client`."""
 
+import math
 import re
 import signal
 import sys
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from coterie.engines.deployed.client import SiteRun
     from coterie.engines.deployed.terms import Terms
     from coterie.engines.flower.keys import Kit
+    from coterie.privacy.ledger import Budget
 
+DELTA = 1e-5
+"""Of the limit on what is spent."""
 Check = Annotated[
     bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
 ]
@@ -80,8 +84,9 @@ Epsilon = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Privacy budget (epsilon, at delta 1e-5) of all runs in --out together; a run that "
-        "would exceed it is refused. Default: each run's own.",
+        max=1e6,
+        help="Privacy budget of all this client's runs in --out together, for FedAMoLE's mean "
+        "embeddings (epsilon; delta is 1e-5). Default: that of the --run file.",
         show_default=False,
     ),
 ]
@@ -120,7 +125,7 @@ def server(
     With it, a round needs three clients and waits at most ten minutes for the others.
     docs/deploy.md is a step-by-step guide.
     """
-    from coterie.run_file import check_keys, load_deployment
+    from coterie.run_file import check_start, load_deployment
 
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower.keys import Keys
@@ -131,7 +136,7 @@ def server(
     again = resume and (folder / "run.json").exists()
     if not again:
         needs_resume(from_round)
-        check_keys(config, registered)
+        check_start(config, registered)
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower import deploy
     if check:
@@ -141,12 +146,11 @@ def server(
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
         if again:
-            how_now = config.deployment if file or settings else None
             done = deploy.serve_again(
-                folder, folder_of_keys, address, board, from_round, without or (), how_now
+                folder, folder_of_keys, address, board, from_round, without or (), config.deployment
             )
         else:
-            done = deploy.serve(config, folder, folder_of_keys, address, board)
+            done = deploy.serve(config, folder, folder_of_keys, address, board, without or ())
     terminal.say(f"The run is finished and saved in {done.path}.")
 
 
@@ -185,8 +189,8 @@ def client(
         from coterie.engines.flower import deploy
     from coterie.engines.deployed.console import ClientBoard
 
-    agreed = _agreed(run, kit.name)
-    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed, epsilon=epsilon)
+    agreed, limit = _agreed(run, kit.name, epsilon)
+    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed, limit=limit)
     if check:
         return check_client(server, kit, site)
     if not (run or yes or sys.stdin.isatty()):
@@ -201,30 +205,35 @@ def client(
                 site = replace(site, agrees=seen.agrees)
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.declined:
-        raise CoterieError(f"The run {worker.declined}. Nothing was sent.")
+        raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
     if worker.run is not None:
         _show(worker.run, kit.name)
 
 
-def _agreed(run: Path | None, client: str) -> "Terms | None":
-    """What a run file says that a client agrees to."""
+def _agreed(
+    run: Path | None, client: str, epsilon: float | None
+) -> "tuple[Terms | None, Budget | None]":
+    """What a run file says that a client agrees to, and what all its runs may spend."""
+    if epsilon is not None and math.isnan(epsilon):
+        raise CoterieError("--epsilon takes a number, and not nan.")
+    limit = None if epsilon is None else (epsilon, DELTA)
     if run is None:
-        return None
+        return None, limit
     from coterie.engines.deployed.terms import agreed_in
     from coterie.run_file import load_agreed
 
-    return agreed_in(load_agreed(run, client), client)
+    config = load_agreed(run, client)
+    own = config.method.budget
+    return agreed_in(config, client), limit or (own if own and math.isfinite(own[0]) else None)
 
 
 def _show(run: "SiteRun", client: str) -> None:
     """Where a client's model is, and how to use it."""
-    from coterie.engines.deployed.client import DELTA
-
     folder = run.folder.path
     terminal.tell_unhelped(run.config.label, run.folder.result or {})
     if spent := run.ledger.spent(DELTA):
         terminal.say(
-            f"Spent of the privacy budget, in all runs: epsilon {spent:.3g}, delta {DELTA:g}."
+            f"Mean embeddings have spent an epsilon of {spent:.3g} (delta {DELTA:g}) in all runs."
         )
     terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
     given = '--prompt "..."' + terminal.plugin_options(run.config.plugins)

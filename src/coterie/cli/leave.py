@@ -15,9 +15,8 @@ Client = Annotated[str, typer.Option(help="The client's name.", show_default=Fal
 def expel(run: Run, client: Client) -> None:
     """Expel a client from a deployed run, also while the server is working.
 
-    Its upload of the round in progress does not count, and the run continues without it: with a
-    quorum of all clients, all others are enough. Before the next round the server drops what the
-    method keeps of this client alone.
+    The round in progress begins anew, and the run continues without it: with a quorum of all
+    clients, all others are enough. The server drops what the method keeps of this client alone.
 
         coterie expel runs/us --client mallory
     """
@@ -47,8 +46,9 @@ def forget(run: Run, client: Client) -> None:
 
     done = forget_in(RunFolder(run), client)
     terminal.say(
-        f"Deleted what {run} kept of {client}: in {done.checkpoints} checkpoints, {done.figures} "
-        f"figures and {done.lines} lines of logs. run.json still has the name."
+        f"Deleted what {run} kept of {client}: what the last checkpoint had of it, all earlier "
+        f"checkpoints, {done.figures} figures and {done.lines} lines of logs. The name itself is "
+        "still in run.json and without.json."
     )
     if done.rounds:
         terminal.say(

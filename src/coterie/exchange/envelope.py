@@ -15,7 +15,9 @@ from coterie.exchange.schema import plain
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's entries where they are shared."""
 Kind = Literal["join", "step", "finish"]
-Fault = Literal["unknown run", "refused", "failed", "protocol", "base", "plugin", "public", "terms"]
+Fault = Literal[
+    "unknown run", "refused", "failed", "protocol", "base", "plugin", "public", "terms", "budget"
+]
 """Why a client has no upload."""
 TOLD: dict[Fault, str] = {
     "refused": "it rejected the message; see its log",
@@ -25,8 +27,13 @@ TOLD: dict[Fault, str] = {
     "plugin": "it lacks the run's plugin, or has another version of it",
     "public": "it has no copy of the run's public text, or a different one",
     "terms": "nobody there has agreed to this run as it is",
+    "budget": "it would spend more of its privacy budget than it allows",
 }
 """What a server says of a fault; who must join first is asked to."""
+
+
+OF_SERVER = ("bytes/", "seconds", "server/")
+"""How names of entries begin that are the server's to record."""
 
 
 class PluginFile(BaseModel):
@@ -85,6 +92,11 @@ class Entry(BaseModel):
         if not (plain(self.value) and fits(self.value)):
             raise ValueError("it is not an entry")
         return self
+
+    @property
+    def is_a_client_s(self) -> bool:
+        """Whether it is of a client, and of nothing that the server records itself."""
+        return self.client is not None and not self.name.startswith(OF_SERVER)
 
 
 def _is_number(value: Json) -> bool:

@@ -17,17 +17,26 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import nn
 
 from coterie.adapters import Adapter, Trainable
-from coterie.aggregation.trust import cosine, sparse_distance, trust_row
+from coterie.aggregation.trust import cosine, sparse_distance
 from coterie.chance import generator
 from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Groups, Message, Schema, Shapes, State, Tensors, check_shapes
+from coterie.exchange import (
+    Groups,
+    Message,
+    MessageError,
+    Schema,
+    Shapes,
+    State,
+    Tensors,
+    check_shapes,
+)
 from coterie.methods.adapter import (
     AdapterClient,
     AdapterMethod,
@@ -37,35 +46,12 @@ from coterie.methods.adapter import (
     shapes_of,
 )
 from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
-from coterie.methods.settings import Attention, Lora, Settings, SharedSets
+from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
 from coterie.scoring.evaluation import mean_loss, top_logits
 from coterie.training.spec import TrainingSpec
 
 Row = dict[ClientId, float]
 Uploads = Mapping[ClientId, Message]
-
-
-class Trusted(Settings):
-    """Whom a client trusts at all, of those it has scored."""
-
-    top: int | None = Field(
-        default=None, ge=1, description="number of best-scored clients to trust; null: no limit"
-    )
-    threshold: float | None = Field(
-        default=None,
-        description="score above which clients are trusted (the best two always "
-        "are); null: no limit",
-    )
-
-    @model_validator(mode="after")
-    def _one_choice(self) -> "Trusted":
-        if self.top is not None and self.threshold is not None:
-            raise ValueError("`top` and `threshold` are mutually exclusive; give one of them")
-        return self
-
-    def row(self, own: ClientId, scores: Row) -> Row:
-        """The softmax of the scores that are left."""
-        return trust_row(own, scores, self.top, self.threshold)
 
 
 class PCL(AdapterMethod):
@@ -364,6 +350,13 @@ class PCLServer(AdapterServer):
         self.training = context.training
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
+
+    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+        """The same, of all shared tensors: nobody can mix with one who lacks some."""
+        shapes = super().declared(client, hello)
+        if missing := self.shared.keys() - shapes:
+            raise MessageError(f"The client {client!r} declares no {min(missing)!r}.")
+        return shapes
 
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Await uploads."""

@@ -3,12 +3,15 @@
 A part means the same in every method, so it can be carried from one to another as a whole.
 """
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.adapters import Layout
+from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
+from coterie.privacy.mechanisms import MOST_EPSILON
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
@@ -156,7 +159,9 @@ class Privacy(Settings):
     """
 
     epsilon: float = Field(
-        gt=0, description="privacy budget over all rounds, per sample of the embedding set"
+        gt=0,
+        le=MOST_EPSILON,
+        description="privacy budget over all rounds, per sample of the embedding set",
     )
     delta: float = Field(
         default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
@@ -215,6 +220,29 @@ class AmoleRouter(Settings):
         if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
             refuse_unused(self, "top_k: 1", "renormalise")
         return self
+
+
+class Trusted(Settings):
+    """Whom a client trusts at all, of those it has scored."""
+
+    top: int | None = Field(
+        default=None, ge=1, description="number of best-scored clients to trust; null: no limit"
+    )
+    threshold: float | None = Field(
+        default=None,
+        description="score above which clients are trusted (the best two always "
+        "are); null: no limit",
+    )
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "Trusted":
+        if self.top is not None and self.threshold is not None:
+            raise ValueError("`top` and `threshold` are mutually exclusive; give one of them")
+        return self
+
+    def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
+        """The softmax of the scores that are left."""
+        return trust_row(own, scores, self.top, self.threshold)
 
 
 def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:

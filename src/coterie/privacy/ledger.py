@@ -4,13 +4,16 @@ The server decides how often a round is opened; so the client counts for itself,
 outlives whatever is undone.
 """
 
+import fcntl
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from coterie.errors import CoterieError
-from coterie.files import write_private
+from coterie.files import write_private, writing
 from coterie.privacy.mechanisms import epsilon, noise_for
 
 Budget = tuple[float, float]
@@ -26,29 +29,28 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
-        self.runs: dict[str, dict[str, float]] = {}
+        self.runs = _read(path)
         """The noise multiplier of each release, by run and by what tells it from others."""
-        if path is not None and path.exists():
-            self.runs = _read(path)
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
         """Whether a release may be made: again, or as one of so many of its run with such noise.
 
         It is in the ledger before it is made. Raises CoterieError if that cannot be written.
         """
-        mine = self.runs.get(self.run, {})
-        if release in mine:
+        with _alone(self.path):
+            self.runs = self.runs if self.path is None else _read(self.path)
+            mine, share = self.runs.get(self.run, {}), noise**-2
+            if release in mine:
+                return True
+            if _over(_spent(mine.values()) + share, releases * share):
+                return False
+            if self.limit is not None and _over(self._all() + share, _most(self.limit)):
+                return False
+            runs = {**self.runs, self.run: {**mine, release: noise}}
+            if self.path is not None:
+                write_private(self.path, json.dumps(runs, indent=2).encode())
+            self.runs = runs
             return True
-        share = noise**-2
-        if self._over(_spent(mine.values()) + share, releases * share):
-            return False
-        if self.limit is not None and self._over(self._all() + share, _most(self.limit)):
-            return False
-        runs = {**self.runs, self.run: {**mine, release: noise}}
-        if self.path is not None:
-            write_private(self.path, json.dumps(runs, indent=2).encode())
-        self.runs = runs
-        return True
 
     def affords(self, budget: Budget) -> bool:
         """Whether a whole run of such a budget stays within the limit."""
@@ -57,7 +59,7 @@ class Ledger:
         if math.isinf(budget[0]):
             return False
         before = self._all() - _spent(self.runs.get(self.run, {}).values())
-        return not self._over(before + _most(budget), _most(self.limit))
+        return not _over(before + _most(budget), _most(self.limit))
 
     def spent(self, delta: float) -> float:
         """The epsilon of all releases so far."""
@@ -67,9 +69,23 @@ class Ledger:
     def _all(self) -> float:
         return _spent(noise for run in self.runs.values() for noise in run.values())
 
-    @staticmethod
-    def _over(amount: float, most: float) -> bool:
-        return amount > most * (1 + ROUNDING)
+
+def _over(amount: float, most: float) -> bool:
+    return amount > most * (1 + ROUNDING)
+
+
+@contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """Keep other processes from the file meanwhile."""
+    if path is None:
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    with writing(lock):
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _spent(noises: Iterable[float]) -> float:
@@ -81,7 +97,9 @@ def _most(budget: Budget) -> float:
     return noise_for(budget[0], 1, budget[1]) ** -2 if budget[0] else 0.0
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _read(path: Path | None) -> dict[str, dict[str, float]]:
+    if path is None or not path.exists():
+        return {}
     try:
         runs = json.loads(path.read_bytes())
         return {

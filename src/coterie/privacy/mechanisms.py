@@ -13,6 +13,9 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
+MOST_EPSILON = 1e6
+"""That can be computed with; far less promises nothing any more."""
+
 
 def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
     """The mean of clipped vectors plus normal noise: (dim,), float32.

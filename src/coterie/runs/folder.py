@@ -29,7 +29,6 @@ from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.exchange.formats import FormatError, check_stamp, stamp
 from coterie.files import (
-    hand_over,
     link,
     write_bytes,
     write_folder,
@@ -219,21 +218,28 @@ class RunFolder:
         write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
-    def change(self, checkpoint: Path, change: Callable[[str, State], State]) -> None:
-        """Write a checkpoint anew, each state of it as `change` makes it of the one there was."""
-        sums = self._checksums(checkpoint)
+    def change(self, change: Callable[[str, State], State]) -> None:
+        """Write the newest checkpoint anew, each state as `change` makes it; drop all others."""
+        *older, newest = self.checkpoints()
+        sums, aside = self._checksums(newest), newest.with_name(f".{newest.name}.old")
 
         def fill(folder: Path) -> None:
             for file in sums:
-                data, name = self._checked(checkpoint / file), Path(file).stem
+                data = self.read(file)
                 if file.endswith(".safetensors"):
-                    data = change(name, State.decode(data)).encode()
+                    data = change(Path(file).stem, State.decode(data)).encode()
                 write_bytes(folder / file, data)
                 sums[file] = _checksum(data)
             write_json(folder / CHECKSUMS, sums)
-            shutil.rmtree(checkpoint)
+            newest.rename(aside)  # at a kill here, the one before it is the newest
 
-        write_folder(checkpoint, fill)
+        try:
+            write_folder(newest, fill)
+        except BaseException:
+            if not newest.exists():
+                aside.rename(newest)
+            raise
+        self.drop([*older, aside])
 
     def checkpoint(self, rounds: int) -> Path:
         """Where the checkpoint after so many rounds is."""
@@ -259,7 +265,6 @@ class RunFolder:
     def expel(self, client: str) -> None:
         """A client takes no part any more; its server, if it works, looks every moment."""
         write_json(self.path / WITHOUT, {"clients": sorted({*self.without(), client})})
-        hand_over(self.path / WITHOUT)
 
     def drop(self, checkpoints: Iterable[Path]) -> None:
         """Remove checkpoints."""
@@ -283,12 +288,10 @@ class RunFolder:
 
     def read(self, file: str) -> bytes:
         """A file of the newest checkpoint; raises CoterieError if it is not as it was written."""
-        return self._checked(self.checkpoint(self.rounds()) / file)
-
-    def _checked(self, path: Path) -> bytes:
+        path = self.checkpoint(self.rounds()) / file
         try:
             data = path.read_bytes()
-            if _checksum(data) == self._checksums(path.parent)[path.name]:
+            if _checksum(data) == self._checksums(path.parent)[file]:
                 return data
             why = "it has changed since it was written"
         except (OSError, ValueError, KeyError) as error:

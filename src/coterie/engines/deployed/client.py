@@ -31,15 +31,13 @@ from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, Reading, participants_of
-from coterie.privacy.ledger import Ledger
+from coterie.privacy.ledger import Budget, Ledger
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
 """Told of what happens, for people: warning, joined, step, finished, fault, and entries by their
 names."""
-DELTA = 1e-5
-"""Of the limit on what is spent."""
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 
@@ -60,7 +58,7 @@ class Site:
     """What it has agreed to; None: whoever is asked decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
     """Asks somebody, once for each run."""
-    epsilon: float | None = None
+    limit: Budget | None = None
     """The most that all runs together may spend of its texts; None: each what it says."""
 
     def config(self, order: Order) -> RunConfig:
@@ -154,7 +152,7 @@ class Worker:
         ledger = ledger_of(self.site, order.run)
         if why := too_much(config.method.budget, ledger):
             self.declined, self.finished = why, True
-            return self._unlike(order, "terms", why)
+            return self._unlike(order, "budget", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
@@ -219,8 +217,7 @@ class Worker:
 
 def ledger_of(site: Site, run: str) -> Ledger:
     """What a client has told under noise, in all its runs."""
-    limit = None if site.epsilon is None else (site.epsilon, DELTA)
-    return Ledger(site.out / f"privacy-{site.name}.json", run, limit)
+    return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 
 
 def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:

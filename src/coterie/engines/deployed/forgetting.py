@@ -2,16 +2,20 @@
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coterie.engines.part import LEFT_OUT
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State, without
-from coterie.files import hand_over, write_text
+from coterie.files import write_text
 from coterie.runs import RunFolder
 
-LOGS = ("server.log", "flower/door.log")
+LOGS = ("server.log", "flower/door.log", "flower/door.log.1")
+BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
+"""Parts of a result."""
 DRAWN = ("report", "table.md")
 """What was made of the figures, and can be made again."""
 
@@ -20,12 +24,11 @@ DRAWN = ("report", "table.md")
 class Forgotten:
     """What was deleted of a client, and what stays."""
 
-    checkpoints: int
     figures: int
     lines: int
     """Of logs."""
     rounds: list[int]
-    """In which its uploads were averaged in; the first is 1."""
+    """In which its uploads counted; the first is 1."""
 
 
 def known(folder: RunFolder, client: str) -> None:
@@ -48,25 +51,31 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
     known(folder, client)
     with folder.lock():
         folder.expel(client)
-        for checkpoint in folder.checkpoints():
-            folder.change(checkpoint, lambda name, state: _less(name, state, client))
-        lines = list(folder.metrics())
-        mine = [line for line in lines if line["client"] == client]
-        sent, left_out = (
-            {line["round"] for line in mine if line["name"] == name}
-            for name in ("bytes/up", LEFT_OUT)
-        )
-        folder.rewrite(without(line, client) for line in lines if line["client"] != client)
+        if folder.checkpoints():
+            folder.change(lambda name, state: _less(name, state, client))
         if folder.result is not None:
-            folder.finish(without(folder.result, client))
+            of_clients = {
+                k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}
+            }
+            folder.finish({**folder.result, **of_clients})
         for name in DRAWN:
             path = folder.path / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         cut = sum(_forget_lines(folder.path / log, client) for log in LOGS)
-        for path in folder.path.rglob("*"):
-            hand_over(path)
-    rounds = sorted(round + 1 for round in sent - left_out)
-    return Forgotten(len(folder.checkpoints()), len(mine), cut, rounds)
+        lines = list(folder.metrics())
+        mine = [line for line in lines if line["client"] == client]
+        folder.rewrite(_less_of(line, client) for line in lines if line["client"] != client)
+    sent, left_out = (
+        {line["round"] for line in mine if line["name"] == name} for name in ("bytes/up", LEFT_OUT)
+    )
+    return Forgotten(len(mine), cut, sorted(round + 1 for round in sent - left_out))
+
+
+def _less_of(line: Mapping[str, Any], client: str) -> dict[str, Any]:
+    """A figure of others, which may say something of each client; scores do not."""
+    if line["name"].startswith("test/"):
+        return {**line}
+    return {**line, "value": without(line["value"], client)}
 
 
 def _less(name: str, state: State, client: str) -> State:

@@ -1,5 +1,6 @@
 """Whom a deployed run is for, and how many of them its rounds need."""
 
+import time
 from collections.abc import Collection, Mapping
 
 from coterie.config import RunConfig
@@ -34,9 +35,32 @@ class Quorum:
         """Clients that take no part in rounds any more, as they gain nothing."""
         return sum(seat.stopped for seat in self.seats.values())
 
+    def ready(self) -> list[str]:
+        """Clients that can take part in a round now."""
+        seats = self.seats.items()
+        return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
+
+    def complete(self, members: Collection[str], waiting: Collection[str], end: float) -> bool:
+        """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
+        if not waiting:
+            return True
+        seats = [self.seats[name] for name in waiting]
+        gone = all(seat.present is None or seat.failed for seat in seats)
+        enough = len(members) - len(waiting) >= self.needed
+        return enough and (gone or time.monotonic() > end)
+
+    def all_stopped(self, joined: Collection[str]) -> bool:
+        """Whether all who take part have stopped."""
+        return bool(joined) and all(self.seats[name].stopped for name in joined)
+
     def met(self) -> bool:
         """Whether those that have stopped are a quorum."""
         return self.stopped >= self.size
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anybody whom the run is for."""
+        return self.spec.anyone or self.names > self.without
 
     def suffice(self, counted: int, refused: Collection[str], asked_again: set[str]) -> bool:
         """Whether a round counts: with the quorum; or, when those whose uploads were refused have

@@ -33,8 +33,6 @@ RETRY = 20.0
 """Seconds until a client that could not do its work is asked again."""
 GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
-COUNTED_HERE = ("bytes/", "seconds", "server/")
-"""How names of entries begin that are the server's to record."""
 LONGEST_LINE = 300
 """Characters of a line that tells what happened."""
 
@@ -83,7 +81,8 @@ class ServerRun:
 
     def rounds(self) -> None:
         """All rounds that are left."""
-        self._expel()
+        for name in self.folder.without():
+            self._expel(name)
         done = self._restore()
         self.watch.start(self.config.label, self.config.exchanges, done)
         for round in range(done, self.config.exchanges):
@@ -91,31 +90,41 @@ class ServerRun:
                 break
             began = time.monotonic()
             self.round = self.recorder.round = round
-            counted = self._round()
+            if (counted := self._round()) is None:
+                break
             self.recorder.log(None, "seconds", time.monotonic() - began)
             self.recorder.flush()
-            self.folder.save(round + 1, self._states(), keep=self.config.deployment.checkpoints)
+            self._save(round + 1)
             self.watch.round_over(round, counted)
         self._finish()
         self.folder.finish(result(self.config, self.folder))
 
-    def _round(self) -> int:
-        """One round, of whom is there at its start; how many uploads counted."""
+    def _round(self) -> int | None:
+        """One round, of whom is there at its start; how many uploads counted.
+
+        None if nobody is left for it. It begins anew if a client is expelled meanwhile.
+        """
         quorum = self.quorum
-        if len(self._ready()) < quorum.needed:
+        if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {quorum.needed} clients")
-        while len(self._ready()) < quorum.needed:
+        while len(quorum.ready()) < quorum.needed:
             self._turn()
-        while self.leaving:
-            self.server.leave(self.leaving.pop())
-        members = self._ready()
+            if quorum.all_stopped(self.joins.hellos):
+                return None
+        self._let_leave()
+        members = quorum.ready()
         self.server.open(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
         end = time.monotonic() + self.config.deployment.deadline
         while True:
-            while not self._complete(members, end):
+            while not (self.leaving or quorum.complete(members, self.waiting, end)):
                 self._turn()
+            self._look_for_expelled()
+            if self.leaving:
+                for name in self.waiting:
+                    self._forget(self.seats[name])
+                return self._round()
             mean = self.aggregation.mean(self.round, self.uploads.contributions())
             counted, refused = self.uploads.counted, dict(self.uploads.refused)
             for name, why in sorted(refused.items()):
@@ -123,8 +132,6 @@ class ServerRun:
             if quorum.suffice(len(counted), refused, self.uploads.asked_again):
                 break
             self._note(f"round {self.round + 1}: too few uploads ({len(counted)}); asking again")
-            if not {*self.waiting, *refused}:  # others were expelled meanwhile
-                return self._round()
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
                 if not self.uploads.ask_again(name):
@@ -148,31 +155,17 @@ class ServerRun:
 
     def _is_over(self) -> bool:
         """Whether all who took part have stopped; or a quorum has, and the others stay away."""
-        if self.quorum.met() and not self._all_stopped():
+        if self.quorum.met() and not self.quorum.all_stopped(self.joins.hellos):
             end = time.monotonic() + self.config.deployment.deadline
-            while not self._ready() and time.monotonic() < end:
+            while not self.quorum.ready() and time.monotonic() < end:
                 self._turn()
-            return not self._ready()
-        return self._all_stopped()
-
-    def _all_stopped(self) -> bool:
-        return bool(self.joins.hellos) and all(
-            self.seats[name].stopped for name in self.joins.hellos
-        )
-
-    def _complete(self, members: list[str], end: float) -> bool:
-        """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
-        if not self.waiting:
-            return True
-        seats = [self.seats[name] for name in self.waiting]
-        gone = all(seat.present is None or seat.failed for seat in seats)
-        done = set(members) - self.waiting - self.quorum.without
-        enough = len(done) >= self.quorum.needed
-        return enough and (gone or time.monotonic() > end)
+            return not self.quorum.ready()
+        return self.quorum.all_stopped(self.joins.hellos)
 
     def _finish(self) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
         self.round = self.folder.rounds()
+        self._let_leave()
         if self.round < self.config.exchanges:  # it ends early
             log_own, self.recorder.round = self.recorder.log, self.round - 1
             score_server(self.config, self.server, self.own, self.round - 1, log_own, last=True)
@@ -184,6 +177,9 @@ class ServerRun:
             if not here and time.monotonic() > began + GRACE:
                 break
             self._turn()
+            if self.leaving:
+                self._let_leave()
+                self._save(self.round)
         for name in sorted(self.waiting):
             self._note(f"{name} did not receive the result; use --resume when it is back")
         self._record_entries(self.joins.hellos.keys() - self.waiting)
@@ -201,13 +197,9 @@ class ServerRun:
         """Ask a client again later; a round that has enough others does not wait for it."""
         seat.again, seat.failed = time.monotonic() + RETRY, True
 
-    def _ready(self) -> list[str]:
-        seats = self.seats.items()
-        return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
-
     def _turn(self) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
-        self._expel()
+        self._look_for_expelled()
         present = self.link.present()  # before replies, so that who leaves has replied
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
@@ -235,17 +227,28 @@ class ServerRun:
         self.watch.seats(self.round, self.seats, self.waiting)
         self.link.wait()
 
-    def _expel(self) -> None:
-        """Let go of clients that an operator has expelled."""
+    def _look_for_expelled(self) -> None:
         for name in sorted(self.folder.without() - self.quorum.without):
-            self.quorum.without.add(name)
-            self.leaving.append(name)
             self._note(f"{name} was expelled")
-            if name in self.seats:
-                self._forget(self.seats.pop(name))
-            self.waiting.discard(name)
-            self.uploads.drop(name)
-            self.joins.forget(name)
+            self._expel(name)
+
+    def _expel(self, name: str) -> None:
+        """Let go of a client that an operator has expelled."""
+        self.quorum.without.add(name)
+        self.leaving.append(name)
+        if name in self.seats:
+            self._forget(self.seats.pop(name))
+        self.waiting.discard(name)
+        if self.uploads.drop(name):
+            self.recorder.log(name, LEFT_OUT, "expelled")
+        self.joins.forget(name)
+        if not self.quorum.open:
+            raise CoterieError("All clients of the run have been expelled; begin a new run.")
+
+    def _let_leave(self) -> None:
+        """The method's side keeps nothing more of clients that were expelled."""
+        while self.leaving:
+            self.server.leave(self.leaving.pop())
 
     def _forget(self, seat: Seat) -> None:
         """Wait no longer for a client's reply; if it comes after all, it is thrown away."""
@@ -342,7 +345,7 @@ class ServerRun:
         """Record what clients told of their last steps, each under its own name."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
-                if entry.client is not None and not entry.name.startswith(COUNTED_HERE):
+                if entry.is_a_client_s:
                     # A score of the round before comes up in this one.
                     round = max(self.round - 1, min(entry.round, self._of))
                     self.recorder.log(name, entry.name, entry.value, round)
@@ -363,6 +366,9 @@ class ServerRun:
         line = " ".join(text.split())[:LONGEST_LINE]  # it may quote what a client sent
         log.info(line)
         self.watch.note(line)
+
+    def _save(self, rounds: int) -> None:
+        self.folder.save(rounds, self._states(), keep=self.config.deployment.checkpoints)
 
     def _states(self) -> Iterable[tuple[str, State]]:
         yield from server_states(self.server, self.aggregation)
@@ -389,6 +395,6 @@ class ServerRun:
                 self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
             restore(self.server, self.aggregation, self.folder)
         # What was told at the end stays: who told it may have left.
-        ended = done == self.config.exchanges or self._all_stopped()
+        ended = done == self.config.exchanges or self.quorum.all_stopped(self.joins.hellos)
         self.folder.forget_from(done + ended)
         return done

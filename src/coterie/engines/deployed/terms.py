@@ -57,10 +57,10 @@ def too_much(budget: Budget | None, ledger: Ledger) -> str | None:
     if budget is None or ledger.limit is None or ledger.affords(budget):
         return None
     most, delta = ledger.limit
-    asked = "without noise" if math.isinf(budget[0]) else f"for an epsilon of {budget[0]:g}"
+    asked = "without noise" if math.isinf(budget[0]) else f"with an epsilon of {budget[0]:g}"
     return (
-        f"tells of this client's samples {asked}; the limit is {most:g}, of which "
-        f"{ledger.spent(delta):.3g} is spent"
+        f"would send mean embeddings of this client's samples {asked}; the limit of all its runs "
+        f"is {most:g}, of which {ledger.spent(delta):.3g} is spent (see --epsilon)"
     )
 
 

@@ -50,12 +50,13 @@ class Uploads:
         self.asked_again.add(name)
         return first
 
-    def drop(self, name: str) -> None:
-        """Forget a client's upload, and what was wrong with it."""
-        self.refused.pop(name, None)
+    def drop(self, name: str) -> bool:
+        """Forget a client's upload, and what was wrong with it; whether there was one."""
+        refused, file = self.refused.pop(name, None), self._files.pop(name, None)
         self._measures.pop(name, None)
-        if name in self._files:
-            self._files.pop(name).close()
+        if file is not None:
+            file.close()
+        return refused is not None or file is not None
 
     @property
     def counted(self) -> list[str]:

@@ -28,9 +28,17 @@ from coterie.sections import DeploymentSpec
 MiB = 2**20
 
 
-def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerWatch) -> RunFolder:
+def serve(
+    config: RunConfig,
+    out: Path,
+    keys: Keys,
+    address: str,
+    watch: ServerWatch,
+    without: Sequence[str] = (),
+) -> RunFolder:
     """Begin a run as its server and bring it to its end; returns its folder.
 
+    without: clients that may not take part, even if they have a key.
     Raises CoterieError for anything that can be mended: a folder in use, an address in use, ...
     """
     earlier = RunFolder(out)
@@ -49,6 +57,8 @@ def serve(config: RunConfig, out: Path, keys: Keys, address: str, watch: ServerW
     description = describe(config.as_dict(), clients, config.plugins, run=id, **described)
     # A start that came to nothing has left a run without a round; it is begun anew.
     folder = RunFolder.create(out, description, force=earlier.is_run)
+    for name in without:
+        folder.expel(name)
     return _bring_to_its_end(folder, config, own, keys, address, watch)
 
 
@@ -68,13 +78,13 @@ def serve_again(
     """
     folder = RunFolder(out)
     config = recorded(folder)
-    if deployment is not None:
-        if deployment.share_metrics != config.deployment.share_metrics:
-            raise CoterieError(
-                "Clients have agreed to deployment.share_metrics as it was when the run began; set "
-                "it back, or begin a new run."
-            )
-        config = config.model_copy(update={"deployment": deployment})
+    deployment = deployment or config.deployment
+    if deployment.share_metrics != config.deployment.share_metrics:
+        raise CoterieError(
+            "Clients have agreed to deployment.share_metrics as it was when the run began; set it "
+            "back, or begin a new run."
+        )
+    config = config.model_copy(update={"deployment": deployment})
     for name in without:
         known(folder, name)
     with folder.lock():

@@ -40,7 +40,7 @@ from coterie.engines.flower.certificates import (
     server_certificate,
 )
 from coterie.errors import CoterieError
-from coterie.files import hand_over, write_bytes, write_folder, write_private
+from coterie.files import write_bytes, write_folder, write_private
 
 SOON = timedelta(days=30)
 """How long before the end of a certificate the server begins to speak of it."""
@@ -205,7 +205,6 @@ class Keys:
             _load(self.folder / "ca.key", private_key),
         )
         write_bytes(self.certificate, pem(certificate))
-        hand_over(self.certificate)
 
     def hosts(self) -> list[str]:
         """The names and addresses that the server's certificate is valid for."""
@@ -274,10 +273,8 @@ class Keys:
         certificate = pem(client_certificate(name, key))
         head = f"{HEAD}\nClient: {name}\n".encode()
         write_private(out, head + certificate + self.ca.read_bytes() + private_pem(key))
-        hand_over(out)
         try:
             write_bytes(self._file(name), certificate)
-            hand_over(self._file(name))
         except CoterieError:
             out.unlink()
             raise
