@@ -16,12 +16,13 @@ from torch import Tensor
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
 from coterie.errors import CoterieError
-from coterie.exchange import Message
+from coterie.exchange import Message, State
 from coterie.testing.loop import assert_equal
-from coterie.testing.rounds import close, joined, step
+from coterie.testing.rounds import close, down, joined, step
 
 ROGUE = "diarist"
 Groups = dict[str, dict[str, Tensor]]
+MOST_PASSED_ON = 12
 SHAPES: list[Callable[[Tensor], Tensor]] = [
     lambda t: t[:0],
     lambda t: t[:1],
@@ -87,7 +88,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
     for one in (local, twin):
         one.server.open(0, names)
         uploads[one.server] = {name: step(one, name, 0) for name in names}
-    found = Counter[str]()
+    found, accepted = Counter[str](), list[bytes]()
     hello = local.clients[ROGUE].hello()
     for number in range(count):
         of_hello = number % 4 == 0
@@ -98,16 +99,34 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
         try:
             (say_hello if of_hello else upload)(local, data)
             found["taken"] += 1
+            accepted += [] if of_hello else [data]
         except CoterieError:
             found["refused"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
     say_hello(local, local.parts[ROGUE].hello())
+    for data in accepted[:MOST_PASSED_ON]:
+        pass_on(local, uploads[local.server] | {ROGUE: local.schema.receive("up", data)})
     for one in (local, twin):
         one.server.open(0, names)
         close(one, 0, {n: u for n, u in uploads[one.server].items() if n != ROGUE})
     assert_equal(local.server.state(), twin.server.state(), "server")
     return found
+
+
+def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
+    """The others can use what comes of an upload that the server took, or of others' beside it."""
+    before, names = State.decode(local.server.state().encode()), sorted(uploads)
+    local.server.open(0, names)
+    try:
+        close(local, 0, uploads)
+    except CoterieError:  # such as a mean that is not finite
+        local.server.restore(before)
+        return
+    for name in names:
+        if name != ROGUE:
+            local.clients[name].take(down(local, name))
+    local.server.restore(before)
 
 
 def say_hello(local: LocalRun, data: bytes) -> None:
