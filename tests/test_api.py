@@ -55,6 +55,7 @@ def change(folder: Path, name: str) -> None:
     path.write_text(path.read_text(encoding="utf-8").replace("the", "a"), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_dict_a_path_and_a_configuration_are_the_same_run(
     values, config, tmp_path, monkeypatch
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted
     assert before["trained"]["whaler"] == after["trained"]["whaler"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> None:
     out, methods = tmp_path / "compare", ["pretrained", "fedavg"]
     coterie.compare(config(), methods[:1], out=out)

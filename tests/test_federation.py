@@ -31,6 +31,7 @@ def with_public(run: RunConfig, name: str) -> RunConfig:
     return run.model_copy(update={"data": run.data.model_copy(update={"public": name})})
 
 
+@pytest.mark.slow
 def test_every_client_is_given_the_one_public_text(config: Config) -> None:
     run = with_public(config(), "whaler.txt")
     wanted = public_text(run.data, run.root, load_tokenizer("tiny-gpt2"))
@@ -63,6 +64,7 @@ def test_a_changed_public_text_is_noticed(config: Config) -> None:
     assert len(none | poet | whaler) == 9
 
 
+@pytest.mark.slow
 def test_models_are_scored_on_the_split_that_is_named(config: Config) -> None:
     for split in ("test", "validation"):
         run = config(evaluation={"split": split})

@@ -100,6 +100,7 @@ def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
 
 
 @at_hand
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", TEXTS, ids=name)
 def test_a_recipe_finds_its_texts(recipe) -> None:
     config = load_config(recipe, [f"data_root={DATA}"])

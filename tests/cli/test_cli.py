@@ -375,7 +375,7 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
         for arguments in (["--resume", out], [run_file, "--out", out, "--force"]):
             said = coterie_command("run", *arguments)
             assert said.code == 2
-            assert said.err == f"Error: Another process is using {out}.\n"
+            assert said.err == f"Error: Another process is using {out}; wait for it, or stop it.\n"
         working.send_signal(signal.SIGINT)
         _, err = working.communicate(timeout=60)
     finally:

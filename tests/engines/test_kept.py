@@ -209,6 +209,7 @@ def test_the_kept_model_is_scored_once_unless_it_is_the_last(
     assert scored == {name: 2 + (round < ROUNDS) for name, round in kept.items()}
 
 
+@pytest.mark.slow
 def test_a_pooled_run_keeps_one_model_by_all_validation_texts(config, tmp_path) -> None:
     run = config(method="centralized", rounds=4, training=HIGH)
     done = coterie.run(run, out=tmp_path / "run")

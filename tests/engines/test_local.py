@@ -230,6 +230,7 @@ def test_what_each_window_scored_is_kept_and_gives_the_score(method, config, tmp
             assert math.exp(sum(items["nats"]) / tokens) == pytest.approx(score["perplexity"])
 
 
+@pytest.mark.slow
 def test_windows_of_the_same_text_have_one_name(config, tmp_path) -> None:
     def names(folder: str, **changes: Any) -> dict[str, str]:
         run = config(**{"method": "pretrained", "rounds": 1} | changes)

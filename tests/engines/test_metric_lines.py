@@ -120,7 +120,7 @@ def test_a_kill_around_the_end_of_a_round_neither_loses_nor_doubles_a_line(
     assert result | {"seconds": 0} == expected.result | {"seconds": 0}
 
 
-@pytest.mark.parametrize("method", ["fedavg", "local"])
+@pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_every_score_is_there_once_and_says_when_it_came_up(method, undisturbed) -> None:
     found = [m for m in undisturbed(method).metrics() if m["name"].startswith("test/")]
     said = [(m["client"], m["name"], m["round"]) for m in found]
@@ -165,7 +165,7 @@ def spoilt_once(run: int) -> Callable[[str, bytes], bytes]:
     return change
 
 
-@pytest.mark.parametrize("method", ["fedavg", "local"])
+@pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_a_server_that_is_told_figures_has_those_of_one_process(
     method, config, undisturbed, tmp_path
 ) -> None:
@@ -275,7 +275,7 @@ def test_who_did_not_count_in_a_round_has_no_score_of_its_aggregate(config, tmp_
     }
 
 
-@pytest.mark.parametrize("method", ["fedavg", "local"])
+@pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
 def test_who_missed_the_last_round_is_scored_at_the_end(method, config, tmp_path) -> None:
     run = shared(config, method, quorum=2, deadline=0.001)
     lost = {("poet", "step", 2)}

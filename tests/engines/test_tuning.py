@@ -120,6 +120,7 @@ def test_keys_of_a_method_and_several_keys_make_a_grid_and_ties_go_to_the_first(
     assert row["tuned"]["settings"] == settings[0]
 
 
+@pytest.mark.slow
 def test_a_trial_that_diverges_is_left_out(config, tmp_path) -> None:
     said: list[str] = []
     rates = [1e30, 1e-3]
@@ -143,6 +144,7 @@ class StopAtSecondTrial(Watch):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_tuning_is_continued(config, tmp_path, counted) -> None:
     run, tune = config(rounds=1), {RATE: [1e-3, 1e-2]}
     with pytest.raises(KeyboardInterrupt):

@@ -121,7 +121,7 @@ def naive_mean(uploads: Mapping[str, Message]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("spoil", some({narrow, heavy}, BAD), ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", some({narrow}, BAD), ids=lambda spoil: spoil.__name__)
 def test_a_bad_upload_is_refused_by_name_and_the_mean_is_that_of_the_others(
     spoil, config, tmp_path
 ) -> None:
@@ -158,7 +158,7 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("method", some(METHODS[:2], METHODS), ids=lambda method: method["name"])
+@pytest.mark.parametrize("method", some(METHODS[:1], METHODS), ids=lambda method: method["name"])
 def test_a_bad_upload_leaves_nothing_behind_when_its_round_is_opened_again(
     method, config, tmp_path, monkeypatch
 ) -> None:
@@ -189,6 +189,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
     assert_as_local(run, tmp_path, RunFolder(local.path))
 
 
+@pytest.mark.slow
 def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
     config, tmp_path, monkeypatch
 ) -> None:

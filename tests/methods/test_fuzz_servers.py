@@ -22,7 +22,7 @@ from coterie.testing.rounds import close, down, joined, step
 
 ROGUE = "diarist"
 Groups = dict[str, dict[str, Tensor]]
-MOST_PASSED_ON = 12
+MOST_PASSED_ON = 6
 SHAPES: list[Callable[[Tensor], Tensor]] = [
     lambda t: t[:0],
     lambda t: t[:1],
@@ -148,9 +148,9 @@ def each_run(request, values, teachers):
 
 
 def test_a_server_takes_or_refuses_what_clients_say(each_run) -> None:
-    found = fuzz(each_run, seed=0, count=60)
+    found = fuzz(each_run, seed=0, count=40)
     if each_run.method.schema().up:
-        assert found["refused"] > 20, found
+        assert found["refused"] > 12, found
 
 
 @pytest.mark.slow

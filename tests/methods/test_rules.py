@@ -160,6 +160,7 @@ def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunCo
     close(local, 0, {"poet": replace(upload, values={"tokens": 1999})})  # fewer may be
 
 
+@pytest.mark.slow
 def test_all_clients_count_alike_unless_the_run_says_otherwise(
     config: Callable[..., RunConfig], tmp_path
 ) -> None:

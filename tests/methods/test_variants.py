@@ -167,6 +167,7 @@ def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
     assert torch.isfinite(loss)
 
 
+@pytest.mark.slow
 def test_unequal_and_missing_ranks_are_refused_with_a_sentence(config) -> None:
     for name, rank, sentence in (
         ("fedavg", {"poet": 4, "others": 8}, "needs the same rank"),

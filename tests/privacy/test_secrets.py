@@ -97,6 +97,7 @@ def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None
         assert "secrets" not in plain.clients[name].state().values
 
 
+@pytest.mark.slow
 def test_noise_is_of_the_secret_and_not_of_the_run_s_seed(private, monkeypatch) -> None:
     def told(secret: int, run: coterie.RunConfig) -> torch.Tensor:
         monkeypatch.setattr(secrets, "draw", lambda: secret)

@@ -84,7 +84,7 @@ Epsilon = Annotated[
     float | None,
     typer.Option(
         min=0,
-        max=1e6,
+        max=1e9,
         help="Privacy budget of all this client's runs in --out together, for FedAMoLE's mean "
         "embeddings (epsilon; delta is 1e-5). Default: that of the --run file.",
         show_default=False,

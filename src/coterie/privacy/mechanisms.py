@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
-MOST_EPSILON = 1e6
+MOST_EPSILON = 1e9
 """That can be computed with; far less promises nothing any more."""
 
 
