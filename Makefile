@@ -19,9 +19,11 @@ quick: setup  ## under a minute, while you edit: what needs no run, and the cont
 test: setup  ## all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=10
 
-slow: setup  ## the slow tests; those of engines one by one, as they start processes of their own
-	$(BIN)/python -m pytest -n 2 -m slow --durations=10 --ignore=tests/engines
-	$(BIN)/python -m pytest -m slow --durations=10 tests/engines
+STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door door_limits \
+  door_process door_tls intruders leaving remains simulation)
+slow: setup  ## the slow tests; those that start processes of their own one by one
+	$(BIN)/python -m pytest -n 2 -m slow --durations=10 $(STARTING:%=--ignore=%)
+	$(BIN)/python -m pytest -m slow --durations=10 $(STARTING)
 
 lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .
