@@ -157,6 +157,18 @@ def test_a_run_whose_clients_are_all_expelled_says_so(config, tmp_path) -> None:
         server(run, folder, Loop(workers(run, tmp_path), events={3: all_go})).rounds()
 
 
+def test_a_run_begins_without_a_client_that_it_does_not_name(config, tmp_path) -> None:
+    """As with --without at a start: the client is not in the run any more, and may have a key."""
+    run = config(method={"name": "fedavg"}, rounds=2)
+    two = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "poet")})
+    loop = Loop(workers(run, tmp_path))
+    work = server(two, tmp_path / "server", loop)
+    RunFolder(tmp_path / "server").expel("poet")
+    work.rounds()
+    assert steps(loop, "poet") == []
+    assert steps(loop, "whaler") == [0, 1]
+
+
 def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -> None:
     """What it uploaded would be passed on, and every other client would refuse it for good."""
     run = config(method={"name": "pcl-2", "warmup": 1, "every": 1})

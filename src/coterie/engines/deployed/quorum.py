@@ -60,7 +60,7 @@ class Quorum:
     @property
     def open(self) -> bool:
         """Whether there is anybody whom the run is for."""
-        return self.spec.anyone or self.names > self.without
+        return self.spec.anyone or bool(self.names - self.without)
 
     def suffice(self, counted: int, refused: Collection[str], asked_again: set[str]) -> bool:
         """Whether a round counts: with the quorum; or, when those whose uploads were refused have
