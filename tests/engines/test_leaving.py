@@ -345,6 +345,9 @@ def test_a_server_goes_on_without_a_client_whose_key_is_gone(three) -> None:
     three.kill("server")
     three.serve("--resume", "--without", "poet", "--from-round", "1")
     three.programs.pop("poet")
+    three.wait(lambda: three.done() >= 2)
+    three.kill("server")
+    three.serve("--resume", "--without", "poet")  # the same again
     assert set(three.ends().values()) == {0}
     assert three.counted("poet") == [0]
     assert three.counted("whaler") == [0, 1, 2, 3]

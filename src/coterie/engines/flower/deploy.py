@@ -86,7 +86,8 @@ def serve_again(
         )
     config = config.model_copy(update={"deployment": deployment})
     for name in without:
-        known(folder, name)
+        if name not in folder.without():  # else the same command as before
+            known(folder, name)
     with folder.lock():
         if from_round is not None:
             folder.go_back(from_round)
