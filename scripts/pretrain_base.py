@@ -213,9 +213,14 @@ class Training:
         return evaluate(self.base, self.model, tokens, self.recipe.context).perplexity
 
     def export(self, folder: Path) -> None:
-        """The base's files, weights in bf16; training is over then."""
+        """The base's files, weights in bf16; training is over then.
+
+        They take half the space of fp32, in which the base is to be used, as its config says.
+        """
         self.base.model.bfloat16()
         self.model.save_pretrained(folder)
+        self.model.config.dtype = torch.float32
+        self.model.config.save_pretrained(folder)
         self.base.tokenizer.save_pretrained(folder)
 
     def state(self) -> State:

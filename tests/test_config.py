@@ -149,7 +149,7 @@ def test_a_run_without_a_name_is_named_after_its_file(run_file) -> None:
 def test_settings_reach_into_sections_and_methods(run_file) -> None:
     run = load_config(run_file, ["training.batch=7", "method=local", "method.mlp.rank=3", "seed=5"])
     assert (run.training.batch, run.label, run.seed) == (7, "local", 5)
-    assert run.method.described()["mlp"] == {"rank": 3, "sets": 2}
+    assert run.method.described()["mlp"] == {"rank": 3, "placement": "auto", "sets": 2}
     assert load_config(run_file, ["method={mlp: {rank: 2}}"]).label == "comigs-1g1s"
 
 
@@ -189,7 +189,7 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config(Path("who-wrote-this")).method.name == "fedamole"
     taught = load_config(Path("teach-one-another"))
-    assert (taught.method.name, taught.base_of("server")) == ("fedmkt", "tiny-gpt2")
+    assert (taught.method.name, taught.base_of("server").name) == ("fedmkt", "tiny-gpt2")
     (tmp_path / "who-wrote-this").write_text("clients: [{name: a, path: x}]", encoding="utf-8")
     assert load_config(Path("who-wrote-this")).method.name == "comigs-1g1s"  # one's own comes first
     with pytest.raises(CoterieError, match="There is no run file"):
@@ -201,13 +201,17 @@ def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, 
     training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "learning_rates": rates}
     run = config(bases={"poet": "small"}, training=training, server={"base": "large"})
     assert parse(run.as_dict()) == run
-    assert [run.base_of(n) for n in ("poet", "whaler", "server")] == ["small", run.base, "large"]
+    names = [run.base_of(n).name for n in ("poet", "whaler", "server")]
+    assert names == ["small", run.base.name, "large"]
     for name, rate in {"poet": 4e-3, "whaler": 2e-3, "server": 1e-3}.items():
         training = run.training_of(name)
         assert (training.learning_rate, training.learning_rates) == (rate, {})
         assert training.final_learning_rate == pytest.approx(rate / 10)
     pooled = run.model_copy(update={"pooled": True})
-    assert (pooled.base_of("poet"), pooled.training_of("poet").learning_rate) == ("large", 1e-3)
+    assert (pooled.base_of("poet").name, pooled.training_of("poet").learning_rate) == (
+        "large",
+        1e-3,
+    )
     alone = pooled.model_copy(update={"server": None})
     assert alone.base_of("poet") == run.base
     assert config(server={}).base_of("server") == run.base

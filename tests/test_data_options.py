@@ -79,5 +79,7 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
     share = 1 - 12_000 / len(book)
     assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
     assert len(client_data(clean, load_tokenizer("tiny-gpt2"), "poet").train.ids) == size(clean)
-    at_home = Site("poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path, clean.base)
+    at_home = Site(
+        "poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path, clean.base.name
+    )
     assert size(at_home.config(joining(clean.told_to("poet")))) == size(clean)

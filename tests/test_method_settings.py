@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from coterie import CoterieError, RunConfig, load_config
+from coterie.bases.sites import QUERY_VALUE
 from coterie.config import parse
 from coterie.methods.registry import available, method_from
 from coterie.renamed import RENAMED_SETTINGS, has
@@ -110,7 +111,7 @@ def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config
     run = config(method={"name": "comigs-1g1s", "mlp": mlp, "router": router}, baselines=["local"])
     assert run.with_method("comigs-1g1s").method == run.method
     assert run.with_method("comigs-1g1s").baselines == ()
-    whole = {"mlp": {"rank": 4, "generalists": 1, "specialists": 3}}
+    whole = {"mlp": {"rank": 4, "placement": "auto", "generalists": 1, "specialists": 3}}
     phases = {**method_from("comigs-1g1s").described()["router"], "every": 7}
     assert settings(run, "comigs-tr") == {**whole, "router": phases}
     # Joint training of a router has no phases; what it has in common with the other is unchanged.
@@ -126,13 +127,14 @@ def test_a_rank_is_carried_and_counts_of_experts_are_not(config) -> None:
     pooled = run.with_method("centralized")
     assert (pooled.pooled, pooled.method) == (True, run.with_method("local").method)
     sets = config(method={"name": "fedavg", "mlp": {"rank": 4, "sets": 1}})
-    assert settings(sets, "pcl-2")["mlp"] == {"rank": 4, "sets": 1}
-    assert settings(sets, "ffa-lora")["mlp"] == {"rank": 4, "sets": 1}  # its own rank is 16
+    whole = {"rank": 4, "placement": "auto", "sets": 1}
+    assert settings(sets, "pcl-2")["mlp"] == whole
+    assert settings(sets, "ffa-lora")["mlp"] == whole  # its own rank is 16
 
 
 def test_a_rank_means_the_same_in_fedamole_and_in_what_it_is_compared_with(config) -> None:
     run = config(method={"name": "fedamole", "attention": {"rank": 4}, "lora": {"alpha": 32}})
-    attention = {"rank": 4, "targets": "q_proj|v_proj|c_attn"}
+    attention = {"rank": 4, "targets": QUERY_VALUE}
     for name in ("fedit", "fedit-ft", "fdlora", "fedmkt", "local"):
         method = run.with_method(name).method.described()
         assert method["attention"] == attention

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "engines/flower/": {"flower", "simulation"},
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
+    "bases/weights.py": {"quantised"},
     "cli/keys.py": {"flower"},
     "testing/": {"testing"},
 }

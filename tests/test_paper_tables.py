@@ -82,7 +82,11 @@ def test_columns_merge_over_the_common_run_and_settings_over_both(table) -> None
     cell = column.cells["Low rank"]
     assert (cell.training.steps, cell.training.batch, cell.training.precision) == (7, 5, "fp32")
     described = cell.method.described()
-    assert described["mlp"] == {"rank": 2, "sets": 1}  # the row's and the column's
+    assert described["mlp"] == {
+        "rank": 2,
+        "placement": "auto",
+        "sets": 1,
+    }  # the row's and the column's
     assert described["attention"] == {"rank": 1, "targets": None}
     assert cell.name == "low-rank"
 

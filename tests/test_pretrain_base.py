@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer import Typer
@@ -80,7 +81,9 @@ def test_base_is_loaded_by_transformers_and_coterie(
     assert code == 0, output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+    with safe_open(tmp_path / "base" / "model.safetensors", "pt") as file:
+        assert {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118 == {"BF16"}
     assert model.config.model_type == architecture
     assert model.lm_head.weight is model.get_input_embeddings().weight  # pyright: ignore
     assert len(tokenizer) == model.config.vocab_size <= 300

@@ -220,11 +220,12 @@ def test_fedmkts_settings_differ_in_who_takes_part() -> None:
         for column in columns:
             *setting, task = column.spec.name.split()
             names = [f"client-{n + 1}" for n in range(len(bases["".join(setting)]))]
-            rates = {column.run.base_of(n): column.run.training_of(n) for n in [*names, "server"]}
+            base_of = {name: column.run.base_of(name).name for name in [*names, "server"]}
+            rates = {base: column.run.training_of(name) for name, base in base_of.items()}
             large = 2e-5 if task == "ARC-E" else 3e-5
             expected = dict.fromkeys(mixed, 3e-5) | {mixed[0]: 3e-4, llama: large}
             expected["meta-llama/Llama-2-7b-hf"] = large
-            assert [column.run.base_of(name) for name in names] == bases["".join(setting)]
+            assert [base_of[name] for name in names] == bases["".join(setting)]
             assert {base: t.learning_rate for base, t in rates.items()} == {
                 base: expected[base] for base in rates
             }

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from coterie.bases.spec import BaseSpec
 from coterie.config_errors import validated
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugins_of, version_of
@@ -22,9 +23,9 @@ from coterie.sections import METHOD, Sections
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
-NOT_IN_DIGEST = ("name", "baselines", "deployment")
-NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server")
-"""What a client of a deployment learns nothing of: others' names and paths."""
+NOT_IN_DIGEST = ("name", "baselines", "deployment", "device")
+NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
+"""What a client of a deployment learns nothing of: others' names, paths and devices."""
 
 
 class RunConfig(Sections):
@@ -64,7 +65,7 @@ class RunConfig(Sections):
         """Downloads and uploads of the whole run: one a round, unless the method has others."""
         return self.method.exchanges(self.rounds)
 
-    def base_of(self, name: str) -> str:
+    def base_of(self, name: str) -> BaseSpec:
         """The base of a client, or of the `server` where it has a model of its own."""
         name = self._whose(name)
         if name == SERVER and self.server is not None:
@@ -114,7 +115,8 @@ class RunConfig(Sections):
         values = {key: value for key, value in self.as_dict().items() if key not in NOT_TOLD}
         training = self.training_of(client).model_dump(mode="json")
         data = self.data.of(client).model_dump(mode="json") | {"public": None}
-        return {**values, "base": self.base_of(client), "training": training, "data": data}
+        base = self.base_of(client).model_dump()
+        return {**values, "base": base, "training": training, "data": data}
 
     def digest(self) -> str:
         """A hash of everything that can change the result, data files' contents apart."""

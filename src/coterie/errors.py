@@ -1,5 +1,8 @@
 """The errors that a user is meant to read."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 
 class CoterieError(Exception):
     """Something the user can mend: the message is one clear sentence, shown without a traceback."""
@@ -7,3 +10,31 @@ class CoterieError(Exception):
 
 class Diverged(CoterieError):
     """Training came to a loss that is not finite."""
+
+
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""How PyTorch says it on Linux, on Windows, and on some devices."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, or PyTorch on a CPU or a GPU, could have no more memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+@contextmanager
+def enough_memory(what: str, helps: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Raise CoterieError where memory runs out within the block: for `what`, and what helps.
+
+    helps: settings, the best first, of which two are named.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        where = "GPU" if type(error).__name__ == "OutOfMemoryError" else "machine"
+        raise CoterieError(
+            f"The {where} has too little memory for {what}; set {' or '.join(helps()[:2])}."
+        ) from error

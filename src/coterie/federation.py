@@ -192,7 +192,7 @@ def served(config: RunConfig) -> Participant | None:
     if config.server is None:
         return None
     precision, window = config.training.precision, config.data.window
-    base = load_base(config.base_of(SERVER), precision, window, config.root)
+    base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
     tokenizers = {SERVER: base.tokenizer}
     own = _server(config, base.tokenizer, _public(config, tokenizers, None)[SERVER], None)
     return replace(own, base=base)

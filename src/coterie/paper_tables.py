@@ -168,7 +168,7 @@ def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
 
 def _precision(run: RunConfig) -> tuple[object, ...]:
     """Which bases may be shared: those loaded alike."""
-    return run.training.precision, run.data.window, run.root
+    return run.training.precision, run.data.window, run.root, run.device
 
 
 def _empty(

@@ -228,7 +228,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
     target = values
     for parent in parents:
         inner = target.get(parent)
-        if parent in ("method", "optimiser") and isinstance(inner, str):
+        if parent in ("method", "optimiser", "base") and isinstance(inner, str):
             inner = {"name": inner}  # what is given by its name alone has settings too
         elif inner is not None and not isinstance(inner, Mapping):
             raise CoterieError(f"{parent!r} is not a mapping; set it as a whole.")

@@ -3,12 +3,14 @@
 Read without torch, so that a wrong key is told at once.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coterie.aggregation.spec import AggregationSpec
+from coterie.bases.spec import BaseSpec
 from coterie.data.spec import ClientSpec, DataSpec, DivideSpec
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
@@ -58,10 +60,10 @@ class ServerSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base: str | None = Field(
+    base: BaseSpec | None = Field(
         default=None,
         description="base of the server's own model, which any `server` section creates, even "
-        "`{}`; default: the run's base",
+        "`{}`: a name, or a mapping as `base`; default: the run's base",
     )
     test: str | None = Field(
         default=None,
@@ -84,13 +86,20 @@ class Sections(BaseModel):
     threads: int | None = Field(
         default=None, ge=1, description="number of CPU threads; default: all"
     )
-    base: str = Field(
-        default="tiny-gpt2",
-        description="base model: a built-in base, a local folder, or a name on the Hugging Face"
-        " hub",
+    device: str | tuple[str, ...] = Field(
+        default="auto",
+        description="where bases are computed: auto (a GPU if there is one, else the CPU), cpu, "
+        "cuda, cuda:N, mps, or a list of GPUs to spread layers over, such as [cuda:0, cuda:1]; "
+        "each client of a deployment decides for itself",
     )
-    bases: dict[str, str] = Field(
-        default={}, description="bases by client name, for clients whose base is not `base`"
+    base: BaseSpec = Field(
+        default=BaseSpec(name="tiny-gpt2"),
+        description="base model, by its name or as a mapping of the keys below",
+    )
+    bases: dict[str, BaseSpec] = Field(
+        default={},
+        description="bases by client name, for clients whose base is not `base`: names, or "
+        "mappings as `base`",
     )
     server: ServerSpec | None = None
     method: Any = Field(
@@ -161,6 +170,21 @@ class Sections(BaseModel):
             check_name("local" if name == POOLED else name)
         return names
 
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(device, str):
+            right = re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", device)
+        else:
+            gpus = {name for name in device if re.fullmatch(r"cuda:[0-9]{1,3}", name)}
+            right = len(device) == len(gpus) > 1
+        if not right:
+            raise ValueError(
+                "give auto, cpu, cuda, cuda:N, mps, or a list of several GPUs, such as "
+                "[cuda:0, cuda:1]"
+            )
+        return device
+
     @field_validator("data_root")
     @classmethod
     def _absolute(cls, folder: str) -> str:
@@ -182,6 +206,18 @@ class Sections(BaseModel):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"the client name {name!r} is used twice in `clients`")
+        return self
+
+    @model_validator(mode="after")
+    def _formats_agree(self) -> Self:
+        own = () if self.server is None or self.server.base is None else (self.server.base,)
+        if self.training.precision == "fp32" and any(
+            base.weights == "bf16" for base in (self.base, *self.bases.values(), *own)
+        ):
+            raise ValueError(
+                "training.precision is fp32, but a base's weights are to be in bf16; remove one of "
+                "the two"
+            )
         return self
 
     @model_validator(mode="after")

@@ -165,5 +165,5 @@ def test_an_unknown_model_is_refused_by_name() -> None:
     config = BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
     )
-    with pytest.raises(CoterieError, match="BertForMaskedLM has no supported MLP"):
+    with pytest.raises(CoterieError, match="BertForMaskedLM has no MLP or other block"):
         adapter_of(BertForMaskedLM(config))

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
     BloomConfig,
     GPTNeoXConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from coterie.adapters import Adapter, Layout
@@ -62,10 +63,10 @@ def test_pairs_add_a_low_rank_product_to_the_weights(config: PreTrainedConfig) -
 
 
 def test_unknown_architectures_are_named() -> None:
-    bert = BertForMaskedLM(
-        BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-    )
-    with pytest.raises(CoterieError, match="BertForMaskedLM has no supported attention"):
-        Adapter(bert, PAIRS, 0, "ada", lambda part: False)
-    with pytest.raises(CoterieError, match="BloomForCausalLM has no supported MLP"):
-        Adapter(base_of(CONFIGS["bloom"]), Layout(), 0, "ada", lambda part: False)
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2))
+    for layer in rwkv.rwkv.blocks:
+        layer.attention = nn.Identity()
+    with pytest.raises(CoterieError, match="RwkvForCausalLM has no supported attention"):
+        Adapter(rwkv, PAIRS, 0, "ada", lambda part: False)
+    with pytest.raises(CoterieError, match="RwkvForCausalLM has no MLP that experts"):
+        Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda part: False)

@@ -255,3 +255,23 @@ def test_padding_is_in_no_figure_of_the_routing(
     assert all(torch.equal(first_experts(base)[path], chosen) for path, chosen in first.items())
     base(ids[:1])  # without the mask the padding would count
     assert not all(torch.allclose(adapter.routing()[path], expected[path]) for path in first)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_of_the_wide_part_only_the_frozen_products_are_kept(
+    base: PreTrainedModel, ids: Tensor, layout: Layout
+) -> None:
+    """Whatever the number of experts: a long window's activations are mostly these."""
+    adapter = filled(base, layout)
+    adapter.attach(base)
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    mlp = next(module for module in base.modules() if isinstance(module, Mixture))
+    x = torch.randn(ids.numel(), 12, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        mlp(x)
+    assert shapes.count((ids.numel(), 20)) == len(mlp.shape.up)

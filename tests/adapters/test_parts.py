@@ -191,7 +191,9 @@ def test_what_is_not_known_is_called_by_its_own_name() -> None:
     assert place_of("lone") == "lone"
     assert place_of("gpt_neox.layers.0.attention.dense") == "attention.out"
     assert place_of("transformer.h.0.self_attention.dense") == "attention.out"
-    assert place_of("gpt_neox.layers.0.mlp.dense_h_to_4h") == "dense_h_to_4h"
+    assert place_of("gpt_neox.layers.0.mlp.dense_h_to_4h") == "mlp.up"
+    assert place_of("gpt_neox.layers.0.mlp") == "mlp"
+    assert place_of("model.layers.0.linear_attn.in_proj_qkv") == "mixer.in"
 
 
 def test_first_values_ask_whether_a_part_is_common() -> None:

@@ -2,10 +2,15 @@
 
 import io
 import json
+from typing import Any
 
+import httpx2
 import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from coterie.bases import EMBEDDED, load_base, load_skeleton, load_tokenizer
+from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton, load_tokenizer
 from coterie.errors import CoterieError
 
 
@@ -89,3 +94,51 @@ def test_weights_as_a_pickle_are_not_read(tmp_path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     with pytest.raises(CoterieError, match="could not be loaded"):
         load_base(str(tmp_path), "fp32", 64)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["text alone", "with pictures"])
+def test_a_window_is_at_most_the_base_s_context(nested, tmp_path) -> None:
+    """Of a base that reads pictures, too, the context is that of its text model."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 8192}
+    text["max_position_embeddings"] = 40
+    config = AutoConfig.for_model("gemma3_text", **text)
+    if nested:
+        vision = {**sizes, "image_size": 32, "patch_size": 16}
+        config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    load_tokenizer("tiny-gpt2").save_pretrained(tmp_path)
+    load_base(str(tmp_path), "fp32", 40)
+    with pytest.raises(CoterieError, match=r"window is 41 tokens, but .* reads at most 40"):
+        load_base(str(tmp_path), "fp32", 41)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [(None, "set base.weights: nf4 or `base` to a"), ("nf4", "tiny-gpt2 in nf4; set `base` to a")],
+)
+def test_too_little_memory_for_a_base_is_said_in_a_sentence(weights, said, monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        torch.empty(2**46)
+
+    monkeypatch.setattr("coterie.bases.loading.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(CoterieError) as refused:
+        load_base(BaseSpec(name="tiny-gpt2", weights=weights), "bf16", 64)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("The machine has too little memory for the base tiny-gpt2")
+
+
+def test_a_gated_base_is_said_to_be_gated(monkeypatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        answer = httpx2.Response(403, request=httpx2.Request("GET", "https://hub"))
+        try:
+            raise GatedRepoError("Access to model x is restricted.", response=answer)
+        except GatedRepoError as error:
+            raise OSError("You are trying to access a gated repo.") from error
+
+    monkeypatch.setattr("coterie.bases.loading._find", lambda *_: None)
+    monkeypatch.setattr("coterie.bases.loading.AutoTokenizer.from_pretrained", refused)
+    with pytest.raises(CoterieError, match=r"'some/base' is gated: accept its licence"):
+        load_tokenizer("some/base")

@@ -98,9 +98,10 @@ def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_c
     said = coterie_command("run", run_file, "--out", tmp_path / "out", "--set", "rounds=2")
     assert (said.code, said.err) == (0, "")
     lines = said.out.splitlines()
-    assert lines[0] == "comigs-1g1s: 2 rounds, 3 clients"
-    assert lines[1].startswith("comigs-1g1s: round 1/2  loss ")
-    assert "test perplexity" in lines[2]
+    assert lines[0] == "comigs-1g1s: experts inside GPT2MLP (c_fc, c_proj) in all 2 layers"
+    assert lines[2] == "comigs-1g1s: 2 rounds, 3 clients"
+    assert lines[3].startswith("comigs-1g1s: round 1/2  loss ")
+    assert "test perplexity" in lines[4]
     assert lines[-1] == f'  coterie generate {tmp_path / "out"} --client diarist --prompt "..."'
     result = RunFolder(tmp_path / "out").result
     assert result is not None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
+from coterie.bases import BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.texts import client_texts
@@ -128,7 +128,7 @@ def test_methods_are_told_of_bases_and_of_the_server(with_server, other) -> None
 
     run = with_server().model_copy(update={"method": Curious()})
     Session(run).check(run)
-    bases = {"diarist": run.base, "poet": other, "whaler": run.base}
+    bases = {"diarist": run.base, "poet": BaseSpec(name=other), "whaler": run.base}
     assert seen == [Setting(NAMES, True, bases, server=True, instructions=False, optimiser="adamw")]
 
 
@@ -320,7 +320,7 @@ def test_a_deployment_gives_the_same_bits_and_tells_nobody_of_others(
             told = json.dumps(order.config)
             assert not [n for n in NAMES if n in told]
             assert (other in told) == (name == "poet")
-            assert (run.base in told) == (name != "poet")
+            assert (run.base.name in told) == (name != "poet")
             assert order.config["training"]["learning_rates"] == {}
             assert order.config["training"]["learning_rate"] == (0.001 if name == "poet" else 0.002)
     assert RunFolder(folder(run, tmp_path, "poet").path).result

@@ -59,7 +59,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     schema = Schema(
         (Field("size", "how much there is", "json"),), (Field("a*", "the averaged part"),)
     )
-    part = SimpleNamespace(schema=schema)
+    part = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
     run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=2), part=part)
     with ClientBoard(console) as board:
         board("warning", "Data: texts repeated in their split: 3")
@@ -73,6 +73,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("away", "example.org:9092 is unreachable")
     text = shown(console)
     assert text.startswith("Data: texts repeated")
+    assert "  trained here: experts inside A in all 2 layers\n  trained here: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text

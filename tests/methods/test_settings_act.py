@@ -58,6 +58,7 @@ EXCHANGES: Given = {"warmup": 1, "every": 1}
 ROWS: dict[str, Row] = {
     "mlp": to(None),
     "mlp.rank": to(3),
+    "mlp.placement": to("beside"),
     "mlp.sets": to(3),
     "mlp.generalists": to(3),
     "mlp.specialists": to(3),

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from coterie import CoterieError, RunConfig
+from coterie.bases.sites import QUERY_VALUE
 from coterie.config import parse
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
@@ -62,7 +63,7 @@ def test_parts_are_explained_with_the_methods_own_defaults() -> None:
     tables = {n: {row[0]: row[1:] for row in method_table(n).rows} for n in available()}
     for name, rank, sets in (("fedavg", "8", "2"), ("hetlora", "16", "1"), ("ffa-lora", "16", "1")):
         assert (tables[name]["mlp.rank"][0], tables[name]["mlp.sets"][0]) == (rank, sets)
-    assert tables["fedit"]["attention.targets"][0] == "q_proj|v_proj|c_attn"
+    assert tables["fedit"]["attention.targets"][0] == QUERY_VALUE
     assert tables["fedavg"]["attention.targets"][0] == ""
     assert (tables["fedit"]["lora.scale"][0], tables["fedavg"]["lora.scale"][0]) == ("rank", "sqrt")
     assert "router.every" in tables["comigs-2g"]
@@ -84,7 +85,7 @@ def test_it_is_said_what_can_be_left_out_and_what_can_differ_by_client() -> None
             optional = type(None) in get_args(method.model_fields[part].annotation)
             assert rows[part].endswith("; null: none") is optional
         counts = [key for key, text in rows.items() if text.endswith("{CLIENT: N, others: N}")]
-        assert counts == [key for key in rows if key.startswith("mlp.")]
+        assert counts == [key for key in rows if key.startswith("mlp.") and key != "mlp.placement"]
 
 
 def test_an_unknown_method_and_the_pooled_one() -> None:

@@ -88,7 +88,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     method: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}}
     make = partial(config, method=method, rounds=2, clients=POET)
-    assert {key.partition(",")[0] for key in CHANGES} == TrainingSpec.model_fields.keys()
+    known = {key.partition(",")[0] for key in CHANGES} | {"checkpointing"}  # memory alone
+    assert known == TrainingSpec.model_fields.keys()
     plain = trained(make(training=BASICS))
     explicit: dict[str, Any] = {
         "schedule": "cosine",
@@ -96,7 +97,7 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
         "restart": False,
         "base_dropout": 0,
     }
-    explicit |= {"sampling": "replacement", "micro_batch": 4}
+    explicit |= {"sampling": "replacement", "micro_batch": 4, "checkpointing": True}
     assert same(trained(make(training={**BASICS, **explicit})), plain)
     no_dropout = make(training=BASICS, method={**method, "lora": {"dropout": 0}})
     assert same(trained(no_dropout), plain)
@@ -204,7 +205,7 @@ def test_an_epoch_holds_every_window_once(batch: int, count: int) -> None:
 def knobs(config) -> coterie.RunConfig:
     """Everything that draws, at once."""
     training = {**BASICS, "batch": 3, "micro_batch": 2, "sampling": "epochs", "base_dropout": 0.1}
-    training |= {"schedule": "one-cycle", "warmup": 0.4, "restart": True}
+    training |= {"schedule": "one-cycle", "warmup": 0.4, "restart": True, "checkpointing": True}
     method = {"name": "comigs-1g1s", "lora": {"dropout": 0.2}, "router": {"every": 2, "steps": 2}}
     clients = [{"name": name, "path": f"{name}.txt"} for name in ("diarist", "poet")]
     limits = {"train": 600, "validation": 100, "test": 34}

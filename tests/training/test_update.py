@@ -219,6 +219,34 @@ def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: floa
     assert one.state().encode() == state
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "quantised", "helps"),
+    [
+        (None, False, "training.micro_batch: 32 or training.checkpointing: true"),
+        (2, True, "training.micro_batch: 1 or training.checkpointing: true"),
+        (1, False, "training.checkpointing: true or base.weights: nf4"),
+        (1, True, "training.checkpointing: true or data.window to less than 16"),
+    ],
+)
+def test_too_little_memory_is_a_sentence_and_changes_nothing(
+    micro_batch: int | None, quantised: bool, helps: str
+) -> None:
+    weights = Weights()
+    one = updater(weights, micro_batch=micro_batch)
+    config = SimpleNamespace(**({"quantization_config": {}} if quantised else {}))
+    one.context.window = 16  # pyright: ignore
+    one.context.base.model = SimpleNamespace(config=config)  # pyright: ignore
+
+    def full() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    pieces = [Piece(lambda: loss_of(weights.all, 2), 1), Piece(full, 1)]
+    with pytest.raises(CoterieError) as error:
+        one.update(pieces, 0.1, where="at step 3")
+    assert str(error.value) == f"The GPU has too little memory for a training step; set {helps}."
+    assert all(parameter.grad is None for parameter in weights.all.values())
+
+
 def test_pieces_weigh_by_their_tokens_and_the_penalty_counts_once() -> None:
     """One step of plain descent at rate 1 moves by the gradient itself."""
 
@@ -250,3 +278,20 @@ def test_a_later_piece_that_is_not_finite_changes_nothing_either() -> None:
         one.update(bad, 0.1, where="at step 1")
     assert_same(weights.values(), before)
     assert all(p.grad is None for p in weights.all.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_go_where_their_parameters_are(kind: str) -> None:
+    """The meta device stands for a GPU; what is loaded is on the CPU."""
+    spec = OptimiserSpec.model_validate(KINDS[kind])
+    weights, there = Weights(), Weights()
+    one = updater(weights, optimiser=spec)
+    work(one, weights, range(2))
+    there.all = {n: nn.Parameter(torch.empty(4, 3, device="meta")) for n in weights.all}
+    other = updater(there, optimiser=spec)
+    other.restore(one.state())
+    states = [other.optimiser.state[parameter] for parameter in there.all.values()]
+    assert [len(s) for s in states] == [len(one.optimiser.state[p]) for p in weights.all.values()]
+    for state in states:
+        wrong = {k for k, t in state.items() if t.device.type != ("cpu" if k == "step" else "meta")}
+        assert not wrong

@@ -9,8 +9,10 @@ from coterie.adapters.amole import (
 )
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear, LoraPair
-from coterie.adapters.mixture import Balance, Mixture
+from coterie.adapters.merging import merge, mergeable
+from coterie.adapters.mixture import Mixture
 from coterie.adapters.part import Part, initialise, pairs_of
+from coterie.adapters.routed import Balance
 
 __all__ = [
     "Adapter",
@@ -30,5 +32,7 @@ __all__ = [
     "detach",
     "first_experts",
     "initialise",
+    "merge",
+    "mergeable",
     "pairs_of",
 ]

@@ -1,17 +1,23 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
+from coterie.adapters.beside import Beside
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraLinear
-from coterie.adapters.mixture import Balance, Mixture
+from coterie.adapters.mixture import Mixture, Passed
 from coterie.adapters.part import Part, initialise
-from coterie.bases.sites import StandIn, chosen_linears, mlp_shape, walk
+from coterie.adapters.routed import Balance, Routed
+from coterie.bases.sites import StandIn, chosen_linears, decoder_of, expert_sites, layers, width
 from coterie.errors import CoterieError
 
 
@@ -46,15 +52,15 @@ class Adapter:
     one swaps modules of the base, not values. The base's own parameters are never trained.
 
     Args:
-        base: a causal language model (GPT-2 or Llama family); on the meta device, the adapter
-            learns names and shapes from it and is made on the CPU.
+        base: a causal language model; on the meta device, the adapter learns names and shapes from
+            it and is made on the CPU.
         layout: which experts, which ranks, routed or averaged.
         seed: the run's seed.
         client: the client's name, from which its personal parameters are drawn.
         common: whether a part's first values are the same for all clients.
 
     Raises:
-        CoterieError: the base has no MLP of a known kind.
+        CoterieError: the base has nothing that the layout's adapters could stand on.
     """
 
     def __init__(
@@ -111,7 +117,12 @@ class Adapter:
             pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put this adapter into a base, in place of any other, and return it; it is frozen."""
+        """Put this adapter into a base, in place of any other, and return it; it is frozen.
+
+        Raises CoterieError if an adapter of this layout, before training, changes what the base
+        computes; it is tried once for each base.
+        """
+        check_unchanged(base, self.layout)
         attach(base, self._stand_ins)
         return base
 
@@ -135,11 +146,11 @@ class Adapter:
         """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
         return {path: mixture.routing() for path, mixture in self._routed().items()}
 
-    def _routed(self) -> dict[str, Mixture]:
+    def _routed(self) -> dict[str, Routed]:
         return {
             path: module
             for path, module in self._stand_ins.items()
-            if isinstance(module, Mixture) and module.router is not None
+            if isinstance(module, Routed) and module.router is not None
         }
 
 
@@ -148,7 +159,7 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
 
     model: a base with an adapter attached. Raises CoterieError before its first forward pass.
     """
-    found = ((path, m) for path, m in model.named_modules() if isinstance(m, Mixture))
+    found = ((path, m) for path, m in model.named_modules() if isinstance(m, Routed))
     return {path: m.first_experts() for path, m in found if m.router is not None}
 
 
@@ -156,7 +167,8 @@ def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
     """Put stand-ins where they belong, by path, in place of any other adapter; freeze the base."""
     detach(base)
     base.requires_grad_(False)
-    for path, module in stand_ins.items():
+    # A block's own layers first: afterwards they cannot be reached by their paths.
+    for path, module in sorted(stand_ins.items(), key=lambda item: -item[0].count(".")):
         module.base = base.get_submodule(path)
         base.set_submodule(path, module)
 
@@ -164,23 +176,149 @@ def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
 def detach(base: nn.Module) -> None:
     """Take whichever adapter is attached out of a base."""
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
-    for path, module in stand_ins:
+    for path, module in reversed(stand_ins):
         base.set_submodule(path, module.base)
 
 
-def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Mixture | LoraLinear]:
-    """By path; those of the same layer together."""
-    found: dict[str, Mixture | LoraLinear] = {}
-    for path, module in walk(base):
-        if layout.experts and (shape := mlp_shape(module)):
-            found[path] = Mixture(module, shape, layout)
-    if layout.experts and not found:
+_tried: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
+"""For each base, the layouts that were found not to change it."""
+TOKENS = 8
+"""How many tokens a base reads to be compared with itself."""
+INSTEAD = "Try `placement: beside` in the method's mlp, or other attention.targets."
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.03}
+"""How far MLPs' outputs and hidden states may be from the base's, relative to their norm, by the
+coarsest dtype."""
+
+
+@torch.no_grad()
+def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
+    """Raise CoterieError if adapters whose every B is zero change what a base computes.
+
+    Then the base's MLPs or attention do more than their layers' names tell. MLPs are compared one
+    by one, as the residual stream would hide what they do.
+    """
+    layout = Layout(
+        generalists=min(layout.experts, 1),
+        specialists=0,
+        rank=1,
+        attention_rank=min(layout.attention_rank, 1),
+        targets=layout.targets,
+        placement=layout.placement,
+    )
+    tried = _tried.setdefault(base, set())
+    weight = base.get_input_embeddings().weight
+    if layout in tried or weight.is_meta or isinstance(weight.data, FakeTensor):
+        return  # where there are no weights, there is nothing to compare
+    detach(base)
+    stand_ins = _stand_ins(base, layout)
+    mlps = [p for p, m in stand_ins.items() if isinstance(m, Mixture) and m.home(p) == p]
+    with _recorded(base, mlps) as seen:
+        dtype, want = _hidden_states(base)
+    attach(base, stand_ins)
+    try:
+        _, got = _hidden_states(base)
+        errors = [_distance(got, want)]
+        with _working(base):
+            for path, (inputs, output) in seen.items():
+                rest = inputs[1] if len(inputs) > 1 else 0  # a residual that the MLP adds
+                got = base.get_submodule(path)(*inputs) - rest
+                errors.append(_distance(got, output - rest))
+    except (AttributeError, TypeError) as error:
         raise CoterieError(
-            f"{type(base).__name__} has no supported MLP; experts need a GPT-2 or "
-            "Llama-family base."
+            f"{type(base).__name__} cannot run with an adapter ({error}), so its architecture is "
+            f"not supported. {INSTEAD}"
+        ) from error
+    finally:
+        detach(base)
+    if not max(errors) <= ROUNDING[dtype]:
+        raise CoterieError(
+            f"{type(base).__name__} computes something else with an untrained adapter than without "
+            f"(values differ by {max(errors):.1%}), so its architecture is not supported. {INSTEAD}"
         )
+    tried.add(layout)
+
+
+def _distance(got: Tensor, want: Tensor) -> float:
+    """Relative to what is wanted."""
+    got, want = got.cpu().double(), want.cpu().double()  # some devices have no float64
+    return ((got - want).norm() / want.norm()).item()
+
+
+@contextmanager
+def _recorded(
+    base: nn.Module, paths: Sequence[str]
+) -> Iterator[dict[str, tuple[tuple[Tensor, ...], Tensor]]]:
+    """What modules were given and gave in forward passes inside, by path."""
+    seen: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
+
+    def record(path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon adds to it in place
+
+    modules = {path: base.get_submodule(path) for path in paths}
+    handles = [m.register_forward_hook(partial(record, path)) for path, m in modules.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _working(base: PreTrainedModel) -> torch.autocast:
+    """The context in which a base runs whose weights are in several dtypes."""
+    floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
+    mixed = torch.bfloat16 in floats and len(floats) > 1
+    return torch.autocast(base.device.type, torch.bfloat16, enabled=mixed)
+
+
+def _hidden_states(base: PreTrainedModel) -> tuple[torch.dtype, Tensor]:
+    """The coarsest dtype of a base's products, and its hidden states (tokens, dim) for some
+    tokens."""
+    embedding = base.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    ids = torch.linspace(0, embedding.num_embeddings - 1, TOKENS, device=embedding.weight.device)
+    floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
+    with _working(base):
+        hidden = decoder_of(base)(input_ids=ids.long()[None], use_cache=False)
+    coarsest = next(d for d in (torch.bfloat16, torch.float32, torch.float64) if d in floats)
+    return coarsest, hidden.last_hidden_state
+
+
+def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Routed | Passed | LoraLinear]:
+    """By path; those of the same layer together."""
+    found: dict[str, Routed | Passed | LoraLinear] = {}
+    inside: set[str] = set()
+    if layout.experts:
+        found, inside = _experts(base, layout)
     if layout.attention_rank:
         for path, linear in chosen_linears(base, layout.targets).items():
-            if path.rpartition(".")[0] not in found:  # a mixture's own layers have its experts
+            if path not in inside:  # a mixture's own layers have its experts
                 found[path] = LoraLinear(linear, layout)
     return found
+
+
+def _experts(
+    base: nn.Module, layout: Layout
+) -> tuple[dict[str, Routed | Passed | LoraLinear], set[str]]:
+    """Stand-ins with the experts, by path, and the paths of all linear layers of their MLPs."""
+    found: dict[str, Routed | Passed | LoraLinear] = {}
+    inside: set[str] = set()
+    own = layers(base)
+    for path, (module, shape) in expert_sites(base).items():
+        if shape is None or layout.placement == "beside":
+            if layout.placement != "inside":
+                found[path] = Beside(module, width(base), layout)
+            continue
+        inside |= {f"{path}.{name}" for name in shape.linears}
+        ahead = None
+        if path in own:  # the MLP is no module of its own
+            ahead = {name: Passed(module) for name in (*shape.up, shape.act)}
+            found |= {f"{path}.{name}": passed for name, passed in ahead.items()}
+        at = path if ahead is None else f"{path}.{shape.down}"
+        found[at] = Mixture(module, shape, layout, ahead)
+    if not found:
+        where = "MLP" if layout.placement == "inside" else "MLP or other block in its layers"
+        raise CoterieError(
+            f"{type(base).__name__} has no {where} that experts could stand on; set `mlp` of the "
+            "method to null to train LoRA on attention alone."
+        )
+    return found, inside

@@ -13,20 +13,20 @@ embeddings come from one product, and all experts' outputs from another.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters.adapter import attach, detach
+from coterie.adapters.adapter import attach, check_unchanged, detach
 from coterie.adapters.dropout import dropout, drops
-from coterie.adapters.layout import Role
+from coterie.adapters.layout import Layout, Role
 from coterie.adapters.lora import LoraPair
-from coterie.adapters.padding import real_mask
+from coterie.adapters.padding import kept, only_real, real_mask
 from coterie.adapters.part import Part, initialise
-from coterie.bases.sites import StandIn, chosen_linears, working_dtype
+from coterie.bases.sites import QUERY_VALUE, StandIn, chosen_linears, working_dtype
 from coterie.errors import CoterieError
 
 
@@ -40,9 +40,9 @@ class AmoleLayout:
     alpha: float = 16.0
     top_k: int = 2
     """How many domain experts work on a token; all of them where fewer are held."""
-    targets: str | None = r"q_proj|v_proj|c_attn"
-    """Regular expression for the last part of a linear layer's path, as a whole; None: all of
-    attention's."""
+    targets: str | None = QUERY_VALUE
+    """Regular expression for the last part of a linear layer's path, as a whole, or for what it
+    does; None: all of attention's."""
     shared: bool = True
     """Whether an expert that every client holds works on every token."""
     router: Literal["token", "vanilla"] = "token"
@@ -68,43 +68,41 @@ class AmoleLayout:
 
 
 class _Routing(NamedTuple):
-    """How the last forward pass chose."""
+    """How the last forward pass chose for its real tokens."""
 
     p: Tensor
     """Softmax scores, (tokens, n); with a gradient only where the load-balance loss has one."""
     works: Tensor
     """1 for the experts that work on a token, else 0: (tokens, n)."""
-    real: Tensor | None
-    """(tokens, 1) bool, False for padding; None where there is none."""
-
-    def mean(self, rows: Tensor) -> Tensor:
-        """Mean of rows (tokens, n) over real tokens: (n,)."""
-        if self.real is None:
-            return rows.mean(0)
-        return rows.where(self.real, 0).sum(0) / self.real.sum()
 
 
 class AmoleLinear(StandIn):
     """A linear layer with a shared expert and n domain experts, stacked.
 
     A: (n, r, in) and B: (n, out, r) are those of the experts in `held`, in this order; router is
-    the token projection (r, in) or the gate (experts, in).
+    the token projection (r, in) or the gate (experts, in), whose `rows` (n,) are theirs.
     """
+
+    rows: Tensor
 
     def __init__(self, base: nn.Module, layout: AmoleLayout, held: Sequence[int]) -> None:
         super().__init__(base)
         self.layout, self.held = layout, tuple(held)
-        pair = LoraPair(base, layout.rank)
+        pair = LoraPair.of(base, layout.rank)
         A, B, n = pair.A.data, pair.B.data, len(self.held)
         self.shared = pair if layout.shared else None
         self.A = nn.Parameter(A.new_zeros(n, *A.shape))
         self.B = nn.Parameter(B.new_zeros(n, *B.shape))
         rows = layout.rank if layout.router == "token" else layout.experts
         self.router = nn.Parameter(A.new_zeros(rows, A.shape[1]))
-        self._rows = torch.tensor(self.held, dtype=torch.long, device=A.device)
+        self.register_buffer("rows", torch.tensor(self.held, device=A.device, dtype=torch.long))
         self._last: _Routing | None = None
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
         """Where `AmoleAdapter.recording` wants them: each forward pass's sums and counts."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: not the last forward pass, whose graph cannot be copied."""
+        return {**self.__dict__, "_last": None}
 
     def stacks(self, path: str) -> Iterator[tuple[str, Role, nn.Parameter]]:
         """Name, role and parameter of all that is trained, the domain experts in one."""
@@ -151,7 +149,7 @@ class AmoleLinear(StandIn):
         (tokens, 0) without a shared expert; and the domain experts' embeddings: (tokens, n, r).
         """
         token = self.layout.router == "token"
-        router = self.router if token else self.router.index_select(0, self._rows)
+        router = self.router if token else self.router.index_select(0, self.rows)
         As = [] if self.shared is None else [self.shared.A]
         widths = [len(router), sum(map(len, As)), len(self.held) * self.layout.rank]
         if drops(rate := self.layout.dropout):  # each expert has a mask of its own
@@ -175,10 +173,10 @@ class AmoleLinear(StandIn):
         if len(self.held) > self.layout.top_k:
             chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
             works = torch.zeros_like(p).scatter(1, chosen, 1)
-        mask = real_mask()
-        real = None if mask is None else mask.reshape(-1, 1)
+        before = self._last or (None, None)
         # A graph is kept alive only where the load-balance loss has a gradient.
-        self._last = _Routing(p if self.balances else p.detach(), works, real)
+        seen = only_real(p if self.balances else p.detach())
+        self._last = _Routing(kept(before[0], seen), kept(before[1], only_real(works)))
         return self._weights(p, works)
 
     def _weights(self, p: Tensor, works: Tensor) -> Tensor:
@@ -200,15 +198,15 @@ class AmoleLinear(StandIn):
         """
         last = self._last_routing()
         if self.layout.load == "top_k":
-            f = last.mean(last.works) / self.layout.top_k
+            f = last.works.mean(0) / self.layout.top_k
         else:
-            f = last.mean(F.one_hot(last.p.argmax(-1), len(self.held)).to(last.p.dtype))
-        return len(self.held) * (f * last.mean(last.p)).sum()
+            f = F.one_hot(last.p.argmax(-1), len(self.held)).to(last.p.dtype).mean(0)
+        return len(self.held) * (f * last.p.mean(0)).sum()
 
     def routing(self) -> Tensor:
         """Mean weight of each expert held over the last forward pass's real tokens: (n,)."""
         last = self._last_routing()
-        return last.mean(self._weights(last.p.detach(), last.works))
+        return self._weights(last.p.detach(), last.works).mean(0)
 
     def _last_routing(self) -> _Routing:
         if self._last is None:
@@ -219,7 +217,7 @@ class AmoleLinear(StandIn):
 def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Over each sample's real tokens, the sum of embeddings (batch * time, n + 1, r) to
     (batch, n + 1, r), and how many these are: (batch,); x: (batch, time, in)."""
-    mask = real_mask()
+    mask = real_mask(x.device)
     if mask is None:
         mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
     exact = embeddings if embeddings.dtype == torch.float64 else embeddings.float()
@@ -228,7 +226,7 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Recording:
-    """What forward passes saw, sample by sample in their order; the caller divides."""
+    """What forward passes saw, sample by sample as they were read; the caller divides."""
 
     def __init__(self, passes: Mapping[str, list[tuple[Tensor, Tensor]]]) -> None:
         self._passes = passes
@@ -298,6 +296,7 @@ class AmoleAdapter:
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other, and return it; it is frozen."""
+        check_unchanged(base, Layout(0, 0, attention_rank=1, targets=self.layout.targets))
         attach(base, self._stand_ins)
         return base
 

@@ -5,7 +5,7 @@ nothing down to their linear layers. Where none is set (evaluation) nothing is d
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -24,6 +24,14 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
         _chance.reset(before)
 
 
+def repeating_masks() -> AbstractContextManager[None]:
+    """Forward passes inside draw the masks that one here and now would draw."""
+    now = _chance.get()
+    if now is None:
+        return nullcontext()
+    return drawing_masks(now.clone_state())
+
+
 def drops(rate: float) -> bool:
     """Whether this rate of dropout acts now."""
     return rate > 0 and _chance.get() is not None
@@ -31,8 +39,10 @@ def drops(rate: float) -> bool:
 
 def mask_like(x: Tensor, rate: float) -> Tensor:
     """A mask of x's shape and dtype: 0 with the probability `rate`, else 1 / (1 - rate)."""
-    kept = torch.empty_like(x).bernoulli_(1 - rate, generator=_chance.get())
-    return kept.div_(1 - rate)
+    chance = _chance.get()
+    assert chance is not None, "nothing drops out"
+    kept = torch.empty_like(x, device=chance.device).bernoulli_(1 - rate, generator=chance)
+    return kept.div_(1 - rate).to(x.device)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:

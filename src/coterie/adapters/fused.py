@@ -1,7 +1,7 @@
 """The wide part of a mixture, between the MLP's frozen products, with its gradient by hand.
 
 Automatic differentiation would keep every intermediate of every expert; here only the frozen
-products and the experts' activations are kept, and the rest is recomputed by rank-r products.
+products are kept, whatever the number of experts, and the rest is recomputed by rank-r products.
 """
 
 from collections.abc import Sequence
@@ -41,15 +41,13 @@ class WideExperts(torch.autograd.Function):
         """See the class."""
         zs = []
         for s in range(len(w)):
-            p = _pre_activations(up, gain, s)
-            z = act.value(p[0])
-            zs.append(z.mul_(p[1]) if len(p) == 2 else z)
+            zs.append(_activations(act, _pre_activations(up, gain, s)))
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
             total.addcmul_(z, weight)
         low = torch.stack([_masked(z, m, s) @ A[s].t() for s, z in enumerate(zs)]).mul_(w)
         ctx.act, ctx.gain = act, gain
-        ctx.save_for_backward(w, A, m, *up, *zs)
+        ctx.save_for_backward(w, A, m, *up)
         return total, low
 
     @staticmethod
@@ -59,21 +57,21 @@ class WideExperts(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """From d/d total: (tokens, wide) and d/d low: (k, tokens, r) to every tensor argument."""
         dtotal, dlow = grads
-        w, A, m, *rest = ctx.saved_tensors
-        up, zs = rest[: -len(w)], rest[-len(w) :]
+        w, A, m, *up = ctx.saved_tensors
         needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
         dw, dA = [], []
         dup = [_UpGrad() for _ in up[::3]]
-        for s, z in enumerate(zs):
+        for s in range(len(w)):
+            p = _pre_activations(up, ctx.gain, s)
             if m is None:
                 dz = torch.addmm(dtotal, dlow[s], A[s])  # before the weight
             else:
                 dz = torch.addcmul(dtotal, dlow[s] @ A[s], m[s])
+            z = _activations(ctx.act, p)
             if needs_w:
                 dw.append(torch.linalg.vecdot(z, dz).unsqueeze(-1))
             if needs_A:
                 dA.append((dlow[s] * w[s]).t() @ _masked(z, m, s))
-            p = _pre_activations(up, ctx.gain, s)
             dp = _pre_activation_grads(ctx.act, p, dz.mul_(w[s]))
             for i, layer in enumerate(dup):
                 h, B = up[3 * i + 1], up[3 * i + 2]
@@ -103,6 +101,12 @@ def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
     """What enters the activation (and, gated, the other factor) of slot s: (tokens, wide)."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
+
+
+def _activations(act: Activation, p: list[Tensor]) -> Tensor:
+    """What one slot's pre-activations make: (tokens, wide)."""
+    z = act.value(p[0])
+    return z * p[1] if len(p) == 2 else z
 
 
 def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[Tensor]:

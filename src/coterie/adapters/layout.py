@@ -31,11 +31,14 @@ class Layout:
     specialists: int = 1
     rank: int = 8
     """Rank of the experts' low-rank pairs."""
+    placement: Literal["auto", "inside", "beside"] = "auto"
+    """Whether experts stand on the linear layers inside MLPs, or beside blocks. auto: inside where
+    a layer has an MLP of a known shape, else beside its block."""
     attention_rank: int = 8
     """Rank of the pair on each linear layer of attention; 0: none."""
     targets: str | None = None
     """Which linear layers have that pair, if not attention's: a regular expression for the last
-    part of their path, such as `q_proj|v_proj`."""
+    part of their path, such as `q_proj|v_proj`, or for what they do, such as `attention.q`."""
     alpha: float = 16.0
     scale: Literal["sqrt", "rank"] = "sqrt"
     """A low-rank product counts alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""

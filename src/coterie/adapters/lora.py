@@ -19,17 +19,37 @@ class LoraPair(nn.Module):
     reads what A reads, dropout included.
     """
 
-    def __init__(self, linear: nn.Module, rank: int, freeze_A: bool = False) -> None:
+    residual_A: Tensor | None
+    residual_B: Tensor | None
+
+    def __init__(self, shape: tuple[int, int], rank: int, beside: Tensor, freeze_A: bool) -> None:
+        """shape: (in, out); the pair is where a weight `beside` it is, in float32 or float64."""
         super().__init__()
         self.freeze_A = freeze_A
-        weight = linear.weight
-        assert isinstance(weight, Tensor)
-        columns, rows = sizes(linear)
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        device = "cpu" if weight.is_meta else weight.device
+        columns, rows = shape
+        dtype = torch.float64 if beside.dtype == torch.float64 else torch.float32
+        device = "cpu" if beside.is_meta else beside.device
         self.A = nn.Parameter(torch.zeros(rank, columns, dtype=dtype, device=device))
         self.B = nn.Parameter(torch.zeros(rows, rank, dtype=dtype, device=device))
-        self.residual: tuple[Tensor, Tensor] | None = None
+        for name in ("residual_A", "residual_B"):  # buffers: what moves or copies a model has them
+            self.register_buffer(name, None)
+
+    @property
+    def residual(self) -> tuple[Tensor, Tensor] | None:
+        """See the class."""
+        A, B = self.residual_A, self.residual_B
+        return None if A is None or B is None else (A, B)
+
+    @residual.setter
+    def residual(self, pair: tuple[Tensor, Tensor] | None) -> None:
+        self.residual_A, self.residual_B = pair or (None, None)
+
+    @classmethod
+    def of(cls, linear: nn.Module, rank: int, freeze_A: bool = False) -> "LoraPair":
+        """The pair of a linear layer."""
+        weight = linear.weight
+        assert isinstance(weight, Tensor)
+        return cls(sizes(linear), rank, weight, freeze_A)
 
     @property
     def rank(self) -> int:
@@ -60,7 +80,7 @@ class LoraLinear(StandIn):
 
     def __init__(self, base: nn.Module, layout: Layout) -> None:
         super().__init__(base)
-        self.lora = LoraPair(base, layout.attention_rank, layout.freeze_A)
+        self.lora = LoraPair.of(base, layout.attention_rank, layout.freeze_A)
         self.gain = layout.gain(layout.attention_rank)
         self.dropout = layout.dropout
 

@@ -67,12 +67,12 @@ class PromptAdapter:
         return {}
 
     def _wrap(self, base: PreTrainedModel) -> "PeftModel":
-        from peft import get_peft_model
+        from coterie.adapters.prompt_model import PromptModel
 
         # PEFT makes an encoder of its own, of which only the place is used, and draws it.
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
-            model = get_peft_model(base, self.config)
+            model = PromptModel(base, self.config)
         encoders = model.prompt_encoder
         assert isinstance(encoders, nn.ModuleDict)
         encoders["default"] = self.encoder

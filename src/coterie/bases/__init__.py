@@ -1,22 +1,29 @@
 """Bases: loading them, their storage formats, and where adapters can stand in them."""
 
-from coterie.bases.loading import (
-    EMBEDDED,
-    UNUSABLE,
-    Base,
-    Bases,
-    Tokenizer,
-    context_token,
-    is_folder,
-    load_base,
-    load_skeleton,
-    load_tokenizer,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from coterie.bases.spec import BaseSpec
+
+if TYPE_CHECKING:
+    from coterie.bases.loading import (
+        EMBEDDED,
+        UNUSABLE,
+        Base,
+        Bases,
+        Tokenizer,
+        context_token,
+        is_folder,
+        load_base,
+        load_skeleton,
+        load_tokenizer,
+    )
 
 __all__ = [
     "EMBEDDED",
     "UNUSABLE",
     "Base",
+    "BaseSpec",
     "Bases",
     "Tokenizer",
     "context_token",
@@ -25,3 +32,10 @@ __all__ = [
     "load_skeleton",
     "load_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import torch when it is asked for: run files are checked without it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'coterie.bases' has no attribute {name!r}")
+    return getattr(import_module("coterie.bases.loading"), name)

@@ -21,6 +21,19 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
     if not rate:
         yield
         return
+    with dropping_out(model, rate):
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            yield
+
+
+@contextmanager
+def dropping_out(model: nn.Module, rate: float) -> Iterator[None]:
+    """The same, but torch's own generators are not seeded."""
+    if not rate:
+        yield
+        return
     found = [
         (module, key, value) for _, module in walk(model) for key, value in _rates(module).items()
     ]
@@ -28,18 +41,15 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
         raise CoterieError(
             f"{type(model).__name__} has no dropout of its own; remove training.base_dropout."
         )
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        try:
-            for module, key, _ in found:
-                setattr(module, key, rate)
-            model.train()
-            yield
-        finally:
-            model.eval()
-            for module, key, value in found:
-                setattr(module, key, value)
+    try:
+        for module, key, _ in found:
+            setattr(module, key, rate)
+        model.train()
+        yield
+    finally:
+        model.eval()
+        for module, key, value in found:
+            setattr(module, key, value)
 
 
 def _rates(module: nn.Module) -> dict[str, float]:

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from coterie.bases.precision import prepare
-from coterie.errors import CoterieError
+from coterie.bases.devices import Device, devices_of, placement
+from coterie.bases.precision import Precision, prepare
+from coterie.bases.spec import BaseSpec, spec_of
+from coterie.bases.weights import format_of, settle
+from coterie.errors import CoterieError, enough_memory
 
 UNUSABLE = (OSError, ValueError, KeyError, TypeError, ImportError)
 """What loaders raise for a folder or a name that is no base."""
@@ -33,16 +37,18 @@ class Base:
 
     model: PreTrainedModel
     tokenizer: Tokenizer
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
+    """What it computes in: bf16 is autocast."""
     device: torch.device
+    """Where it takes tokens; of several, the first."""
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the weights, by which machines find out that they have the same base."""
+        """A hash of the weights as loaded, by which machines find out that they have the same."""
         digest = blake2b(digest_size=8)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+            digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     @property
@@ -64,63 +70,66 @@ def context_token(tokenizer: Tokenizer) -> int:
 
 
 def load_base(
-    name: str, precision: Literal["fp32", "bf16"], window: int, root: Path = Path()
+    base: BaseSpec | str,
+    precision: Precision | None,
+    window: int,
+    root: Path = Path(),
+    device: Device = "auto",
 ) -> Base:
-    """Load a base by the name of an embedded one, a folder or the Hugging Face hub.
+    """Load a base: an embedded one, a folder's or the Hugging Face hub's.
 
-    Weights are in fp32, the linear layers' in bf16 if that is the precision; everything is frozen,
-    dropout is off. Raises CoterieError if there is no such base, or if its context is shorter than
-    a window of `window` tokens.
+    Weights are in the format that `base` names, else as the checkpoint keeps them, but float16 as
+    bfloat16 and all in fp32 if that is the precision of training. Where they are in fp32 and the
+    precision is bf16, the linear layers' are cast. None: to be used as it is, without autocast.
+    Everything is frozen, dropout is off. Raises CoterieError if there is no such base or device,
+    or if the base's context is shorter than a window of `window` tokens.
     """
-    place = _place(name, root)
-    tokenizer = load_tokenizer(name, root)
-    model = _loading(
-        name,
-        root,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            place, dtype="float32", use_safetensors=True, **NO_CODE
-        ),
-    )
-    longest = getattr(model.config, "max_position_embeddings", None)
+    spec = spec_of(base)
+    devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
+    several = len(devices) > 1
+    places = placement(load_skeleton(spec, root), devices) if several else {"": devices[0]}
+    how = {**format_of(spec, precision), "use_safetensors": True, "device_map": places}
+    helps = [*(["base.weights: nf4"] if spec.weights != "nf4" else []), "`base` to a smaller one"]
+    with enough_memory(f"the base {spec}", lambda: helps):
+        model: Any = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **how)
+        settle(model)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and window > longest:
         raise CoterieError(
-            f"data.window is {window} tokens, but the base {name!r} reads at most {longest}."
+            f"data.window is {window} tokens, but the base {spec.name!r} reads at most {longest}."
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
     prepare(model, precision, window)
-    return Base(model, tokenizer, precision, device)
+    return Base(model, tokenizer, precision or "fp32", devices[0])
 
 
-class Bases(dict[str, Base]):
-    """Bases by name, in one precision; each is loaded when it is first asked for, and then kept."""
+class Bases(dict[BaseSpec, Base]):
+    """Bases for one precision; each is loaded when it is first asked for, and then kept."""
 
     def __init__(
-        self, precision: Literal["fp32", "bf16"], window: int, root: Path = Path()
+        self, precision: Precision, window: int, root: Path = Path(), device: Device = "auto"
     ) -> None:
         super().__init__()
-        self._how = precision, window, root
+        self._how = precision, window, root, device
 
-    def __missing__(self, name: str) -> Base:
+    def __missing__(self, spec: BaseSpec) -> Base:
         """Load it."""
-        base = self[name] = load_base(name, *self._how)
+        base = self[spec] = load_base(spec, *self._how)
         return base
 
 
-def load_skeleton(name: str, root: Path = Path()) -> nn.Module:
+def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> nn.Module:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
-    place = _place(name, root)
-    config = _loading(name, root, lambda: AutoConfig.from_pretrained(place, **NO_CODE))
+    config = _loading(spec_of(base), root, AutoConfig.from_pretrained)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **NO_CODE)
 
 
-def load_tokenizer(name: str, root: Path = Path()) -> Tokenizer:
+def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     """The tokenizer of a base; see `load_base`."""
-    place = _place(name, root)
-    tokenizer = _loading(name, root, lambda: AutoTokenizer.from_pretrained(place, **NO_CODE))
+    spec = spec_of(base)
+    tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
     if not tokenizer.is_fast:
-        raise CoterieError(f"The base {name!r} has no fast tokenizer (tokenizer.json).")
+        raise CoterieError(f"The base {spec.name!r} has no fast tokenizer (tokenizer.json).")
     return tokenizer
 
 
@@ -143,37 +152,55 @@ def _place(name: str, root: Path) -> str:
     return name
 
 
-def _find(name: str, root: Path) -> None:
+def _find(base: BaseSpec, place: str) -> None:
     """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
-    if Path(_place(name, root)).is_dir() or isinstance(
-        try_to_load_from_cache(name, "config.json"), str
+    if Path(place).is_dir() or isinstance(
+        try_to_load_from_cache(base.name, "config.json", revision=base.revision), str
     ):
         return
     try:
-        HfApi().model_info(name, timeout=10)
+        HfApi().model_info(base.name, revision=base.revision, timeout=10)
     except Exception as error:  # the kinds depend on the hub's client and the network
-        raise OSError(f"{name!r} could not be downloaded from the Hugging Face hub.") from error
+        raise OSError(f"{base} could not be downloaded from the Hugging Face hub.") from error
 
 
-def _loading(name: str, root: Path, load: Callable[[], Any]) -> Any:
+def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -> Any:
+    """What transformers loads of a base."""
+    place, name = _place(base.name, root), base.name
+    revision = {} if base.revision is None else {"revision": base.revision}
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        _find(name, root)
-        return load()
+        _find(base, place)
+        return load(place, **how, **revision, **NO_CODE)
     except Exception as error:
         # tokenizers raises nothing narrower than Exception for a damaged file; others, such as too
         # little memory, say more about themselves than we could.
         if not isinstance(error, UNUSABLE) and type(error) is not Exception:
             raise
+        if _is_gated(error):
+            raise CoterieError(
+                f"The base {name!r} is gated: accept its licence on its page on the Hugging Face "
+                "hub, and run `hf auth login` on this machine."
+            ) from error
         shipped = ", ".join(_shipped())
+        if Path(place).is_dir() and isinstance(error, ImportError):
+            raise CoterieError(f"The base {name!r} could not be loaded: {error}") from error
+        at = f" at revision {base.revision}" if base.revision else ""
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
-            f"The base {name!r} could not be loaded: it is not a built-in base ({shipped}), "
+            f"The base {name!r}{at} could not be loaded: it is not a built-in base ({shipped}), "
             f"there is no usable model folder at {root / name}, and it could not be "
             f"downloaded from the Hugging Face hub{offline}. Without internet access, set "
             "`base` to a folder with config.json, model.safetensors and tokenizer.json."
         ) from error
     finally:
         transformers_logging.set_verbosity(before)
+
+
+def _is_gated(error: BaseException | None) -> bool:
+    """Whether the hub refused because somebody has not accepted a licence, or is not logged in."""
+    while error is not None and not isinstance(error, GatedRepoError):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -23,7 +23,7 @@ backward pass is slow there (6 % of a GPT-2 step at 128); the scores of longer w
 too much memory."""
 
 
-def prepare(base: PreTrainedModel, precision: Precision, window: int) -> None:
+def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> None:
     """Freeze a base and make it fast for training in this precision on windows of this length."""
     base.requires_grad_(False).eval()
     if precision == "bf16":
@@ -45,11 +45,15 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
         if not isinstance(module, nn.Linear | Conv1D):
             continue
         if id(module.weight) in embeddings:
+            if module.weight.dtype == dtype:
+                continue
             copy = module.weight.detach().to(dtype)
             module.register_buffer("cast_weight", copy, persistent=False)
             continue
         for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(False).data = parameter.data.to(dtype)
+            parameter.requires_grad_(False)
+            if parameter.is_floating_point():  # and not quantised
+                parameter.data = parameter.data.to(dtype)
 
 
 def frozen_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""Where adapters stand in a base: its MLPs, and the linear layers of its attention.
+"""Where adapters stand in a base: its MLPs, blocks that are no such MLP, and linear layers.
 
-Supported are GPT-2's names and those of the Llama family (Llama, Mistral, Qwen, Gemma, ...); for
-attention alone also those of OPT, Bloom and GPT-NeoX.
+What a linear layer does is told by its name (`PLACES`), an MLP by the names of its layers
+(`MLP_SHAPES`), attention by the name of its class. Of a model that also sees or hears, only the
+part that reads text counts.
 """
 
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coterie.errors import CoterieError
@@ -33,6 +35,10 @@ class MlpShape:
     up: tuple[str, ...]
     down: str
     act: str
+    fused: bool = False
+    """Whether the one upward layer computes the gate and, below it, what is gated."""
+    dropouts: tuple[str, ...] = ("dropout", "residual_dropout")
+    """What ends the MLP, where there is such an attribute: a module, or a rate."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -41,15 +47,20 @@ class MlpShape:
 
 
 MLP_SHAPES = (
-    MlpShape(up=("c_fc",), down="c_proj", act="act"),
     MlpShape(up=("gate_proj", "up_proj"), down="down_proj", act="act_fn"),
+    MlpShape(up=("gate_up_proj",), down="down_proj", act="activation_fn", fused=True),
+    MlpShape(up=("c_fc",), down="c_proj", act="act"),
+    MlpShape(up=("fc_in",), down="fc_out", act="act"),
+    MlpShape(up=("fc1",), down="fc2", act="activation_fn"),
+    MlpShape(up=("dense_h_to_4h",), down="dense_4h_to_h", act="act"),
+    MlpShape(("dense_h_to_4h",), "dense_4h_to_h", "gelu_impl", dropouts=("hidden_dropout",)),
+    MlpShape(up=("up_proj",), down="down_proj", act="act_fn"),
 )
-ATTENTION_LINEARS = (
-    ("c_attn", "c_proj"),
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("query_key_value", "dense"),
-)
+BLOCKS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mixer", "mamba")
+"""What a decoder layer may call the block that experts can stand beside; the first is taken."""
+
+
+LINEAR = (nn.Linear, Conv1D)
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -61,63 +72,135 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
         yield from walk(child, f"{path}.{name}" if path else name)
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """A module's children by name, as if no adapter were attached."""
+    children = module.named_children()
+    return {name: child.base if isinstance(child, StandIn) else child for name, child in children}
+
+
 def mlp_shape(module: nn.Module) -> MlpShape | None:
     """How a module is an MLP, or None."""
+    children = children_of(module)
     for shape in MLP_SHAPES:
-        if all(hasattr(module, name) for name in (*shape.linears, shape.act)):
+        linears = (children.get(name) for name in shape.linears)
+        if hasattr(module, shape.act) and all(isinstance(layer, LINEAR) for layer in linears):
             return shape
     return None
 
 
-def attention_linears(module: nn.Module) -> tuple[str, ...]:
-    """Names of the linear layers if the module is an attention block, else nothing."""
-    for names in ATTENTION_LINEARS:
-        if all(hasattr(module, name) for name in names):
-            return names
-    return ()
+def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
+    """The part of a base that reads text, without its output head."""
+    decoder = base.get_decoder()
+    if decoder is base:  # where transformers does not know, as in Llama 4
+        decoder = next(m for m in base.children() if isinstance(m, PreTrainedModel))
+    return decoder
+
+
+def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of the part of a base that reads text, with its path in the base."""
+    decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
+    for path, module in walk(base):
+        if module is decoder:
+            yield from walk(decoder, path)
+            return
+
+
+def layers(base: nn.Module) -> dict[str, nn.Module]:
+    """The decoder's layers, by path, in their order."""
+    for path, module in decoder_walk(base):
+        if isinstance(module, nn.ModuleList):
+            return {f"{path}.{name}": layer for name, layer in children_of(module).items()}
+    return {}
+
+
+def width(base: nn.Module) -> int:
+    """The width of a base's hidden states."""
+    assert isinstance(base, PreTrainedModel)
+    return base.config.get_text_config().hidden_size
+
+
+def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]]:
+    """Where experts can stand in each decoder layer: a module by its path, and how it is an MLP.
+
+    A layer may be its own MLP (as OPT's are). Without a shape, experts can only stand beside the
+    module: it is a mixture of experts, or a state-space block in a layer without an MLP.
+    """
+    found: dict[str, tuple[nn.Module, MlpShape | None]] = {}
+    for path, layer in layers(base).items():
+        parts = {"": layer, **children_of(layer)}
+        shapes = {name: shape for name, part in parts.items() if (shape := mlp_shape(part))}
+        for name in (*shapes, *(name for name in BLOCKS if name in parts)):
+            found[f"{path}.{name}" if name else path] = parts[name], shapes.get(name)
+            break
+    return found
+
+
+def attention_linears(base: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+    """All linear layers of attention, by path, and what leads into whatever else mixes tokens: the
+    layers `in_proj...` of a state-space block or a linear attention."""
+    linears: dict[str, nn.Linear | Conv1D] = {}
+    for path, layer in layers(base).items():
+        inside = [(p, m) for p, m in walk(layer, path) if not isinstance(m, LINEAR)]
+        children = [
+            ("Attention" in type(module).__name__, f"{p}.{name}", child)
+            for p, module in inside
+            for name, child in children_of(module).items()
+            if isinstance(child, LINEAR)
+        ]
+        linears |= {p: c for attends, p, c in children if attends or place_of(p) == "mixer.in"}
+    return linears
 
 
 def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers the last part of whose path matches a regular expression, by path.
+    """The linear layers whose name, or what they do (`place_of`), matches a regular expression.
 
-    Without a pattern those of attention. Raises CoterieError if there is none; the output head is
-    never one of them.
+    By path, of which a layer's name is the last part. Without a pattern those of attention. Raises
+    CoterieError if there is none; the output head is never one of them.
     """
-    layers = {
-        path: module
-        for path, module in walk(base)
-        if isinstance(module, nn.Linear | Conv1D) and "." in path
-    }
     if pattern is None:
-        attention = [f"{p}.{name}" for p, m in walk(base) for name in attention_linears(m)]
-        if not attention:
+        if not (found := attention_linears(base)):
             raise CoterieError(
                 f"{type(base).__name__} has no supported attention; set attention.targets of "
                 "the method to the linear layers to adapt."
             )
-        return {path: layers[path] for path in attention}
+        return found
+    linears = {p: m for p, m in decoder_walk(base) if isinstance(m, LINEAR) and "." in p}
     try:
-        found = {p: m for p, m in layers.items() if re.fullmatch(pattern, p.rpartition(".")[2])}
+        found = {
+            path: linear
+            for path, linear in linears.items()
+            if any(re.fullmatch(pattern, n) for n in (path.rpartition(".")[2], place_of(path)))
+        }
     except re.error as error:
         raise CoterieError(
             f"The pattern {pattern!r} is not a valid regular expression: {error}."
         ) from None
     if not found:
-        names = ", ".join(sorted({path.rpartition(".")[2] for path in layers}))
+        names = ", ".join(sorted({path.rpartition(".")[2] for path in linears}))
+        places = ", ".join(sorted({place_of(path) for path in linears if "." in place_of(path)}))
         raise CoterieError(
-            f"The pattern {pattern!r} matches no linear layer of the base; its layers are {names}."
+            f"The pattern {pattern!r} matches no linear layer of the base; its layers are {names}"
+            f" ({places})."
         )
     return found
 
 
 PLACES = {
     "c_fc": "mlp.up",
+    "fc_in": "mlp.up",
+    "fc1": "mlp.up",
+    "dense_h_to_4h": "mlp.up",
     "up_proj": "mlp.up",
     "gate_proj": "mlp.gate",
+    "gate_up_proj": "mlp.gate_up",
+    "fc_out": "mlp.down",
+    "fc2": "mlp.down",
+    "dense_4h_to_h": "mlp.down",
     "down_proj": "mlp.down",
     "mlp.c_proj": "mlp.down",
     "c_attn": "attention.qkv",
     "query_key_value": "attention.qkv",
+    "qkv_proj": "attention.qkv",
     "q_proj": "attention.q",
     "k_proj": "attention.k",
     "v_proj": "attention.v",
@@ -126,23 +209,35 @@ PLACES = {
     "attn.c_proj": "attention.out",
     "attention.dense": "attention.out",
     "self_attention.dense": "attention.out",
-    "mlp": "mlp",
+    "self_attn.dense": "attention.out",
+    **{f"{mixer}.out_proj": "mixer.out" for mixer in ("mixer", "mamba", "linear_attn", "conv")},
+    **dict.fromkeys(BLOCKS[:-2], "mlp"),
+    **dict.fromkeys(BLOCKS[-2:], "mixer"),
 }
-"""What linear layers do, by the end of their path."""
+"""What linear layers and blocks do, by the end of their path."""
+QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"
+"""Linear layers that compute queries and values, whatever a base calls them, and what leads into a
+state-space block or a linear attention."""
 
 
 def place_of(path: str) -> str:
     """What the module at a path does: `mlp.up`, `attention.q`; its own name if that is unknown."""
     names = path.split(".")
+    if names[-1].startswith("in_proj"):
+        return "mixer.in"
     return PLACES.get(".".join(names[-2:])) or PLACES.get(names[-1]) or names[-1]
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer; GPT-2's Conv1D keeps its weight transposed."""
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    rows, columns = weight.shape
-    return (rows, columns) if isinstance(linear, Conv1D) else (columns, rows)
+    """(in, out) of a linear layer, also where its weight is packed.
+
+    GPT-2's Conv1D keeps its weight transposed, and no sizes.
+    """
+    if isinstance(linear, Conv1D):
+        rows, columns = linear.weight.shape
+        return rows, columns
+    assert isinstance(linear, nn.Linear)
+    return linear.in_features, linear.out_features
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

@@ -10,8 +10,20 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import compare, data, deploy, inspect, keys, leave, options, run, terminal, use
-from coterie.errors import CoterieError
+from coterie.cli import (
+    base,
+    compare,
+    data,
+    deploy,
+    inspect,
+    keys,
+    leave,
+    options,
+    run,
+    terminal,
+    use,
+)
+from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +57,7 @@ app.command()(compare.compare)
 app.command()(data.data)
 app.command()(inspect.methods)
 app.command()(inspect.audit)
+app.command()(base.base)
 app.command()(inspect.report)
 app.command()(use.generate)
 app.command()(inspect.align)
@@ -71,8 +84,10 @@ def main() -> None:
             text = f"{error.filename}: {error.strerror}." if error.filename else f"{error}."
         terminal.complain(f"Error: {text}")
         sys.exit(2)
-    except RuntimeError as error:
-        if options.debug or type(error).__name__ != "OutOfMemoryError":  # torch's; slow to import
+    except (MemoryError, RuntimeError) as error:
+        if options.debug or not ran_out_of_memory(error):
             raise
-        terminal.complain("Error: the GPU is out of memory; set a smaller training.micro_batch.")
+        terminal.complain(
+            "Error: out of memory; set a smaller training.micro_batch, or base.weights: nf4."
+        )
         sys.exit(2)

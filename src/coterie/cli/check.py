@@ -50,7 +50,7 @@ def check_server(
     if config.server is not None:
         with _checking("model") as found:
             served(config)
-            found(f"the server's own: {config.server.base}")
+            found(f"the server's own: {config.server.base or config.base}")
     try:
         short = load_with_any_text(file, settings)
         trial = tried(Session(short), short)

@@ -16,7 +16,17 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.check import check_client, check_server
-from coterie.cli.options import FromRound, Out, Plugins, needs_resume
+from coterie.cli.options import (
+    Device,
+    FromRound,
+    Out,
+    Plugins,
+    ServersDevice,
+    Settings,
+    devices,
+    needs_resume,
+    with_device,
+)
 from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
 
@@ -102,16 +112,14 @@ def server(
         "keys"
     ),
     address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Override a key of the run file: rounds=4. Repeatable."),
-    ] = None,
+    settings: Settings = None,
     out: Out = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
     ] = False,
     from_round: FromRound = None,
     without: Without = None,
+    device: ServersDevice = None,
     check: Check = False,
     plugins: Plugins = None,
 ) -> None:
@@ -131,7 +139,8 @@ def server(
         from coterie.engines.flower.keys import Keys
 
     registered = list((folder_of_keys := Keys(keys)).clients())
-    config = load_deployment(file, settings or (), registered, without or ())
+    settings = with_device(settings, device)
+    config = load_deployment(file, settings, registered, without or ())
     folder = out or Path("runs") / config.name
     again = resume and (folder / "run.json").exists()
     if not again:
@@ -140,14 +149,14 @@ def server(
     with imports_for("A deployment", "flower"):
         from coterie.engines.flower import deploy
     if check:
-        return check_server(file, settings or [], config, folder_of_keys, address)
+        return check_server(file, settings, config, folder_of_keys, address)
     from coterie.engines.deployed.console import Board
 
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
         if again:
             done = deploy.serve_again(
-                folder, folder_of_keys, address, board, from_round, without or (), config.deployment
+                folder, folder_of_keys, address, board, from_round, without or (), config
             )
         else:
             done = deploy.serve(config, folder, folder_of_keys, address, board, without or ())
@@ -167,6 +176,7 @@ def client(
     run: Agreed = None,
     yes: Yes = False,
     epsilon: Epsilon = None,
+    device: Device = "auto",
     out: ClientOut = Path("runs"),
     check: Check = False,
     plugins: Plugins = None,
@@ -190,7 +200,8 @@ def client(
     from coterie.engines.deployed.console import ClientBoard
 
     agreed, limit = _agreed(run, kit.name, epsilon)
-    site = deploy.Site(kit.name, texts, out, _place(base), _place(public), agreed, limit=limit)
+    own = {"base": _place(base), "public": _place(public), "device": devices(device)}
+    site = deploy.Site(kit.name, texts, out, agreed=agreed, limit=limit, **own)
     if check:
         return check_client(server, kit, site)
     if not (run or yes or sys.stdin.isatty()):

@@ -35,6 +35,21 @@ def check_run(folder: Path) -> None:
         raise CoterieError(f"{folder} is not a run folder (it has no run.json).")
 
 
+def devices(text: str) -> str | tuple[str, ...]:
+    """What --device says, as a run file would; it is checked as such."""
+    from coterie.run_file import check_sections
+
+    given = text.split(",") if "," in text else text
+    return check_sections({"clients": [{"name": "any", "path": "-"}], "device": given}).device
+
+
+def with_device(settings: Sequence[str] | None, device: str | None) -> list[str]:
+    """Settings of a run file, and what --device adds to them."""
+    if device is None:
+        return list(settings or ())
+    return [*(settings or ()), f"device=[{device}]" if "," in device else f"device={device}"]
+
+
 def needs_resume(from_round: int | None) -> None:
     """Raise CoterieError for --from-round where no run is resumed."""
     if from_round is not None:
@@ -46,6 +61,21 @@ RunFile = Annotated[
     typer.Argument(
         help="A run file (YAML). Default: the built-in demo. `who-wrote-this` is a built-in "
         "demo on instructions."
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where the base is computed: auto (a GPU if there is one), cpu, cuda, cuda:N, mps, or "
+        "GPUs to spread it over, such as cuda:0,cuda:1."
+    ),
+]
+ServersDevice = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the server's own model is computed; as `device` of the run file, which it "
+        "overrides.",
+        show_default=False,
     ),
 ]
 Settings = Annotated[

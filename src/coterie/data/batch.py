@@ -1,6 +1,6 @@
 """A batch of samples, padded at their ends where their lengths differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -27,6 +27,31 @@ class Batch(NamedTuple):
         masks = (None if mask is None else mask.to(device) for mask in self[1:])
         return type(self)(self.ids.to(device), *masks)
 
+    def by_length(self) -> Self:
+        """The same samples, the shortest first; as they are where nothing is padding."""
+        return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
+
+    def alike(self, price: int) -> Iterator[tuple[Tensor, Self]]:
+        """The same in pieces of similar lengths, each cut to its longest sample: the samples'
+        numbers, and the piece.
+
+        What all pieces read, padding included, and `price` tokens for each are least together. A
+        batch without masks is one piece.
+        """
+        everything = torch.arange(len(self.ids), device=self.ids.device)
+        if self.counted is None or self.real is None:
+            yield everything, self
+            return
+        lengths, order = self.real.sum(1).sort(stable=True)
+        longest = lengths.tolist()
+        ends = _ends(longest, price)
+        if len(ends) == 1:
+            order = everything
+        for start, end in zip([0, *ends], ends, strict=False):
+            rows, time = order[start:end], longest[end - 1]
+            masks = self.counted[rows, :time], self.real[rows, :time]
+            yield rows, type(self)(self.ids[rows, : time + 1], *masks)
+
     def only(self, rows: Tensor) -> Self:
         """Some of the samples, by their numbers."""
         masks = (None if mask is None else mask[rows] for mask in self[1:])
@@ -38,3 +63,16 @@ class Batch(NamedTuple):
             rows = slice(start, start + size)
             masks = (None if mask is None else mask[rows] for mask in self[1:])
             yield type(self)(self.ids[rows], *masks)
+
+
+def _ends(lengths: Sequence[int], price: int) -> list[int]:
+    """Where each piece ends of samples of ascending lengths, so that all pieces cost least."""
+    costs, starts = [0], [0]
+    for end, length in enumerate(lengths, start=1):
+        cost, start = min((costs[s] + (end - s) * length + price, s) for s in range(end))
+        costs.append(cost)
+        starts.append(start)
+    ends = [len(lengths)]
+    while starts[ends[0]]:
+        ends.insert(0, starts[ends[0]])
+    return ends

@@ -1,10 +1,16 @@
 """What runs leave behind: the models of their clients, and the configuration they began with."""
 
 from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 from transformers import PreTrainedModel
 
+from coterie.adapters import merge as make_plain
+from coterie.adapters import mergeable
 from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
+from coterie.bases.devices import available
+from coterie.bases.sites import StandIn
 from coterie.config import RunConfig, parse
 from coterie.data.tokens import ClientData
 from coterie.engines.kept import kept_model
@@ -15,20 +21,65 @@ from coterie.methods.plugins import check_plugins
 from coterie.runs import RunFolder
 
 
-def load(path: str | Path, client: str, *, method: Method | None = None) -> PreTrainedModel:
-    """The personal model of a client of a run: a transformers model, in fp32, with its adapter.
+def load(
+    path: str | Path, client: str, *, method: Method | None = None, merge: bool | None = None
+) -> PreTrainedModel:
+    """The personal model of a client of a run: a transformers model with its adapter.
 
-    Where clients keep their best models, it is that: the base alone if that was the best.
-    `.generate()` works on it; its tokenizer is `coterie.tokenizer(path, client)`. "server" is the
-    server with a model of its own. `method` is needed for a run whose method is not registered. A
-    pooled run has one model, whatever the client.
+    Its weights are in the format of the base; none are cast as in training. Where clients keep
+    their best models, it is that: the base alone if that was the best. `.generate()` works on it;
+    its tokenizer is `coterie.tokenizer(path, client)`. "server" is the server with a model of its
+    own. `method` is needed for a run whose method is not registered. A pooled run has one model,
+    whatever the client.
+
+    merge: make LoRA pairs part of the weights, rounded to their format, so that `save_pretrained`
+    writes a plain model. Default: where weights are in fp32, and no layer has several experts.
+    Without, `save_pretrained` raises CoterieError. With a soft prompt, it is PEFT's model. Raises
+    CoterieError if experts or quantised weights cannot be merged that were to be.
     """
     folder = RunFolder(Path(path))
-    return model_of(folder, recorded(folder, method), client)
+    return model_of(folder, recorded(folder, method), client, merge)
 
 
-def model_of(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedModel:
+def model_of(
+    folder: RunFolder, config: RunConfig, client: str, merge: bool | None = None
+) -> PreTrainedModel:
     """See `load`."""
+    model = _model_of(folder, config, client)
+    if not any(isinstance(module, StandIn) for module in model.modules()):
+        return model  # the base alone, or behind a soft prompt
+    can = mergeable(model)
+    if merge and not can:
+        raise CoterieError(f"This model cannot be merged: {NO_FOLDER}")
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    if can and (exact if merge is None else merge):
+        make_plain(model)
+        return model
+    # Functions of a module, so that copies and pickles have them.
+    refusal: Any = _refuse_unmerged if can else _refuse_experts
+    model.save_pretrained = model.push_to_hub = refusal
+    return model
+
+
+NO_FOLDER = (
+    "a transformers folder cannot hold several experts on a layer, experts beside a block, nor an "
+    "adapter of quantised weights. Keep the run's folder and load the model from it with "
+    "coterie.load."
+)
+
+
+def _refuse_experts(*_: Any, **__: Any) -> NoReturn:
+    raise CoterieError(f"This model cannot be saved: {NO_FOLDER}")
+
+
+def _refuse_unmerged(*_: Any, **__: Any) -> NoReturn:
+    raise CoterieError(
+        "This model keeps its LoRA pairs apart from its weights. To save it, load it with "
+        "coterie.load(..., merge=True), which rounds their sum to the format of the weights."
+    )
+
+
+def _model_of(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedModel:
     name = EVERYONE if config.pooled else client
     if name == SERVER and config.server is not None:
         return _load_server(folder, config)
@@ -61,7 +112,10 @@ def _load_server(folder: RunFolder, config: RunConfig) -> PreTrainedModel:
 
 def _empty(config: RunConfig, name: str) -> Participant:
     """A client, or the server, with its base and without a text."""
-    base = load_base(config.base_of(name), "fp32", config.data.window, config.root)
+    precision = "fp32" if config.training.precision == "fp32" else None
+    base = load_base(
+        config.base_of(name), precision, config.data.window, config.root, config.device
+    )
     return Participant(name, ClientData(NOTHING, NOTHING, NOTHING), {}, base=base)
 
 
@@ -75,10 +129,12 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
 def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
     """The configuration that a run began with; `method` stands for one that is not registered.
 
-    Raises CoterieError if a plugin is not loaded, or not the one that the run began with.
+    Its device is this machine's. Raises CoterieError if a plugin is not loaded, or not the one that
+    the run began with.
     """
     values, plugins = folder.description["config"], dict(folder.description.get("plugins", {}))
     if method is not None:
         plugins.pop(method.name, None)
     check_plugins(f"The run in {folder.path}", plugins)
-    return parse({**values, "method": method or values["method"]})
+    config = parse({**values, "method": method or values["method"]})
+    return config.model_copy(update={"device": available(config.device)})

@@ -54,6 +54,7 @@ class Rounds(ABC):
         rule: Rule = weighted_mean,
     ) -> None:
         self.config, self.folder, self.watch, self.own = config, folder, watch, own
+        self.base, self.first = base, participants[0]
         self.names = [p.name for p in participants]
         self.training = self.names
         """Those who take part in the round in progress."""
@@ -91,6 +92,10 @@ class Rounds(ABC):
     @abstractmethod
     def _restore_clients(self) -> None:
         """Take every client back to the newest checkpoint."""
+
+    @abstractmethod
+    def covered(self) -> set[tuple[str, ...]]:
+        """What of their bases clients' adapters stand on; see `ClientPart.covered`."""
 
     def _join(self) -> None:
         for name, data in sorted(self._hellos()):
@@ -207,6 +212,10 @@ class LocalRun(Rounds):
         self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
         self.clients = {name: part.side for name, part in self.parts.items()}
         self._join()
+
+    def covered(self) -> set[tuple[str, ...]]:
+        """See `Rounds`."""
+        return {part.covered for part in self.parts.values()}
 
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         for name, part in self.parts.items():

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
+from coterie.adapters.coverage import coverage
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
@@ -63,6 +64,11 @@ class ClientPart:
         self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
         """By point (trained or aggregated) and text."""
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """What of its base this client's adapter stands on, in lines; none without one."""
+        return coverage(self.base.model, self.side.parts().values()).lines()
 
     def hello(self) -> bytes:
         """What the server must know once."""

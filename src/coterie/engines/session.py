@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from coterie.bases import Base, Bases
+from coterie.bases.devices import names_of
 from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.local import LocalRun, Rounds
@@ -33,6 +34,7 @@ class Session:
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool, str], Federation] = {}
+        self._told: set[tuple[str, tuple[str, ...]]] = set()
         self.warnings: list[str] = []
         """What a person should know of the clients' texts, as they were first divided."""
 
@@ -40,7 +42,7 @@ class Session:
     def bases(self) -> Bases:
         """The one copy of each base."""
         config = self.config
-        return Bases(config.training.precision, config.data.window, config.root)
+        return Bases(config.training.precision, config.data.window, config.root, config.device)
 
     @property
     def base(self) -> Base:
@@ -78,14 +80,20 @@ class Session:
     def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds:
         """A run with this session's data, ready for its rounds."""
         who = self.federation(config)
-        return self.rounds(config, self.base, who.clients, folder, watch, who.server)
+        run = self.rounds(config, self.base, who.clients, folder, watch, who.server)
+        for lines in sorted(run.covered()):
+            if (config.label, lines) not in self._told:
+                watch.trains(config.label, lines)
+                self._told.add((config.label, lines))
+        return run
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
         clients = {p.name: p.described() for p in participants}
         own = self.federation(config).server
         server = {} if own is None else {SERVER: own.described()}
-        return describe(config.as_dict(), clients, config.plugins, engine=self.engine, **server)
+        more = {"engine": self.engine, "device": names_of(config.device), **server}
+        return describe(config.as_dict(), clients, config.plugins, **more)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
         """Bring one run to its result, unless it has one."""

@@ -198,11 +198,15 @@ class AdapterClient(ClientSide):
         """Take back an adapter, its moments and what is kept beside it."""
         copy(state["adapter"], self.adapter.parameters())
         for group in self.kept:
-            mine = {n: t.to(self.context.base.device, copy=True) for n, t in state[group].items()}
-            self.kept[group] = mine
+            self.kept[group] = {n: self._beside(n, t) for n, t in state[group].items()}
         self.training.restore(state.parts["training"])
         if self.method.averages_exactly:
             self.adapter.set_residual(state["residual"])
+
+    def _beside(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy where the trained tensor of that name is, or the base."""
+        like = self.adapter.parameters().get(name)
+        return tensor.to(self.context.base.device if like is None else like.device, copy=True)
 
 
 class AdapterServer(ServerSide):

@@ -67,7 +67,8 @@ class FedProx(FedAvg):
 
         def proximal() -> Tensor:
             start, trained = client.training.start, client.shared
-            distances = [(p - start[name]).square().sum() for name, p in trained.items()]
+            device = client.context.base.device
+            distances = [(p - start[n]).square().sum().to(device) for n, p in trained.items()]
             return self.mu / 2 * torch.stack(distances).sum()
 
         return proximal

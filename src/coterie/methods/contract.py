@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.adapters import Part
+from coterie.bases import BaseSpec
 from coterie.exchange import Groups, Message, Schema, Shapes, State
 from coterie.privacy.ledger import Budget
 from coterie.training.context import ClientContext, ClientId, Log
@@ -43,8 +44,8 @@ class Setting:
     clients: tuple[ClientId, ...]
     public: bool
     """Whether there is a public text."""
-    bases: Mapping[ClientId, str] = field(default_factory=dict)
-    """Each client's base, by its name in the run file."""
+    bases: Mapping[ClientId, BaseSpec] = field(default_factory=dict)
+    """Each client's base."""
     server: bool = False
     """Whether the server has a model of its own."""
     instructions: bool = False

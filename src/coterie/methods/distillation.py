@@ -21,8 +21,8 @@ from coterie.chance import generator
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.training.context import ClientContext
-from coterie.training.dropout import Purpose, with_dropout
 from coterie.training.loss import soft_target_loss
+from coterie.training.passes import Purpose, training_pass
 from coterie.training.predictions import predictions
 from coterie.training.schedule import learning_rate_beside
 from coterie.training.update import Piece, Updater
@@ -188,7 +188,7 @@ class Distiller:
         labels, task = self.targets[rows][:, None].to(device), method.task_weight
         one = torch.ones(labels.shape, device=device)
         tokens, probs = learns.tokens.to(device), learns.probs.to(device)
-        with with_dropout(self.context, *purpose):
+        with training_pass(self.context, *purpose):
             if method.temperature == 1:  # then both are one cross-entropy
                 tokens = torch.cat([labels, tokens], 1)
                 probs = torch.cat([task * one, (1 - task) * probs], 1)

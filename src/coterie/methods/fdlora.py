@@ -22,12 +22,12 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel
 
 from coterie.bases.precision import autocast
+from coterie.bases.sites import QUERY_VALUE
 from coterie.chance import generator
 from coterie.errors import CoterieError
 from coterie.exchange import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext, Setting
-from coterie.methods.fedit import TARGETS
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.training.apart import set_apart
 from coterie.training.local import LocalTraining
@@ -52,7 +52,7 @@ class FDLora(AdapterMethod):
     summary: ClassVar[str] = "shared LoRA averaged, then fused with a private LoRA"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    attention: Attention = Attention(targets=TARGETS)
+    attention: Attention = Attention(targets=QUERY_VALUE)
     lora: Lora = Lora(scale="rank")
     local_steps: int | None = Field(
         default=None, ge=1, description="steps of a client's first stage; null: training.steps"

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
 from coterie.aggregation.assignment import Bounds
-from coterie.bases.sites import chosen_linears
+from coterie.bases.sites import QUERY_VALUE, chosen_linears
 from coterie.chance import generator
 from coterie.exchange import Field as Travels
 from coterie.exchange import Message, MessageError, Schema, State, check_shapes
@@ -56,7 +56,7 @@ class FedAMoLE(Method):
     paper: ClassVar[str] = "arXiv 2411.19128"
     summary: ClassVar[str] = "shared expert averaged; domain experts choose clients every round"
 
-    attention: Attention = Attention(targets="q_proj|v_proj|c_attn")
+    attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()
     router: AmoleRouter = AmoleRouter()
     experts: int | None = Field(

@@ -6,11 +6,9 @@ One low-rank pair stands on each query and value projection. The server averages
 from typing import ClassVar, Literal
 
 from coterie.adapters import Role
+from coterie.bases.sites import QUERY_VALUE
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.settings import Attention, Lora
-
-TARGETS = "q_proj|v_proj|c_attn"
-"""Queries and values; GPT-2 has both in one layer, with the keys."""
 
 
 class FedIT(AdapterMethod):
@@ -22,7 +20,7 @@ class FedIT(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 
-    attention: Attention = Attention(targets=TARGETS)
+    attention: Attention = Attention(targets=QUERY_VALUE)
     lora: Lora = Lora(scale="rank")
 
 

@@ -31,7 +31,9 @@ class PromptClient(AdapterClient):
     """Trains a prompt; raises CoterieError if the base's context has no room for it."""
 
     def __init__(self, method: "FedPrompt | FedPTuning", context: ClientContext) -> None:
-        longest = getattr(context.base.model.config, "max_position_embeddings", None)
+        longest = getattr(
+            context.base.model.config.get_text_config(), "max_position_embeddings", None
+        )
         if longest is not None and context.window + method.virtual_tokens > longest:
             raise CoterieError(
                 f"data.window ({context.window} tokens) plus virtual_tokens "

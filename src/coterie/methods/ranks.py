@@ -276,7 +276,8 @@ def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalt
     pairs = [(a.parameter, b.parameter) for a, b in expert_pairs(client.adapter)]
 
     def tails() -> Tensor:
-        return weight * torch.stack([tail(A, B, gamma) for A, B in pairs]).sum()
+        device = client.context.base.device
+        return weight * torch.stack([tail(A, B, gamma).to(device) for A, B in pairs]).sum()
 
     return tails
 

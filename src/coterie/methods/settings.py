@@ -28,6 +28,12 @@ class Mlp(Settings):
     """Sets of LoRA pairs on all linear layers of all MLPs."""
 
     rank: PerClient = Field(default=8, description="LoRA rank on MLP layers (r)")
+    placement: Literal["auto", "inside", "beside"] = Field(
+        default="auto",
+        description="inside: on the linear layers of MLPs; beside: next to each feed-forward block "
+        "(one pair from hidden states to hidden states); auto: inside where the base has MLPs of "
+        "a known form, else beside",
+    )
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """A client's generalists and specialists: sets that are averaged, and that stay."""
@@ -106,7 +112,8 @@ class Attention(Settings):
     rank: int = Field(default=8, ge=1, description="LoRA rank (r)")
     targets: str | None = Field(
         default=None,
-        description="regular expression for layer names; null: all linear layers of attention",
+        description="regular expression for names of linear layers, such as q_proj, or for what "
+        "they do, such as attention.q; null: all linear layers of attention",
     )
 
 
@@ -265,6 +272,7 @@ def layout_of(
         generalists=generalists,
         specialists=specialists,
         rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
+        placement="auto" if mlp is None else mlp.placement,
         attention_rank=0 if attention is None else attention.rank,
         targets=None if attention is None else attention.targets,
         alpha=lora.alpha,

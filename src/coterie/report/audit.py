@@ -46,6 +46,7 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     """
     run = start(Session(config), config)
     yield _declared(run)
+    yield _stands(run)
     shared = config.deployment.share_metrics
     never = SHARED if shared else NEVER
     alike: dict[Account, list[tuple[ClientId, Account]]] = {}
@@ -62,6 +63,15 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
             title = same[0][0]
             rows = [_together(lines) for lines in zip(*(rows for _, rows in same), strict=True)]
             yield Table(f"{names}: {title}", CONTENTS, rows, never if title == STAYS else "")
+
+
+def _stands(run: LocalRun) -> Table:
+    """Where in their bases clients' adapters stand."""
+    alike: dict[tuple[str, ...], list[ClientId]] = {}
+    for name, part in run.parts.items():
+        alike.setdefault(part.covered or ("nothing of the base",), []).append(name)
+    rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
+    return Table("what is trained", ("clients", "where in the base"), rows)
 
 
 def _figures(run: LocalRun) -> Table:

@@ -35,7 +35,8 @@ class Cost:
 
 def counting_base(config: RunConfig) -> Base:
     """The base of a run, with attention made of products that the counter sees."""
-    base = load_base(config.base, "fp32", config.data.window, config.root)
+    spec = config.base.model_copy(update={"weights": None})  # quantised products are not counted
+    base = load_base(spec, None, config.data.window, config.root, config.device)
     base.model.set_attn_implementation("eager")
     return base
 

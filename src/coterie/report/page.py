@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from coterie.bases import BaseSpec
 from coterie.files import path_part, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
@@ -122,11 +124,16 @@ def _about(experiment: Experiment) -> Table:
     ]
     config, clients = experiment.all[0].config, experiment.clients
     own = config.get("bases") or {}
-    bases = dict.fromkeys(own.get(client, config["base"]) for client in clients)
+    bases = dict.fromkeys(_named(own.get(client, config["base"])) for client in clients)
     server = config.get("server")
-    theirs = f" Server's base: {server['base'] or config['base']}." if server else ""
-    note = f"Base: {listed(bases or [config['base']])}. Clients: {listed(clients)}.{theirs}"
+    theirs = f" Server's base: {_named(server['base'] or config['base'])}." if server else ""
+    note = f"Base: {listed(bases or [_named(config['base'])])}. Clients: {listed(clients)}.{theirs}"
     return Table("Runs", ["method", "seeds", "rounds", "state"], rows, note)
+
+
+def _named(base: Any) -> str:
+    """A base as a run folder records it, in words."""
+    return str(BaseSpec.model_validate(base))
 
 
 def _html(sections: Sequence[Section], with_texts: bool) -> str:

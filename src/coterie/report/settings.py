@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from coterie.bases import BaseSpec
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method
@@ -68,10 +69,13 @@ def _section(inner: type[BaseModel], field: FieldInfo) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a section of a run file, or behind each entry of a list."""
+    """The model behind a section of a run file, or behind each entry of a list.
+
+    How a base is given is told once, of the run's own.
+    """
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:
-            return kind
+            return None if kind is BaseSpec and kind is not annotation else kind
     return None
 
 

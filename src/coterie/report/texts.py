@@ -146,7 +146,7 @@ def _beginning(text: Tokens | Examples, context: int) -> list[Tensor]:
 @torch.no_grad()
 def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """All texts' tokens, their first ones left out, and the best-scored expert of each by layer."""
-    longest = getattr(model.config, "max_position_embeddings", LENGTH + 1)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH + 1)
     ids, chosen = [], []
     for text in texts:
         read = text[:longest]

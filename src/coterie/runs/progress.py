@@ -1,6 +1,7 @@
 """What a run shows while it works: a live line on a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -16,6 +17,9 @@ class Watch:
 
     def warn(self, text: str) -> None:
         """There is something to know before the run begins."""
+
+    def trains(self, title: str, where: Sequence[str]) -> None:
+        """A run is about to begin, whose adapters stand there."""
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """A run begins: `done` of its rounds are done; an update reads `tokens` tokens."""
@@ -64,6 +68,11 @@ class ConsoleWatch(Watch):
     def warn(self, text: str) -> None:
         """A line that stays."""
         self._line(text)
+
+    def trains(self, title: str, where: Sequence[str]) -> None:
+        """A line for each kind of adapter."""
+        for adapter in where:
+            self._line(f"{title}: {adapter}")
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """Begin a bar with a step per client and round."""

@@ -53,7 +53,7 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any)
 
 def context_length(model: PreTrainedModel) -> int | None:
     """Tokens that a model reads, besides a soft prompt (PEFT) of its own; None if it has no end."""
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if longest is None else longest - _soft_prompt(model)
 
 

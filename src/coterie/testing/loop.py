@@ -84,7 +84,7 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
     root = run.root
     texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
     public = None if run.data.public is None else str(root / run.data.public)
-    base = run.base_of(name)
+    base = run.base_of(name).name
     return Site(name, texts, out, base=base if is_folder(base) else None, public=public)
 
 

@@ -32,7 +32,7 @@ def mean_embeddings(
     model = adapter.attach(base.model)
     with adapter.recording() as seen, autocast(base.precision, base.device.type):
         for part in samples.to(base.device).split(at_once):
-            hidden_states(model, part.ids, part.real)
+            hidden_states(model, part)
     counts = seen.counts.cpu()
     sums = {path: tensor.cpu() for path, tensor in seen.sums.items()}
     if private is None:

@@ -12,8 +12,8 @@ from coterie.data.batch import Batch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.exchange import State
 from coterie.training.context import ClientContext
-from coterie.training.dropout import Purpose, with_dropout
 from coterie.training.loss import language_model_loss
+from coterie.training.passes import Purpose, training_pass
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater
 
@@ -48,7 +48,7 @@ class LocalTraining:
                         self._update(model, level, step, turn)
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
-        parts = self._batch(level, step, turn).split(self.context.training.at_once)
+        parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
         pieces = [
             Piece(partial(self._loss, model, part, (level.name, step, turn, number)), part.tokens)
             for number, part in enumerate(parts)
@@ -70,7 +70,7 @@ class LocalTraining:
         return sample_batch(tokens, training.batch, context.window, chance)
 
     def _loss(self, model: PreTrainedModel, batch: Batch, purpose: Purpose) -> Tensor:
-        with with_dropout(self.context, *purpose):
+        with training_pass(self.context, *purpose):
             return language_model_loss(model, *batch.to(self.context.base.device))
 
     def moments(self, parameter: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabular
 need 200 MB for each copy of the float32 logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil
 from typing import Any
 
@@ -19,11 +19,15 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.padding import real_tokens
 from coterie.bases.precision import frozen_weight
-from coterie.bases.sites import working_dtype
+from coterie.bases.sites import decoder_of, working_dtype
 from coterie.data.batch import Batch
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """Largest number of logits made at a time; 24 million are 96 MB in float32."""
+
+PIECE_PRICE = {"cpu": 50, "cuda": 1000}
+"""Padding tokens that are rather read than one more piece of a batch, whose every operation has a
+cost of its own."""
 
 
 def language_model_loss(
@@ -53,13 +57,15 @@ def soft_target_loss(
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
-        logits = _counted(_logits(model, batch.ids, batch.real), batch.counted) / temperature
+        logits = _logits(model, batch) / temperature
         logprobs = F.log_softmax(_at_least_float(logits), -1)
         return -(logprobs.gather(1, targets) * probs).sum(1).mean()
-    hidden = _counted(hidden_states(model, batch.ids, batch.real), batch.counted) / temperature
-    loss = _HeadLoss.apply(hidden, frozen_weight(head, hidden.dtype), targets, probs)
+    hidden = hidden_states(model, batch) / temperature
+    weight = frozen_weight(head, hidden.dtype)
+    there = weight.device
+    loss = _HeadLoss.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
     assert isinstance(loss, Tensor)
-    return loss
+    return loss.to(hidden.device)
 
 
 @torch.no_grad()
@@ -76,13 +82,16 @@ def token_losses(
     head = _plain_head(model)
     targets = _counted(ids[:, 1:].flatten(), counted)
     if head is None:
-        logits = _counted(_logits(model, ids, real), counted)
+        logits = _logits(model, Batch(ids, counted, real))
         losses = F.cross_entropy(_at_least_float(logits), targets, reduction="none")
     else:
-        hidden = _counted(hidden_states(model, ids, real), counted)
+        hidden = hidden_states(model, Batch(ids, counted, real))
         one = targets.new_ones((len(targets), 1))
         weight = frozen_weight(head, hidden.dtype)
-        losses, _ = _losses(hidden, weight, targets[:, None], one, False)
+        there = weight.device
+        rows = targets[:, None].to(there)
+        losses, _ = _losses(hidden.to(there), weight, rows, one.to(there), False)
+        losses = losses.to(hidden.device)
     if counted is None:
         return losses.view(ids[:, 1:].shape).float()
     return losses.new_zeros(counted.shape).masked_scatter(counted, losses).float()
@@ -93,12 +102,12 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
     """Logits of the counted tokens, in their order, (some, vocabulary) float32 at a time."""
     head = _plain_head(model)
     if head is None:
-        yield _at_least_float(_counted(_logits(model, batch.ids, batch.real), batch.counted))
+        yield _at_least_float(_logits(model, batch))
         return
-    hidden = _counted(hidden_states(model, batch.ids, batch.real), batch.counted)
+    hidden = hidden_states(model, batch)
     weight = frozen_weight(head, hidden.dtype)
     for h in hidden.tensor_split(_pieces(hidden, weight)):
-        yield _at_least_float(h @ weight.t())
+        yield _at_least_float(h.to(weight.device) @ weight.t()).to(h.device)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -159,20 +168,46 @@ def _counted(rows: Tensor, counted: Tensor | None) -> Tensor:
     return rows if counted is None else rows[counted.flatten()]
 
 
-def hidden_states(model: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Hidden states that enter the output head, (tokens, dim), in the dtype the head works in."""
-    decoder = model.get_decoder()
-    with real_tokens(real):
-        hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1).to(working_dtype(hidden))
+def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Hidden states of the counted tokens that enter the output head, (tokens, dim), in the dtype
+    the head works in, where the ids are."""
+    decoder = decoder_of(model)
+
+    def states(ids: Tensor) -> Tensor:
+        return decoder(input_ids=ids, use_cache=False).last_hidden_state
+
+    hidden = _in_pieces(states, batch)
+    return hidden.to(working_dtype(hidden))
 
 
-def _logits(model: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Logits of every token, (tokens, vocabulary); a prompt that the model puts first has none."""
-    time = ids.shape[1] - 1
-    with real_tokens(real):
-        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=time).logits
-    return logits[:, -time:].flatten(0, 1)
+def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Logits of the counted tokens, (tokens, vocabulary); a prompt that the model puts first has
+    none."""
+
+    def logits(ids: Tensor) -> Tensor:
+        time = ids.shape[1]
+        return model(input_ids=ids, use_cache=False, logits_to_keep=time).logits[:, -time:]
+
+    return _in_pieces(logits, batch)
+
+
+def _in_pieces(read: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """What a model makes of the counted tokens, in their order: (tokens, any).
+
+    `read` is of ids (samples, time), to (samples, time, any). Samples of similar lengths are read
+    together, so that little is padding.
+    """
+    numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
+    numbers = numbers.view_as(batch.ids[:, 1:])
+    found: list[Tensor] = []
+    places: list[Tensor] = []
+    price = PIECE_PRICE.get(batch.ids.device.type, PIECE_PRICE["cuda"])
+    for rows, piece in batch.alike(price):
+        with real_tokens(piece.real, goes_on=bool(found)):
+            made = read(piece.ids[:, :-1]).to(batch.ids.device)  # the last layer may be elsewhere
+        found.append(_counted(made.flatten(0, 1), piece.counted))
+        places.append(_counted(numbers[rows, : made.shape[1]].flatten(), piece.counted))
+    return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:

@@ -61,6 +61,11 @@ class TrainingSpec(BaseModel):
         description="samples held in memory at once: a step adds up the gradients of its batch "
         "in pieces of this size; default: the whole batch",
     )
+    checkpointing: bool = Field(
+        default=False,
+        description="recompute activations in the backward pass: less memory, about a "
+        "quarter more time",
+    )
     sampling: Literal["replacement", "epochs"] = Field(
         default="replacement",
         description="draw each step's samples with replacement, or every sample once per epoch",
@@ -128,7 +133,9 @@ class TrainingSpec(BaseModel):
         description="rate of all of the base's own dropout layers in training",
     )
     precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="bf16: autocast, with fp32 weights and optimiser state"
+        default="bf16",
+        description="bf16: autocast; adapters and optimiser state stay in fp32, and the base is in "
+        "the format of base.weights",
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.adapters import Role, Trainable
 from coterie.bases.precision import autocast
-from coterie.errors import Diverged
+from coterie.errors import CoterieError, Diverged, enough_memory
 from coterie.exchange import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
@@ -56,14 +56,19 @@ class Updater:
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, tokens = self.context.training, sum(piece.tokens for piece in pieces)
         self.adapter.require_grad(*self.roles)
-        value = sum(self._add_gradient(p, p.tokens / tokens, penalty, where) for p in pieces)
+        try:
+            with enough_memory("a training step", self._helps):
+                shares = [self._add_gradient(p, p.tokens / tokens, penalty, where) for p in pieces]
+        except CoterieError:
+            self.optimiser.zero_grad()  # of the pieces before
+            raise
         if training.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), training.max_grad_norm)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
-        return value
+        return sum(shares)
 
     def _add_gradient(
         self, piece: Piece, share: float, penalty: Penalty | None, where: str
@@ -72,15 +77,28 @@ class Updater:
         base = self.context.base
         with autocast(base.precision, base.device.type):
             loss = piece.loss()
-            total = loss if penalty is None else loss + penalty()
+            total = loss if penalty is None else loss + penalty().to(loss.device)
+        (total * share).backward()
+        # Not sooner: a GPU would have nothing to do until its value is here.
         if not math.isfinite(total.item()):
-            self.optimiser.zero_grad()
             raise Diverged(
                 f"The loss of {self.context.name!r} is not finite {where}; a lower "
                 "training.learning_rate may help."
             )
-        (total * share).backward()
         return loss.item() * share
+
+    def _helps(self) -> list[str]:
+        """Settings with which a step needs less memory."""
+        at_once, config = self.context.training.at_once, self.context.base.model.config
+        window = f"data.window to less than {self.context.window}"
+        again = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
+        return [
+            *([f"training.micro_batch: {at_once // 2}"] if at_once > 1 else []),
+            *again,
+            *([] if hasattr(config, "quantization_config") else ["base.weights: nf4"]),
+            window,
+            "`base` to a smaller one",
+        ]
 
     def state(self) -> State:
         """The optimiser's moments, copied: for each kind a group of tensors, by parameter."""
@@ -103,7 +121,7 @@ class Updater:
             mine = self.optimiser.state.pop(parameter, {})
             theirs = {kind: found[name] for kind, found in state.groups.items() if name in found}
             moments = {
-                kind: mine[kind].copy_(value) if kind in mine else value.clone()
+                kind: mine[kind].copy_(value) if kind in mine else _beside(parameter, kind, value)
                 for kind, value in (theirs or beginning.get(parameter, {})).items()
             }
             if moments:
@@ -112,3 +130,9 @@ class Updater:
     def _made(self) -> torch.optim.Optimizer:
         training = self.context.training
         return build(training.optimiser, self.parameters.values(), training.learning_rate)
+
+
+def _beside(parameter: Tensor, kind: str, moment: Tensor) -> Tensor:
+    """A copy of a moment where its parameter is; as in torch, a count of steps stays where it
+    was."""
+    return moment.to(moment.device if kind == "step" else parameter.device, copy=True)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from coterie.bases import Base, is_folder, load_base
+from coterie.bases.devices import Device, names_of
 from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
@@ -51,7 +52,7 @@ class Site:
     """`path`, or `train`, `validation` and `test`, as in a run file."""
     out: Path
     base: str | None = None
-    """In place of the run's, where that is a folder."""
+    """In place of the name of the run's, where that is a folder."""
     public: str | None = None
     """This machine's copy of the run's public text."""
     agreed: Terms | None = None
@@ -60,6 +61,8 @@ class Site:
     """Asks somebody, once for each run."""
     limit: Budget | None = None
     """The most that all runs together may spend of its texts; None: each what it says."""
+    device: Device = "auto"
+    """Where its base is computed, as in a run file."""
 
     def config(self, order: Order) -> RunConfig:
         """The run that an order to join asks for, as this client sees it: with its own text and
@@ -68,10 +71,12 @@ class Site:
         Raises CoterieError, or MessageError for what no server of ours would send.
         """
         described = dict(order.config or {})
-        data, base = described.get("data"), self.base or described.get("base")
+        data, told = described.get("data"), described.get("base")
+        base = {"name": told} if isinstance(told, str) else told
         if (
             not isinstance(data, dict)
-            or not isinstance(base, str)
+            or not isinstance(base, dict)
+            or not isinstance(name := base.get("name"), str)
             or not described.keys().isdisjoint(NOT_TOLD)
         ):
             raise MessageError("The server sent no run.")
@@ -80,18 +85,19 @@ class Site:
         match data.get("instructions"):
             case {"template": str(template)} if template not in SHIPPED and not is_text(template):
                 raise MessageError("The server named a file of this machine as the template.")
-        if self.base is None and is_folder(base):
+        if self.base is None and is_folder(name):
             raise CoterieError(
-                f"The run's base {base!r} is a folder on this machine, too; if it is the one that "
+                f"The run's base {name!r} is a folder on this machine, too; if it is the one that "
                 "is meant, give it with --base."
             )
         return parse(
             {
                 **described,
                 "clients": [{"name": self.name, **self.texts}],
-                "base": base,
+                "base": {**base, "name": self.base or name},
                 "data": {**data, "public": None if order.public is None else self.public},
                 "data_root": "",
+                "device": self.device,
             }
         )
 
@@ -185,7 +191,7 @@ class Worker:
     def _base(self, config: RunConfig) -> Base:
         key = (config.base, config.training.precision, config.data.window)
         if key not in self.bases:
-            self.bases = {key: load_base(*key, config.root)}
+            self.bases = {key: load_base(*key, config.root, config.device)}
             log.info("loaded the base %s: %s", config.base, self.bases[key].digest)
         return self.bases[key]
 
@@ -266,7 +272,8 @@ class SiteRun:
         folder = run_folder(site, self.id, self.config)
         clients = {site.name: participant.described()}
         if not folder.is_run:
-            more = {"run": self.id, "agreed": agreed}
+            device = names_of(self.config.device)
+            more = {"run": self.id, "agreed": agreed, "device": device}
             description = describe(self.config.as_dict(), clients, self.config.plugins, **more)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():

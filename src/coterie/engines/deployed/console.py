@@ -134,6 +134,8 @@ class ClientBoard(LiveDisplay):
                 self.rounds, self.done = value.config.exchanges, 0
                 self.began = time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
+                for adapter in value.part.covered:
+                    self._say(f"  trained here: {adapter}")
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):
                     for field in fields:

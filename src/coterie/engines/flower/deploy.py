@@ -23,7 +23,6 @@ from coterie.errors import CoterieError
 from coterie.federation import Participant, check, served
 from coterie.methods.contract import SERVER
 from coterie.runs import RunFolder, describe
-from coterie.sections import DeploymentSpec
 
 MiB = 2**20
 
@@ -69,22 +68,22 @@ def serve_again(
     watch: ServerWatch,
     from_round: int | None = None,
     without: Sequence[str] = (),
-    deployment: DeploymentSpec | None = None,
+    now: RunConfig | None = None,
 ) -> RunFolder:
     """Go on with a run of which the server has stopped; clients that wait for it go on too.
 
     from_round: from the state after so many rounds, if that is kept. without: clients to expel.
-    deployment: how clients are waited for from now on; default: as before.
+    now: how clients are waited for, and the device, from now on; default: as before.
     """
     folder = RunFolder(out)
     config = recorded(folder)
-    deployment = deployment or config.deployment
-    if deployment.share_metrics != config.deployment.share_metrics:
+    now = now or config
+    if now.deployment.share_metrics != config.deployment.share_metrics:
         raise CoterieError(
             "Clients have agreed to deployment.share_metrics as it was when the run began; set it "
             "back, or begin a new run."
         )
-    config = config.model_copy(update={"deployment": deployment})
+    config = config.model_copy(update={"deployment": now.deployment, "device": now.device})
     for name in without:
         if name not in folder.without():  # else the same command as before
             known(folder, name)

@@ -87,6 +87,14 @@ class SimulatedRun(Rounds):
             self._join()
             super().run()
 
+    def covered(self) -> set[tuple[str, ...]]:
+        """See `Rounds`; of the first client, as the others are in other processes."""
+
+        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
+            """Nothing is recorded."""
+
+        return {ClientPart(self.config, self.base, self.first, log).covered}
+
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         return self._all(self.names, "hello", 0, lambda name: b"")
 
@@ -224,7 +232,9 @@ class Actor:
         self.folder, described = folder, folder.description
         torch.set_num_threads(described["threads"])
         self.config = config = parse(described["config"])
-        self.bases = Bases(config.training.precision, config.data.window, config.root)
+        self.bases = Bases(
+            config.training.precision, config.data.window, config.root, config.device
+        )
         words = load_tokenizer(config.base, config.root)
         self.participants = {p.name: p for p in participants_of(config, words)}
 

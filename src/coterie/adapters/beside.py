@@ -1,0 +1,50 @@
+"""Low-rank experts beside a block that is no MLP of a known shape, or that is left as it is.
+
+    y = block(x) + g sum_i w_i B_i A_i x
+
+It works for any block that maps hidden states to hidden states, such as a mixture of experts or a
+state-space block; the router is that of the mixture on an MLP.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coterie.adapters.layout import Layout
+from coterie.adapters.lora import LoraPair
+from coterie.adapters.routed import Routed
+from coterie.bases.sites import working_dtype
+
+BLOCK = "block"
+
+
+class Beside(Routed):
+    """A block with low-rank experts next to it; `dim` is the width of hidden states."""
+
+    def __init__(self, base: nn.Module, dim: int, layout: Layout) -> None:
+        near = next(base.parameters())
+        experts = [
+            {BLOCK: LoraPair((dim, dim), layout.rank, near, layout.freeze_A)} for _ in layout.roles
+        ]
+        super().__init__(base, layout, experts)
+
+    def places(self, path: str) -> dict[str, str]:
+        """See `Routed`."""
+        return {BLOCK: path}
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states: (..., dim); what the block returns, the first of it with the experts'."""
+        out = self.base(hidden_states, *args, **kwargs)
+        y, *more = out if isinstance(out, tuple) else (out,)
+        tokens = hidden_states.flatten(0, -2)
+        weights, choice = self._route(tokens)
+        tokens = tokens.to(working_dtype(hidden_states))
+        As, Bs = self._factors(BLOCK)
+        low = self._low(tokens, As).unflatten(1, (len(self.roles), -1))
+        # (tokens, n, 1): each expert's weight, 0 where it is not chosen.
+        shares = weights.transpose(0, 1) if choice is None else (weights * choice).sum(0)[..., None]
+        B = torch.cat(Bs, dim=1).to(low.dtype)
+        low = (low * shares.to(low.dtype)).flatten(1)
+        y = y + (self.gain * (low @ B.t())).view(y.shape)
+        return (y, *more) if isinstance(out, tuple) else y

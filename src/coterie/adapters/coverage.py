@@ -1,0 +1,85 @@
+"""What of a base an adapter covers: which layers, where in them, and what it leaves alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from coterie.adapters.part import Part
+from coterie.bases.sites import LINEAR, children_of, decoder_walk, layers, walk
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Low-rank pairs of one kind on one kind of module."""
+
+    what: str
+    """experts, or LoRA."""
+    where: str
+    """`inside GPT2MLP (c_fc, c_proj)`, `beside MixtralSparseMoeBlock`."""
+    layers: frozenset[int]
+    """Numbers of the decoder layers that have it."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What an adapter stands on in a base."""
+
+    covered: tuple[Covered, ...]
+    total: int
+    """Decoder layers of the base."""
+    others: dict[str, tuple[str, int]]
+    """Where there are layers without experts, or without LoRA, although others have some: the
+    blocks of these layers, and how many layers they are."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Such as `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`."""
+        told: list[str] = []
+        for one in self.covered:
+            count = len(one.layers)
+            many = f"all {count}" if count == self.total else f"{count} of {self.total}"
+            told.append(f"{one.what} {one.where} in {many} layers")
+        for what, (blocks, count) in self.others.items():
+            told.append(f"no {what} in the other {count} layers ({blocks})")
+        return tuple(told)
+
+
+def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
+    """What some parts of an adapter stand on; the base may be on the meta device."""
+    modules = dict(decoder_walk(base))
+    found: dict[tuple[str, str, str], tuple[dict[str, None], set[int]]] = {}
+    for part in parts:
+        if part.factor != "B" or part.layer is None:
+            continue
+        what = "LoRA" if part.role == "dense" else "experts"
+        owner, _, name = part.path.rpartition(".")
+        if not isinstance(modules[part.path], LINEAR):
+            key, name = (what, "beside", type(modules[part.path]).__name__), ""
+        else:
+            way = "inside" if part.role in ("generalist", "specialist") else "on"
+            key = (what, way, type(modules[owner]).__name__)
+        names, numbers = found.setdefault(key, ({}, set()))
+        names[name] = None
+        numbers.add(part.layer)
+    covered = [
+        Covered(what, f"{way} {kind}{_listed(names)}", frozenset(numbers))
+        for (what, way, kind), (names, numbers) in sorted(found.items(), reverse=True)
+    ]
+    own = list(layers(base).values())
+    others: dict[str, tuple[str, int]] = {}
+    for what in dict.fromkeys(c.what for c in covered):
+        bare = set(range(len(own))).difference(*(c.layers for c in covered if c.what == what))
+        if bare:
+            others[what] = ", ".join(sorted({b for i in bare for b in _blocks(own[i])})), len(bare)
+    return Coverage(tuple(covered), len(own), others)
+
+
+def _listed(names: Iterable[str]) -> str:
+    told = ", ".join(filter(None, names))
+    return f" ({told})" if told else ""
+
+
+def _blocks(layer: nn.Module) -> list[str]:
+    """The kinds of blocks with linear layers in a decoder layer."""
+    blocks = children_of(layer).values()
+    return [type(b).__name__ for b in blocks if any(isinstance(m, LINEAR) for _, m in walk(b))]

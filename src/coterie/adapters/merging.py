@@ -1,0 +1,44 @@
+"""Low-rank pairs that are merged into the weights that they correct."""
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from coterie.adapters.adapter import detach
+from coterie.adapters.lora import LoraLinear, LoraPair
+from coterie.adapters.mixture import Mixture, Passed
+from coterie.bases.sites import StandIn
+
+
+def mergeable(model: nn.Module) -> bool:
+    """Whether there are weights that compute the same as a model with its adapter.
+
+    There are none where experts are more than one or stand beside a block, nor in a quantised base.
+    """
+    return all(
+        isinstance(m, LoraLinear | Passed) or (isinstance(m, Mixture) and len(m.roles) == 1)
+        for m in model.modules()
+        if isinstance(m, StandIn)
+    ) and all(p.is_floating_point() for p in model.parameters())
+
+
+def merge(model: nn.Module) -> None:
+    """Make every weight W that a pair corrects W + g B A, and take the stand-ins out.
+
+    What is left is a plain transformers model. No other adapter may use the base.
+    """
+    stand_ins = {p: m for p, m in model.named_modules() if isinstance(m, LoraLinear | Mixture)}
+    detach(model)
+    for path, module in stand_ins.items():
+        for pair, (part, _) in module.pairs(path):
+            _add(model.get_submodule(part.path), module.gain, pair)
+
+
+@torch.no_grad()
+def _add(linear: nn.Module, gain: float, pair: LoraPair) -> None:
+    weight = linear.weight
+    assert isinstance(weight, nn.Parameter)
+    A, B = pair.factors(pair.rank)
+    update = (gain * B @ A).to(weight.dtype)
+    update = update.t() if isinstance(linear, Conv1D) else update  # which keeps its weight so
+    linear.weight = nn.Parameter(weight + update, requires_grad=False)

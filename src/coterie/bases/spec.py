@@ -1,0 +1,59 @@
+"""Which base a run file asks for: its name, the format of its weights and its revision.
+
+Read without torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_serializer, model_validator
+
+Weights = Literal["fp32", "bf16", "int8", "nf4"]
+
+
+class BaseSpec(BaseModel, frozen=True, extra="forbid"):
+    """A base of a run file: a name alone, or a mapping of `name` and how it is to be loaded."""
+
+    name: str = Field(
+        description="base model: a built-in base, a local folder, or a name on the Hugging Face "
+        "hub; `base: NAME` is short for this key alone"
+    )
+    weights: Weights | None = Field(
+        default=None,
+        description="format of the base's weights in memory; int8 and nf4 are quantised; "
+        "default: as the checkpoint keeps them",
+    )
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of a base on the hub; default: its newest"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """A name alone is a mapping, too."""
+        if isinstance(values, str):
+            return {"name": values}
+        if not isinstance(values, Mapping | BaseSpec):
+            raise ValueError("give a name, or a mapping of `name`, `weights` and `revision`")
+        return values
+
+    @model_serializer
+    def _short(self) -> str | dict[str, str]:
+        """As short as it can be given: a name alone is just that."""
+        given = {key: value for key, value in dict(self).items() if value is not None}
+        return self.name if given.keys() == {"name"} else given
+
+    def __str__(self) -> str:
+        """As in a sentence: gpt2 in bf16 at revision main."""
+        format = f" in {self.weights}" if self.weights else ""
+        return f"{self.name}{format}{f' at revision {self.revision}' if self.revision else ''}"
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the weights of its linear layers are in fewer than 16 bits."""
+        return self.weights in ("int8", "nf4")
+
+
+def spec_of(base: "str | BaseSpec") -> BaseSpec:
+    """A base that may be given by its name alone."""
+    return BaseSpec(name=base) if isinstance(base, str) else base

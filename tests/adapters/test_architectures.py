@@ -1,0 +1,235 @@
+"""Adapters on the architectures that people bring: they begin as the base, and do what they say."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, SMALL, WITHOUT_MLP, small_model, table
+from every_method import some
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, pairs_of
+from coterie.adapters.beside import Beside
+from coterie.adapters.coverage import coverage
+from coterie.bases.sites import (
+    QUERY_VALUE,
+    StandIn,
+    chosen_linears,
+    expert_sites,
+    layers,
+    mlp_shape,
+)
+from coterie.errors import CoterieError
+from coterie.training.loss import language_model_loss
+
+IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+LAYOUTS = {
+    "experts": Layout(),
+    "beside": Layout(placement="beside"),
+    "fedit": Layout(generalists=0, specialists=0, targets=QUERY_VALUE),
+}
+
+
+QUICK = ("opt", "phi3", "mamba", "falcon_h1")
+"""One of each shape; the others are tested with CI's slow part."""
+
+
+@pytest.fixture(params=some((*QUICK, "mixtral"), ARCHITECTURES))
+def base(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return exact(request.param)
+
+
+def exact(name: str) -> PreTrainedModel:
+    """In float64, except mixtures of experts: torch multiplies their groups in float32 at most."""
+    base = small_model(name)
+    mixed = any("Experts" in type(module).__name__ for module in base.modules())
+    return base if mixed else base.double()
+
+
+def adapter_of(base: nn.Module, layout: Layout) -> Adapter:
+    return Adapter(base, layout, 0, "ada", lambda part: True)
+
+
+def scramble(adapter: Adapter | AmoleAdapter) -> None:
+    """Give every trained tensor values that count."""
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapter.parameters().values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=chance))
+
+
+def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
+    want = base(IDS).logits
+    held = dict.fromkeys(chosen_linears(base, QUERY_VALUE), (0, 2))
+    amole = AmoleAdapter(base, AmoleLayout(experts=3), 0, held)
+    for adapter in (*(adapter_of(base, layout) for layout in LAYOUTS.values()), amole):
+        adapter.attach(base)
+        torch.testing.assert_close(base(IDS).logits, want)
+        scramble(adapter)
+        for parameter in adapter.parameters().values():
+            parameter.requires_grad_(True)
+        language_model_loss(base, IDS).backward()
+        for name, parameter in adapter.parameters().items():
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
+        adapter.detach(base)
+        assert torch.equal(base(IDS).logits, want)
+
+
+def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedModel:
+    """A copy of a base whose linear layers hold what an adapter's only expert adds to them."""
+    base = deepcopy(base)
+    with torch.no_grad():
+        for A, B in pairs_of(adapter.parts()):
+            linear = base.get_submodule(A.path)
+            product = gain * B.parameter @ A.parameter
+            weight = linear.weight
+            assert isinstance(weight, Tensor)
+            weight += product.t() if isinstance(linear, Conv1D) else product
+    return base
+
+
+@pytest.mark.parametrize("name", some(QUICK, sorted(ARCHITECTURES.keys() - WITHOUT_MLP)))
+def test_a_single_expert_is_a_change_of_weights(name) -> None:
+    """Whatever the MLP does besides: fused and multiplied gates, residuals, layers of its own."""
+    base = exact(name)
+    layout = Layout(generalists=1, specialists=0)
+    adapter = adapter_of(base, layout)
+    scramble(adapter)
+    before, want = base(IDS).logits, merged(base, adapter, layout.gain(8))(IDS).logits
+    assert (want - before).abs().max() > 0.01
+    torch.testing.assert_close(adapter.attach(base)(IDS).logits, want)
+
+
+@pytest.mark.parametrize("name", ["phi3", "bloom", "falcon_h1", "llama"])
+def test_two_experts_are_two_mlps_weighed_by_the_router(name) -> None:
+    base = small_model(name).double()
+    adapter = adapter_of(base, layout := Layout(attention_rank=0))
+    scramble(adapter)
+    path, (mlp, _) = next(iter(expert_sites(base).items()))
+    parts, outputs = adapter.parts(), []
+    x, residual = torch.randn(2, 5, 32).double(), torch.randn(2, 5, 32).double()
+    also = (residual,) if name == "bloom" else ()
+    for expert in ("generalist.0", "specialist.0"):
+        own = deepcopy(mlp)
+        for linear in (n for n, m in own.named_children() if isinstance(m, nn.Linear)):
+            A, B = (parts[f"{expert}/{path}.{linear}.{f}"].parameter for f in "AB")
+            weight = own.get_submodule(linear).weight
+            assert isinstance(weight, Tensor)
+            weight.data += layout.gain(8) * B @ A
+        outputs.append(own(x, *also))
+    weights = (x @ parts[f"router/{path}.weight"].parameter.t()).softmax(-1)
+    want = sum(w[..., None] * y for w, y in zip(weights.unbind(-1), outputs, strict=True))
+    adapter.attach(base)
+    torch.testing.assert_close(base.get_submodule(path)(x, *also), want)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_beside_a_block_add_to_what_it_gives(name, top_k) -> None:
+    base = exact(name)
+    layout = Layout(generalists=1, specialists=2, top_k=top_k)
+    adapter = adapter_of(base, layout)
+    scramble(adapter)
+    adapter.attach(base)
+    [path, *_] = expert_sites(base)
+    stand_in = base.get_submodule(path)
+    assert isinstance(stand_in, Beside)
+    x, parts = torch.randn(2, 5, 32), adapter.parts()
+    scores = x @ parts[f"router/{path}.weight"].parameter.t()
+    best, chosen = scores.topk(top_k, -1)
+    weights = best.softmax(-1) if top_k > 1 else scores.softmax(-1).gather(-1, chosen)
+    block = stand_in.base(x)
+    want = block[0] if isinstance(block, tuple) else block
+    for i, expert in enumerate(("generalist.0", "specialist.0", "specialist.1")):
+        A, B = (parts[f"{expert}/{path}.{factor}"].parameter for factor in "AB")
+        share = (weights * (chosen == i)).sum(-1, keepdim=True)
+        want = want + share * layout.gain(8) * x @ A.t() @ B.t()
+    got = stand_in(x)
+    torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, want)
+    assert isinstance(got, tuple) is isinstance(block, tuple)
+
+
+def test_a_server_without_weights_makes_the_same_parts(base) -> None:
+    with torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(base.config)
+    for layout in LAYOUTS.values():
+        mine, theirs = (adapter_of(model, layout).parts() for model in (hollow, base))
+        assert {n: p.parameter.shape for n, p in mine.items()} == {
+            n: p.parameter.shape for n, p in theirs.items()
+        }
+
+
+def test_every_layer_is_covered(base) -> None:
+    everywhere = frozenset(range(len(layers(base))))
+    found = coverage(base, adapter_of(base, Layout()).parts().values())
+    assert found.total == len(everywhere) == base.config.num_hidden_layers
+    assert not found.others
+    for what in ("experts", "LoRA"):
+        assert everywhere == frozenset().union(*(c.layers for c in found.covered if c.what == what))
+
+
+def test_what_is_not_covered_is_said() -> None:
+    base = small_model("qwen3_5_text")
+    layout = Layout(generalists=0, specialists=0, targets="q_proj|o_proj")
+    found = coverage(base, adapter_of(base, layout).parts().values())
+    assert found.lines() == (
+        "LoRA on Qwen3_5Attention (o_proj, q_proj) in 1 of 4 layers",
+        "no LoRA in the other 3 layers (Qwen3_5GatedDeltaNet, Qwen3_5MLP)",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_mlp_that_does_more_than_its_layers_tell_is_refused(dtype) -> None:
+    base = small_model("llama").to(dtype)
+    mlp = base.model.layers[1].mlp
+    mlp.forward = lambda x: 1.1 * type(mlp).forward(mlp, x)
+    adapter_of(base, Layout(placement="beside")).attach(base)
+    with pytest.raises(CoterieError, match=r"something else with an .* differ by \d"):
+        adapter_of(base, Layout()).attach(base)
+    assert not any(isinstance(module, StandIn) for module in base.modules())
+
+
+def test_attention_that_reads_its_layers_weights_is_refused() -> None:
+    base = small_model("llama")
+    attention = base.model.layers[1].self_attn
+
+    def forward(hidden_states: Tensor, **kwargs: object) -> object:
+        shift = attention.q_proj.weight.mean()
+        return type(attention).forward(attention, hidden_states + shift, **kwargs)
+
+    attention.forward = forward
+    with pytest.raises(CoterieError, match="LlamaForCausalLM cannot run with an adapter"):
+        adapter_of(base, LAYOUTS["fedit"]).attach(base)
+    assert not any(isinstance(module, StandIn) for module in base.modules())
+
+
+def test_only_what_reads_text_gets_adapters() -> None:
+    vision = {**SMALL, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model(
+        "gemma3", text_config={**SMALL, "head_dim": 8}, vision_config=vision, mm_tokens_per_image=4
+    )
+    base = AutoModelForCausalLM.from_config(config).eval()
+    assert any("vision" in path for path, _ in base.named_modules())
+    for layout in (*LAYOUTS.values(), Layout(generalists=0, specialists=0, targets=".*_proj")):
+        adapter = adapter_of(base, layout)
+        adapter.attach(base)
+        assert all("language_model" in part.path for part in adapter.parts().values())
+
+
+def test_an_mlp_is_known_by_its_layers() -> None:
+    assert mlp_shape(nn.Linear(2, 2)) is None
+    base = small_model("mixtral")
+    assert [shape for _, shape in expert_sites(base).values()] == [None, None]
+    with pytest.raises(CoterieError, match="has no MLP that experts could stand on"):
+        adapter_of(base, Layout(placement="inside"))
+
+
+def test_the_page_shows_where_adapters_stand() -> None:
+    page = Path(__file__).parents[2] / "docs" / "architectures.md"
+    assert table() in page.read_text(encoding="utf-8"), (
+        "docs/architectures.md is behind; run scripts/document_architectures.py"
+    )

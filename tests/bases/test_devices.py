@@ -1,0 +1,112 @@
+"""Where bases are computed: what is refused, and how layers are spread over GPUs."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+import coterie
+from coterie import CoterieError
+from coterie.adapters import Adapter, Layout
+from coterie.bases import load_base, load_skeleton
+from coterie.bases.devices import devices_of, names_of, placement
+from coterie.config import parse
+from coterie.data.batch import Batch
+from coterie.engines.finished import recorded
+from coterie.runs import RunFolder
+from coterie.training.loss import language_model_loss, logits_in_pieces, token_losses
+
+CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}
+IDS = torch.arange(3, 67).view(2, 32)
+GPUS = [torch.device(f"cuda:{n}") for n in range(3)]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "mps", ["cuda:0", "cuda:1"]])
+def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
+    run, plain = parse({**CLIENTS, "device": device}), parse(CLIENTS)
+    assert run.as_dict()["device"] == device
+    assert parse(run.as_dict()) == run
+    assert run.digest() == plain.digest()
+    assert "device" not in run.told_to("poet")
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:x", 0, [], ["cuda:0"], ["cuda:1", "cuda:1"], "cpu:1"]
+)
+def test_what_is_no_device_is_said_in_a_sentence(device) -> None:
+    with pytest.raises(CoterieError, match=r"^device(: give auto, cpu, cuda| should be)"):
+        parse({**CLIENTS, "device": device})
+
+
+@pytest.mark.parametrize(
+    ("count", "there"), [(0, "no GPU that PyTorch can use"), (1, "1 GPU"), (2, "2 GPUs")]
+)
+def test_a_device_that_is_not_here_is_said_in_a_sentence(count, there, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    with pytest.raises(CoterieError, match=rf"There is no cuda:3 here \({there}\); set `device`"):
+        devices_of(("cuda:0", "cuda:3") if count else "cuda:3")
+    assert names_of("auto") == ("cuda" if count else "cpu")
+    assert names_of("cpu") == "cpu"
+    if count == 2:
+        assert names_of(("cuda:1", "cuda:0")) == "cuda:1, cuda:0"
+        assert names_of("cuda:1") == "cuda:1"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_layers_are_spread_in_their_order(bases, family, count) -> None:
+    skeleton = load_skeleton(str(bases / family))
+    devices = GPUS[::-1][:count]
+    places = placement(skeleton, devices)
+    assert set(places.values()) <= set(devices)
+    assert len(set(places.values())) > 1
+
+    def device(name: str) -> torch.device:
+        return places[max((path for path in places if f"{name}.".startswith(f"{path}.")), key=len)]
+
+    turns = [devices.index(device(name)) for name, _ in skeleton.named_parameters()]
+    assert turns[0] == 0
+    layers = [t for t, (n, _) in zip(turns, skeleton.named_parameters(), strict=True) if ".1." in n]
+    assert len(set(layers)) == 1, "a layer is not split"
+    assert turns == sorted(turns)
+
+
+def result(base: Any, family: str) -> list[torch.Tensor]:
+    """Of a step with an adapter: loss, gradients, losses by token and logits."""
+    adapter = Adapter(base.model, Layout(), 0, "ada", lambda part: True)
+    model = adapter.attach(base.model)
+    adapter.require_grad("generalist", "specialist", "dense", "router")
+    loss = language_model_loss(model, IDS)
+    loss.backward()
+    pieces = list(logits_in_pieces(model, Batch(IDS)))
+    grads = [p.grad for p in adapter.parameters().values() if p.grad is not None]
+    found = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
+    adapter.detach(base.model)
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_spread_base_computes_the_same_bits(bases, family) -> None:
+    """All on the CPU, but with the hooks that carry tensors from part to part."""
+    plain, spread = (load_base(str(bases / family), "fp32", 32) for _ in range(2))
+    skeleton = load_skeleton(str(bases / family))
+    places: dict[str, Any] = dict.fromkeys(placement(skeleton, GPUS), "cpu")
+    assert len(places) > 2
+    dispatch_model(spread.model, places, force_hooks=True)
+    hooked = [module for module in spread.model.modules() if hasattr(module, "_hf_hook")]
+    assert len(hooked) > 2
+    mine, theirs = result(spread, family), result(plain, family)
+    assert len(mine) == len(theirs) > 3
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_a_run_of_another_machine_s_device_is_used_on_this_one(config, tmp_path) -> None:
+    done = coterie.run(config(rounds=1, method="fedit"), out=tmp_path / "run")
+    described = json.loads((done.path / "run.json").read_text())
+    described["config"]["device"] = "cuda:7"
+    (done.path / "run.json").write_text(json.dumps(described))
+    assert recorded(RunFolder(done.path)).device == "auto"
+    assert coterie.load(done.path, "poet").device.type in ("cpu", "cuda")

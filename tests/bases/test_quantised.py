@@ -1,0 +1,141 @@
+"""Bases in int8 and nf4: close to the checkpoint, trained through, and the same whenever loaded."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import coterie
+from coterie.adapters import Adapter, Layout
+from coterie.bases import Base, BaseSpec, load_base, load_skeleton
+from coterie.bases.sites import sizes
+from coterie.errors import CoterieError
+from coterie.runs import RunFolder
+from coterie.testing.loop import assert_as_local, assert_same_states, deploy
+from coterie.training.loss import language_model_loss
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+FORMATS = ("int8", "nf4")
+IDS = torch.arange(3, 67).view(2, 32)
+
+
+@pytest.fixture(scope="module")
+def folders(bases, tmp_path_factory) -> dict[str, str]:
+    """Bases wide enough that rounding averages out."""
+    folder, found = tmp_path_factory.mktemp("wide"), {}
+    tokenizer = AutoTokenizer.from_pretrained(bases / "gpt2")
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    sizes |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"gpt2": {}, "llama": {"intermediate_size": 128, "num_key_value_heads": 2}}
+    for family, own in more.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **sizes, **own, initializer_range=0.1)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
+        found[family] = str(folder / family)
+    return found
+
+
+def loaded(folder: str, weights: Any, precision: Any = "fp32") -> Base:
+    return load_base(BaseSpec(name=folder, weights=weights), precision, 32)
+
+
+def gradients(base: Base) -> torch.Tensor:
+    """Of an adapter's matrices that begin as zero, in a row."""
+    adapter = Adapter(base.model, Layout(), 0, "ada", lambda part: True)
+    model = adapter.attach(base.model)
+    adapter.require_grad("generalist", "specialist", "dense")
+    language_model_loss(model, IDS).backward()
+    adapter.detach(base.model)
+    found = [p.grad for n, p in adapter.parameters().items() if n.endswith(".B")]
+    return torch.cat([grad.flatten() for grad in found if grad is not None])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("weights", "near"), [("int8", 0.999), ("nf4", 0.95)])
+def test_it_computes_nearly_what_the_checkpoint_does(folders, family, weights, near) -> None:
+    """Gradients too, and after an evaluation as before it."""
+    base, exact = loaded(folders[family], weights), loaded(folders[family], None)
+    same = torch.nn.functional.cosine_similarity
+    before = gradients(base)
+    with torch.no_grad():
+        logits, wanted = base.model(IDS).logits, exact.model(IDS).logits
+    assert same(logits.flatten(), wanted.flatten(), 0) > near
+    assert torch.equal(gradients(base), before)
+    assert same(before, gradients(exact), 0) > near - 0.05
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_its_linear_layers_are_small_and_as_a_server_knows_them(folders, family, weights) -> None:
+    base, skeleton = loaded(folders[family], weights, "bf16"), load_skeleton(folders[family])
+    plain = loaded(folders[family], "bf16", "bf16").model.get_memory_footprint()
+    assert base.model.get_memory_footprint() < plain
+    mine = Adapter(base.model, Layout(), 0, "ada", lambda part: True).parameters()
+    theirs = Adapter(skeleton, Layout(), 0, "ada", lambda part: True).parameters()
+    assert {n: (p.shape, p.dtype) for n, p in mine.items()} == {
+        n: (p.shape, p.dtype) for n, p in theirs.items()
+    }
+    head = base.model.get_output_embeddings()
+    assert head.weight.dtype == torch.bfloat16  # pyright: ignore
+    assert sizes(head) == (64, base.model.config.vocab_size)  # pyright: ignore
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_its_digest_is_that_of_what_was_loaded(folders, weights) -> None:
+    one, again = loaded(folders["llama"], weights), loaded(folders["llama"], weights)
+    gradients(again)  # what a layer does on its first use changes nothing
+    with torch.no_grad():
+        again.model(IDS)
+    assert one.digest == again.digest != loaded(folders["llama"], None).digest
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "comigs-1g1s": {"router": {"every": 2, "steps": 1}},
+    "fedit": {},
+    "fedamole": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("comigs-1g1s", "nf4"),
+        pytest.param("comigs-1g1s", "int8", marks=pytest.mark.slow),
+        pytest.param("fedit", "nf4", marks=pytest.mark.slow),
+        pytest.param("fedamole", "nf4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_resumes_to_the_same_bits(
+    name, weights, config, folders, tmp_path, killed_in_round
+) -> None:
+    run = config(
+        method={"name": name, **METHODS[name]},
+        base={"name": folders["llama"], "weights": weights},
+        rounds=2,
+        training={"steps": 2, "batch": 2, "precision": "bf16"},
+    )
+    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+    killed_in_round(2, run, tmp_path / "again")
+    coterie.resume(tmp_path / "again")
+    assert_same_states(RunFolder(tmp_path / "again"), whole)
+    with torch.no_grad():
+        assert coterie.load(whole.path, "poet")(input_ids=IDS).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_deployment_ends_in_the_same_bits(config, folders, tmp_path) -> None:
+    base = {"name": folders["llama"], "weights": "nf4"}
+    run = config(base=base, rounds=1)
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    deploy(run, tmp_path)
+    assert_as_local(run, tmp_path, local)
+
+
+def test_what_is_missing_is_said_in_a_sentence(folders, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(CoterieError, match=r"llama in nf4 needs bitsandbytes; .*\[quantised\]"):
+        loaded(folders["llama"], "nf4")

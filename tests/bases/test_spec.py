@@ -1,0 +1,80 @@
+"""A base in a run file: by its name, or with a format and a revision."""
+
+import pytest
+
+from coterie import CoterieError
+from coterie.bases import BaseSpec
+from coterie.config import parse
+from coterie.run_file import apply_setting
+
+CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}
+NF4 = {"name": "gpt2", "weights": "nf4"}
+
+
+def test_a_name_alone_stays_one_wherever_it_is_written() -> None:
+    plain, long = parse({**CLIENTS, "base": "gpt2"}), parse({**CLIENTS, "base": {"name": "gpt2"}})
+    assert plain.base == long.base == BaseSpec(name="gpt2")
+    assert plain.as_dict()["base"] == long.as_dict()["base"] == "gpt2"
+    assert plain.told_to("poet")["base"] == "gpt2"
+    assert plain.digest() == long.digest()
+    assert parse(CLIENTS).as_dict()["base"] == "tiny-gpt2"
+
+
+def test_a_format_is_kept_told_and_another_run() -> None:
+    run = parse({**CLIENTS, "base": NF4, "bases": {"poet": {"name": "gpt2", "revision": "v1"}}})
+    assert run.as_dict()["base"] == NF4
+    assert parse(run.as_dict()) == run
+    assert run.told_to("poet")["base"] == {"name": "gpt2", "revision": "v1"}
+    assert run.digest() != parse({**CLIENTS, "base": "gpt2", "bases": {"poet": "gpt2"}}).digest()
+    assert len({run.base, run.base_of("poet"), BaseSpec.model_validate(NF4)}) == 2
+    own = parse({**CLIENTS, "server": {"base": NF4}})
+    assert own.base_of("server") == run.base
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "gpt2"}, "gpt2"),
+        (NF4, "gpt2 in nf4"),
+        ({"name": "gpt2", "weights": "bf16", "revision": "v1"}, "gpt2 in bf16 at revision v1"),
+    ],
+)
+def test_it_reads_well_in_a_sentence(spec, words) -> None:
+    assert str(BaseSpec.model_validate(spec)) == words
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        (3, "base: give a name, or a mapping of `name`, `weights` and `revision`."),
+        ({"weights": "nf4"}, "base.name is missing."),
+        ({"name": "gpt2", "wieghts": "nf4"}, "Did you mean 'base.weights'?"),
+        ({"name": "gpt2", "weights": "int4"}, "base.weights should be 'fp32', 'bf16', 'int8' or"),
+    ],
+)
+def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
+    with pytest.raises(CoterieError) as refused:
+        parse({**CLIENTS, "base": base})
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [
+        {"base": {"name": "gpt2", "weights": "bf16"}},
+        {"bases": {"poet": {"name": "gpt2", "weights": "bf16"}}},
+        {"server": {"base": {"name": "gpt2", "weights": "bf16"}}},
+    ],
+)
+def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
+    assert parse({**CLIENTS, **bases})
+    with pytest.raises(CoterieError, match=r"precision is fp32, but a base's weights are to be"):
+        parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
+
+
+def test_a_format_can_be_set_where_a_name_stands() -> None:
+    values = {"base": "gpt2", "server": {"base": "other"}}
+    for setting in ("base.weights=nf4", "server.base.weights=bf16"):
+        apply_setting(values, setting)
+    assert values["base"] == NF4
+    assert values["server"] == {"base": {"name": "other", "weights": "bf16"}}

@@ -1,0 +1,103 @@
+"""Methods on the architectures that people bring, each on a small random model, from end to end."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, small_model
+from every_method import METHODS
+from torch import Tensor
+
+import coterie
+from coterie.adapters import Part
+from coterie.bases import load_tokenizer
+from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
+from coterie.methods.adapter import copied
+from coterie.runs import RunFolder, Watch
+from coterie.testing.rounds import take
+from coterie.training.loss import language_model_loss
+
+TOLD = ("comigs-1g1s", "fedit", "fedamole", "pcl-2")
+SETTINGS = {name: METHODS[name] for name in TOLD} | {
+    "comigs-1g1s": {"name": "comigs-1g1s", "router": {"every": 3, "steps": 2}}
+}
+
+TRAINING = {
+    "steps": 5,
+    "batch": 4,
+    "precision": "fp32",
+    "learning_rate": 0.02,
+    "optimiser": {"name": "adamw", "weight_decay": 0},  # so that only a gradient changes a value
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("architectures")
+
+
+def folder_of(folders: Path, name: str) -> Path:
+    """A base that a run file can name."""
+    folder = folders / name
+    if not folder.exists():
+        tokenizer = load_tokenizer("tiny-gpt2")
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
+        small_model(name, vocab_size=len(tokenizer), **ids).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", TOLD)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
+    run = config(
+        base=str(folder_of(folders, architecture)),
+        method=SETTINGS[method],
+        rounds=2,
+        data={"window": 16, "limits": dict.fromkeys(("train", "validation", "test"), 81)},
+        training=TRAINING,
+        evaluation={"keep": "last"},
+    )
+    session = Session(run, threads=1)
+    folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
+    local = session.start(run, folder, Watch())
+    assert isinstance(local, LocalRun)
+    [first, *_] = session.participants(run)
+    text = first.data.train.ids.long().view(3, 27)
+    before = loss(local, first.name, text)
+    start = {n: copied(values(client.parts())) for n, client in local.clients.items()}
+    local.run()
+    assert loss(local, first.name, text) < before
+    for name, client in local.clients.items():
+        for tensor, value in values(client.parts()).items():
+            assert not torch.equal(value, start[name].get(tensor, torch.zeros_like(value))), tensor
+    take(local)
+    if method != "pcl-2":  # in which everybody has a mean of their own
+        equal_where_shared(local)
+    for name, client in local.clients.items():
+        client.restore(folder.load(f"client-{name}"))
+        want = client.model()(text).logits
+        torch.testing.assert_close(coterie.load(folder.path, name)(text).logits, want)
+
+
+def loss(local: LocalRun, name: str, ids: Tensor) -> float:
+    """A client's loss on a batch."""
+    with torch.no_grad():
+        return language_model_loss(local.clients[name].model(), ids).item()
+
+
+def values(parts: Mapping[str, Part]) -> dict[str, Tensor]:
+    return {name: part.parameter.detach() for name, part in parts.items()}
+
+
+def equal_where_shared(local: LocalRun) -> None:
+    """What travels arrived equal at everybody who holds it."""
+    arrived: dict[str, Tensor] = {}
+    for client in local.clients.values():
+        shared = {n: p for n, p in client.parts().items() if local.config.method.sends(p)}
+        assert shared
+        for name, part in shared.items():
+            assert torch.equal(arrived.setdefault(name, part.parameter.detach()), part.parameter)

@@ -1,0 +1,205 @@
+"""Samples of similar lengths are read together: less padding, the same figures as one by one."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout
+from coterie.adapters.prompt import soft_prompt
+from coterie.bases.sites import chosen_linears
+from coterie.data.batch import Batch
+from coterie.training import loss as loss_module
+from coterie.training.loss import (
+    language_model_loss,
+    logits_in_pieces,
+    soft_target_loss,
+    token_losses,
+)
+
+LENGTHS = [9, 3, 14, 4, 9, 15, 2]
+"""Tokens that samples read."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other over tensors as small as these."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    """Samples of these lengths, of which the last third is counted."""
+    chance = torch.Generator().manual_seed(1)
+    longest, lengths = max(LENGTHS), torch.tensor(LENGTHS)[:, None]
+    place = torch.arange(longest)
+    real = place < lengths
+    ids = torch.randint(1, 61, (len(LENGTHS), longest + 1), generator=chance)
+    ids[:, 1:] *= real
+    return Batch(ids, real & (place >= lengths * 2 // 3), real)
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def base(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    if request.param == "llama":
+        sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+        config = LlamaConfig(hidden_size=12, intermediate_size=20, vocab_size=61, **sizes)
+        return LlamaForCausalLM(config).eval().double()
+    rates: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    config = GPT2Config(n_layer=2, n_embd=12, n_head=2, n_positions=32, vocab_size=61, **rates)
+    return GPT2LMHeadModel(config).eval().double()
+
+
+def mixture(base: Any) -> Adapter:
+    layout = Layout(1, 3, rank=2, attention_rank=2)  # four experts, of which two work
+    return Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
+
+
+def amole(base: Any, load: Any = "top_k") -> AmoleAdapter:
+    layout = AmoleLayout(experts=5, rank=2, load=load)
+    held = dict.fromkeys(chosen_linears(base, layout.targets), (0, 2, 3, 4))
+    return AmoleAdapter(base, layout, 0, held)
+
+
+def attached(adapter: Any, base: Any) -> Any:
+    """With values that are not zero."""
+    chance = torch.Generator().manual_seed(5)
+    for parameter in adapter.parameters().values():
+        parameter.data.normal_(std=0.3, generator=chance)
+    adapter.require_grad("dense", "generalist", "specialist", "router", "shared", "domain")
+    return adapter.attach(base)
+
+
+def pieces(batch: Batch, price: int) -> list[list[int]]:
+    return [rows.tolist() for rows, _ in batch.alike(price)]
+
+
+def cost(parts: list[list[int]], price: int) -> int:
+    return sum(len(part) * max(LENGTHS[n] for n in part) + price for part in parts)
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to share items out."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for place, part in enumerate(parts):
+            yield [*parts[:place], [first, *part], *parts[place + 1 :]]
+
+
+@pytest.mark.parametrize("price", [0, 1, 5, 12, 1000])
+def test_pieces_cost_least_of_all_ways_to_share_samples_out(batch: Batch, price: int) -> None:
+    found = pieces(batch, price)
+    assert sorted(n for part in found for n in part) == list(range(len(LENGTHS)))
+    least = min(cost(parts, price) for parts in partitions(list(range(len(LENGTHS)))))
+    assert cost(found, price) == least
+    assert (found == [list(range(len(LENGTHS)))]) == (price == 1000)
+
+
+def test_pieces_hold_the_samples_and_no_more_padding_than_their_longest(batch: Batch) -> None:
+    assert batch.counted is not None
+    for rows, part in batch.alike(5):
+        time = max(LENGTHS[n] for n in rows)
+        assert part.real is not None
+        assert part.real.sum(1).tolist() == [LENGTHS[n] for n in rows]
+        assert torch.equal(part.ids, batch.ids[rows, : time + 1])
+        assert torch.equal(part.counted, batch.counted[rows, :time])  # pyright: ignore
+
+
+def test_a_batch_without_padding_is_one_piece(batch: Batch) -> None:
+    assert pieces(Batch(batch.ids), 0) == [list(range(len(LENGTHS)))]
+    [(_, part)] = Batch(batch.ids, batch.counted).alike(0)
+    assert torch.equal(part.ids, batch.ids)
+
+
+def test_parts_of_a_batch_by_length_hold_similar_samples(batch: Batch) -> None:
+    lengths = [int(part.real.sum(1)[n]) for part in batch.by_length().split(2)  # pyright: ignore
+               for n in range(len(part.ids))]  # fmt: skip
+    assert lengths == sorted(LENGTHS)
+    plain = Batch(batch.ids)
+    assert plain.by_length() is plain
+
+
+def alone(model: Any, batch: Batch) -> list[Tensor]:
+    """Each sample's logits of counted tokens, without any padding."""
+    assert batch.counted is not None
+    return [
+        model(batch.ids[n : n + 1, :length]).logits[0, -length:][batch.counted[n, :length]]
+        for n, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("price", [0, 5, 1000])
+def test_figures_are_those_of_samples_alone_in_their_order(
+    base: Any, batch: Batch, price: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, logits, hard and soft targets; with a soft prompt, too."""
+    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", price)
+    assert batch.counted is not None
+    targets = batch.ids[:, 1:][batch.counted]
+    soft = torch.stack([targets, (targets + 7) % 61], 1)
+    chance = torch.Generator().manual_seed(2)
+    probs = torch.rand(len(targets), generator=chance, dtype=torch.float64)
+    probs = torch.stack([probs, 1 - probs], 1)
+    for adapter in (mixture(base), soft_prompt(base, 3, 0, 0.5)):
+        model = adapter.attach(base)
+        with torch.no_grad():
+            logits = torch.cat(alone(model, batch))
+        expected = F.cross_entropy(logits, targets, reduction="none")
+        torch.testing.assert_close(torch.cat(list(logits_in_pieces(model, batch))), logits)
+        losses = token_losses(model, *batch)
+        torch.testing.assert_close(losses[batch.counted], expected.float())
+        assert (losses[~batch.counted] == 0).all()
+        torch.testing.assert_close(language_model_loss(model, *batch), expected.mean())
+        wanted = -(logits.log_softmax(-1).gather(1, soft) * probs).sum(1).mean()
+        found = soft_target_loss(model, batch, soft, probs)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["mixture", "amole", "amole, first"])
+def test_gradients_and_load_balance_do_not_change_with_pieces(
+    base: Any, batch: Batch, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load balance is over all of a batch's tokens, not of its last piece."""
+    adapter: Any = mixture(base) if kind == "mixture" else amole(base, kind[7:] or "top_k")
+    model = attached(adapter, base)
+    wanted = [p for p in adapter.parameters().values() if p.requires_grad]
+    found = []
+    for price in (1000, 5, 0):
+        monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", price)
+        loss = language_model_loss(model, *batch)
+        balance = adapter.load_balance(*(["uniform"] if kind == "mixture" else []))
+        grads = torch.autograd.grad(loss + 10 * balance, wanted)
+        found.append([loss.detach(), balance.detach(), *grads, *adapter.routing().values()])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
+def test_the_next_batch_begins_anew(base: Any, batch: Batch, monkeypatch: Any) -> None:
+    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 5)
+    for adapter in (mixture(base), amole(base)):
+        model = attached(adapter, base)
+        language_model_loss(model, *batch.only(torch.arange(3)))
+        language_model_loss(model, *batch)
+        once = adapter.routing()
+        language_model_loss(model, *batch)
+        assert all(torch.equal(w, adapter.routing()[path]) for path, w in once.items())
+
+
+def test_pieces_are_few_on_a_device_that_is_slow_to_start(batch: Batch) -> None:
+    prices = [0, 5, 12, 30, 100]
+    counts = [len(pieces(batch, price)) for price in prices]
+    assert counts[-1] == 1
+    assert all(more >= fewer for more, fewer in pairwise(counts))
