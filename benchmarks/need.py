@@ -1,0 +1,115 @@
+"""What `coterie base` estimates that a client needs, beside what a run takes.
+
+Three bases with random weights: GPT-2's shape in fp32, Qwen2.5-0.5B's and Llama-3.2-1B's in bf16. A
+run of one client, two rounds of two steps through the public API, has a fresh process; its peak is
+that of the whole process (Linux's ru_maxrss).
+"""
+
+import argparse
+import resource
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bases import make_base
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import coterie
+from coterie.bases import load_tokenizer
+from coterie.config import parse
+from coterie.report.need import need_of
+
+MIB = 2**20
+SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "qwen-0.5b": (
+        "qwen2",
+        {
+            "hidden_size": 896,
+            "num_hidden_layers": 24,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+        },
+    ),
+}
+STEPS = {"gpt2": (128, 8), "qwen-0.5b": (512, 2), "llama-1b": (128, 2)}
+"""Window and batch, by base."""
+
+
+def make(folder: Path, name: str) -> None:
+    """Save a base with random weights; the tokenizer is a smaller one that ships."""
+    if name == "llama-1b":
+        make_base(folder, "1b")
+        return
+    kind, settings = SMALLER[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    model.save_pretrained(folder)
+    load_tokenizer("tiny-gpt2").save_pretrained(folder)
+
+
+def run_of(folder: Path, name: str) -> dict[str, Any]:
+    """A run of one client on a base in a folder."""
+    window, batch = STEPS[name]
+    (folder / "anna.txt").write_text("the sea was calm and no one knew which way to go. " * 8000)
+    return {
+        "base": str(folder / name),
+        "data_root": str(folder),
+        "clients": [{"name": "anna", "path": "anna.txt"}],
+        "rounds": 2,
+        "data": {"window": window, "limits": {"train": 20_000, "validation": 2000, "test": 2000}},
+        "training": {"batch": batch, "steps": 2},
+        "evaluation": {"batch": 2, "keep": "last"},
+    }
+
+
+def peak() -> int:
+    """Of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measured(run: dict[str, Any], out: Path) -> tuple[int, int]:
+    """Peaks after the imports and after the run."""
+    before = peak()
+    coterie.run(run, out=out)
+    return before, peak()
+
+
+def fresh(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Work in a process of its own. It begins with this one's peak, so this one must stay small."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bases", nargs="*", default=[*STEPS], choices=[*STEPS])
+    names = parser.parse_args().bases
+    logging.disable_progress_bar()
+    table = Table("base", "tokens at once", "estimate (MiB)", "measured (MiB)", "ratio")
+    for name in names:
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            fresh(make, folder / name, name)
+            run = run_of(folder, name)
+            need = need_of(parse(run), "anna")
+            assert need is not None
+            imports, most = fresh(measured, run, folder / "run")
+        estimate, (window, batch) = imports + need.memory, STEPS[name]
+        figures = (f"{estimate / MIB:,.0f}", f"{most / MIB:,.0f}", f"{estimate / most:.2f}")
+        table.add_row(name, f"{batch} x {window}", *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

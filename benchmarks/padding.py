@@ -1,0 +1,201 @@
+"""How much of what models read is padding, and what that costs, with FedAMoLE on ten tasks.
+
+The ten clients of recipes/small/instructions.yaml, whose texts are needed: give the parent of their
+folder `instructions` as --data. Three ways to make a step's batch of samples of unlike
+lengths:
+
+- padded: as drawn, all padded to the longest;
+- groups (ours): the same samples, read in groups of similar lengths; same loss and gradient;
+- sorted draws: the samples of 50 batches, sorted, so that a batch holds similar ones.
+
+Tokens are counted where the base reads them. Time is of forward and backward of the same number of
+steps of every client, in the process's own time on one thread; ways take turns, step by step.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from coterie.adapters import AmoleAdapter, AmoleLayout
+from coterie.bases import Base, load_base
+from coterie.bases.precision import Precision, autocast, prepare
+from coterie.bases.sites import chosen_linears
+from coterie.chance import generator
+from coterie.data.batch import Batch
+from coterie.data.examples import Examples
+from coterie.federation import participants_of
+from coterie.run_file import load_config
+from coterie.scoring.answers import answer_losses, with_choices
+from coterie.scoring.generation import generate_answers
+from coterie.training.loss import PIECE_PRICE, language_model_loss
+
+RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"
+MEGA = 50
+"""Batches that are sorted together."""
+NEVER = 10**9
+"""A price at which no batch is read in groups."""
+HELD = range(6)
+"""Domain experts that a client holds in the mean: each of 30 chooses 2 of 10 clients."""
+LARGEST = 0.10
+WAYS = ("padded", "groups", "sorted draws")
+
+
+@dataclass
+class Count:
+    """Tokens of samples, tokens that the base read for them, passes, and seconds."""
+
+    real: int = 0
+    read: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def padding(self) -> float:
+        """The share of what was read that is padding."""
+        return 1 - self.real / self.read
+
+
+@contextmanager
+def counted(base: Base, count: Count, real: int, price: int | None = None) -> Iterator[None]:
+    """Add what the base reads inside to a count, and how long it takes."""
+
+    def add(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        count.read += inputs[0].numel()
+        count.passes += 1
+
+    count.real += real
+    hook = base.model.get_input_embeddings().register_forward_pre_hook(add)
+    start = time.process_time()
+    try:
+        with patch.dict(PIECE_PRICE, {} if price is None else {"cpu": price}):
+            yield
+    finally:
+        count.seconds += time.process_time() - start
+        hook.remove()
+
+
+def batches(samples: Examples, way: str, size: int, steps: int, name: str) -> list[Batch]:
+    """What a client's steps learn from."""
+    draws = [
+        torch.randint(len(samples), (size,), generator=generator(0, "batch", name, step))
+        for step in range(steps)
+    ]
+    if way != "sorted draws":
+        return [samples.batch(draw) for draw in draws]
+    lengths, found = samples.starts.diff(), []
+    for first in range(0, steps, MEGA):
+        together = torch.cat(draws[first : first + MEGA])
+        order = together[lengths[together].argsort(stable=True)]
+        found += [samples.batch(draw) for draw in order.split(size)]
+    return found
+
+
+def adapted(base: Base) -> AmoleAdapter:
+    """FedAMoLE's adapter of a client, attached, all of it trained."""
+    layout = AmoleLayout(experts=len(HELD))
+    held = dict.fromkeys(chosen_linears(base.model, layout.targets), HELD)
+    adapter = AmoleAdapter(base.model, layout, 0, held)
+    adapter.attach(base.model)
+    return adapter
+
+
+def train(base: Base, splits: dict[str, Examples], size: int, steps: int) -> dict[str, Count]:
+    """Forward and backward passes of each way."""
+    adapter, counts = adapted(base), {way: Count() for way in WAYS}
+    for name, samples in splits.items():
+        drawn = {way: batches(samples, way, size, steps, name) for way in WAYS}
+        for step in range(-1, steps):  # the first warms up
+            for way, count in counts.items():
+                batch, price = drawn[way][max(step, 0)], None if way == "groups" else NEVER
+                real = int(batch.real.sum()) if batch.real is not None else batch.ids.numel()
+                with counted(base, count if step >= 0 else Count(), real, price):
+                    with autocast(base.precision, "cpu"):
+                        loss = language_model_loss(base.model, *batch)
+                        loss = loss + 1e-3 * adapter.load_balance()
+                    loss.backward()
+    return counts
+
+
+def score(base: Base, splits: dict[str, Examples], window: int, size: int) -> dict[str, Count]:
+    """What evaluation reads, as it was drawn and as it is read: losses, and prompts to go on."""
+    counts = {"losses, in order": Count(), "losses": Count(), "prompts": Count()}
+    for samples in splits.values():
+        rows, _ = with_choices(base, samples, window)
+        real = int((rows.starts.diff() - 1).sum())
+        for chosen in torch.arange(len(rows)).split(size):
+            counts["losses, in order"].real += int((rows.starts.diff() - 1)[chosen].sum())
+            counts["losses, in order"].read += rows.batch(chosen).ids[:, 1:].numel()
+        with counted(base, counts["losses"], real):
+            answer_losses(base, base.model, rows, size)
+        with counted(base, counts["prompts"], int((samples.answers - samples.starts[:-1]).sum())):
+            generate_answers(base, base.model, samples, 1, size)
+    return counts
+
+
+def gpt2(small: Base, precision: Precision, window: int) -> Base:
+    """GPT-2's shape (124M, random weights) with the embedded base's tokens."""
+    model = GPT2LMHeadModel(GPT2Config())
+    prepare(model, precision, window)
+    return Base(model, small.tokenizer, precision, small.device)
+
+
+def show(title: str, counts: dict[str, Count], first: Count | None = None) -> None:
+    table = Table(title=title)
+    for column in ("", "padding", "passes", *(["tokens/s", "x padded"] if first else [])):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, count in counts.items():
+        row = [name, f"{count.padding:.1%}", f"{count.passes:,}" if count.passes else ""]
+        if first:
+            speed = count.real / count.seconds
+            row += [f"{speed:,.0f}", f"{speed * first.seconds / first.real:.2f}"]
+        table.add_row(*row)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds instructions/")
+    parser.add_argument("--window", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20, help="of each client")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--gpt2", action="store_true", help="GPT-2's size, not the embedded base")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    changes = [f"data_root={options.data}", f"data.window={options.window}", "data.limits.test=50"]
+    config = load_config(RECIPE, changes)
+    base = load_base(config.base, options.precision, options.window)
+    if options.gpt2:
+        base = gpt2(base, options.precision, options.window)
+    clients = {one.name: one.data for one in participants_of(config, base.tokenizer)}
+
+    def of(split: Callable[..., object]) -> dict[str, Examples]:
+        found = {name: split(data) for name, data in clients.items()}
+        return {name: one for name, one in found.items() if isinstance(one, Examples)}
+
+    trained = train(base, of(lambda data: data.train), options.batch, options.steps)
+    what = f"{options.batch} samples, window {options.window}, {options.precision}"
+    show(f"Training on ten tasks, {what}", trained, trained["padded"])
+    scored = score(base, of(lambda data: data.test), options.window, config.evaluation.batch)
+    show("Evaluation", scored)
+    verdict = "met" if trained["groups"].padding < LARGEST else "missed"
+    print(f"padding in training: target {LARGEST:.0%}: {verdict}")
+    if options.json:
+        rows = {name: {**asdict(c), "padding": c.padding} for name, c in (trained | scored).items()}
+        setting = {**vars(options), "data": None, "json": None}
+        options.json.write_text(json.dumps({"setting": setting, "counts": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
