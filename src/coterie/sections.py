@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from coterie.aggregation.spec import AggregationSpec
 from coterie.bases.spec import BaseSpec
-from coterie.data.spec import ClientSpec, DataSpec, DivideSpec
+from coterie.data.divide_spec import DivideSpec
+from coterie.data.spec import ClientSpec, DataSpec
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
 from coterie.training.spec import EvaluationSpec, TrainingSpec

@@ -9,7 +9,8 @@ import numpy
 import pytest
 
 from coterie.data.divide import MINIMUM, Pools, _by_dirichlet, divided_texts
-from coterie.data.spec import DataSpec, DivideSpec, InstructionSpec
+from coterie.data.divide_spec import DivideSpec
+from coterie.data.spec import DataSpec, InstructionSpec
 
 CLIENTS = 4
 SIZES = {"a": 300, "b": 90, "c": 210, "d": 60, "e": 140}

@@ -125,5 +125,5 @@ def test_the_public_text_may_be_instructions(
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
     found = data_of(public_text(data, tmp_path, tokenizer))
-    assert [item.prompt for item in found.items] == [f"case {i}:" for i in range(4)]
+    assert [item.prompt for item in found.instructions] == [f"case {i}:" for i in range(4)]
     assert {item.choices for item in found.items} == {("no", "yes")}

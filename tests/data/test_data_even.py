@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from coterie.data.divide import Division, divided_texts
+from coterie.data.divide_spec import DivideSpec
 from coterie.data.examples import Instruction
-from coterie.data.spec import DataSpec, DivideSpec, Fractions, InstructionSpec
+from coterie.data.spec import DataSpec, Fractions, InstructionSpec
 from coterie.data.texts import SPLITS
 from coterie.errors import CoterieError
 

@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from coterie.data.divide import Division, divided_texts
-from coterie.data.spec import DataSpec, DivideSpec, Fractions, Limits
+from coterie.data.divide_spec import DivideSpec
+from coterie.data.spec import DataSpec, Fractions, Limits
 from coterie.data.texts import PIECE
 from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError

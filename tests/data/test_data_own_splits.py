@@ -11,7 +11,8 @@ import datasets
 import pytest
 
 from coterie.data.divide import Division, divided_texts
-from coterie.data.spec import DataSpec, DivideSpec, InstructionSpec
+from coterie.data.divide_spec import DivideSpec
+from coterie.data.spec import DataSpec, InstructionSpec
 from coterie.errors import CoterieError
 
 SIZES = {"art": 120, "law": 80, "war": 200}

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.data.spec import ClientSpec, DataSpec, DivideSpec, InstructionSpec, SourceSpec
+from coterie.data.divide_spec import DivideSpec, SourceSpec
+from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def naive_order(base: Base, model, text: Split, window: int) -> tuple[float, flo
     if not isinstance(text, Examples):
         return 0.0, loss
     right, asked = 0, 0
-    for n, item in enumerate(text.items):
+    for n, item in enumerate(text.instructions):
         start, end, answer = int(text.starts[n]), int(text.starts[n + 1]), int(text.answers[n])
         prompt = text.ids[start:answer].long()
         own = _losses(model, text.ids[start:end].long()[None])[answer - start - 1 :].mean()

@@ -250,12 +250,12 @@ def test_a_division_sets_a_public_text_and_the_servers_test_aside(divided, tmp_p
     items = []
     for part in parts:
         assert isinstance(part, Examples)
-        items.append({(item.prompt, item.answer) for item in part.items})
+        items.append({(item.prompt, item.answer) for item in part.instructions})
     assert not items[0] & items[1]
     assert not items[2] & (items[0] | items[1])
     for one in (*who.clients, who.server):
         assert isinstance(one.public, Examples)
-        assert {(item.prompt, item.answer) for item in one.public.items} == items[2]
+        assert {(item.prompt, item.answer) for item in one.public.instructions} == items[2]
     assert who.server.tests == {"server": who.server.data.test}
     done = coterie.run(run, out=tmp_path / "run")
     result = done.results["pretrained"]

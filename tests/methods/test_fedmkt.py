@@ -137,7 +137,7 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
         uploads = both.a_round()
     private = clients["poet"].context.data
     keys = [
-        sample_keys(split.items)
+        sample_keys(split.instructions)
         for split in (private.train, private.validation, private.test)
         if isinstance(split, Examples)
     ]

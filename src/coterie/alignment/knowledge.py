@@ -115,14 +115,17 @@ class Positions:
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
         """As `data.examples` tokenised the samples with this tokenizer."""
         encoder = continuing(bare_encoder(tokenizer)[0])
-        answers = tuple(split(item)[1] for item in samples.items)
+        answers = tuple(split(item)[1] for item in samples.instructions)
         encoded = encoder.encode_batch(list(answers), add_special_tokens=False)
         starts = torch.zeros(len(answers) + 1, dtype=torch.int64)
         starts[1:] = (samples.starts[1:] - samples.answers).cumsum(0)
         flat = [end for answer in encoded for end in ends(answer.offsets)]
         assert len(flat) == starts[-1], "answers are encoded as data.examples does"
         return cls(
-            sample_keys(samples.items), starts, torch.tensor(flat, dtype=torch.int32), answers
+            sample_keys(samples.instructions),
+            starts,
+            torch.tensor(flat, dtype=torch.int32),
+            answers,
         )
 
     def of_samples(self, chosen: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import numpy
 import torch
 
 from coterie.chance import generator
+from coterie.data.divide_spec import DivideSpec
 from coterie.data.labelled import labelled
-from coterie.data.spec import DataSpec, DivideSpec
+from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, set_aside
 from coterie.errors import CoterieError
 

@@ -1,8 +1,8 @@
-"""Prompts and their answers as tokens; the loss counts the answers alone."""
+"""Prompts with their answers, and conversations, as tokens; the loss counts the answers alone."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
+from coterie.data.chat import ChatTemplate, Conversation
 from coterie.errors import CoterieError
 
 
@@ -21,44 +22,72 @@ class Instruction:
     answer: str
     choices: tuple[str, ...] = ()
 
+    @property
+    def text(self) -> str:
+        """Prompt and answer."""
+        return f"{self.prompt}\n{self.answer}"
+
 
 @dataclass(frozen=True)
 class Examples:
-    """Samples, one after another: a first token, the prompt, the answer, the end token.
+    """Samples, one after another: a first token, the prompt, the answer, the end token; or a
+    conversation as its template renders it, to the end of its last answer.
 
     ids: (N,) int32. starts: (n + 1,) int64, where each sample begins, and N. answers: (n,) int64,
-    where each answer begins. bytes: UTF-8 bytes of all answers. too_long: how many did not fit.
+    where each one's last answer begins. counted: (N,) bool, the tokens of all answers with what
+    ends them. sizes: (n,) int64, UTF-8 bytes of each one's answers. too_long: how many did not fit.
+    cut: how many conversations were cut into several samples. around: of conversations, what stands
+    before and after a last answer in the same part: a space or nothing, and the marker.
     """
 
     ids: Tensor
     starts: Tensor
     answers: Tensor
-    bytes: int
-    items: tuple[Instruction, ...]
+    counted: Tensor
+    sizes: Tensor
+    items: tuple[Instruction | Conversation, ...]
     too_long: int = 0
+    cut: int = 0
+    around: tuple[str, str] | None = None
 
     def __len__(self) -> int:
         """How many samples."""
         return len(self.items)
 
     @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The items of samples that are prompts with answers."""
+        found = tuple(item for item in self.items if isinstance(item, Instruction))
+        assert len(found) == len(self), "asked for where there are no conversations"
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of all answers."""
+        return int(self.sizes.sum())
+
+    @property
     def lengths(self) -> Tensor:
-        """Tokens of each answer, end token included: what a loss or a score is over; (n,) int64."""
-        return self.starts[1:] - self.answers
+        """Tokens of each one's answers, ends included: what a loss or a score is over; (n,)
+        int64."""
+        return torch.nn.functional.pad(self.counted.cumsum(0), (1, 0))[self.starts].diff()
 
     def only(self, chosen: Sequence[int]) -> "Examples":
         """These samples, in this order."""
         bounds = [(int(self.starts[n]), int(self.starts[n + 1])) for n in chosen]
         starts = torch.tensor([0, *(end - start for start, end in bounds)]).cumsum(0)
         inside = self.answers - self.starts[:-1]
-        items = tuple(self.items[n] for n in chosen)
+        rows = torch.as_tensor(chosen)
         return Examples(
             torch.cat([self.ids[start:end] for start, end in bounds]),
             starts,
-            starts[:-1] + inside[torch.as_tensor(chosen)],
-            sum(len(item.answer.encode()) for item in items),
-            items,
+            starts[:-1] + inside[rows],
+            torch.cat([self.counted[start:end] for start, end in bounds]),
+            self.sizes[rows],
+            tuple(self.items[n] for n in chosen),
             self.too_long,
+            self.cut,
+            self.around,
         )
 
     def sample(self, batch: int, chance: torch.Generator) -> Batch:
@@ -68,12 +97,12 @@ class Examples:
     def batch(self, chosen: Tensor | range) -> Batch:
         """These samples, padded at their ends to the longest of them."""
         chosen = torch.as_tensor(chosen)
-        starts, answers, ends = self.starts[chosen], self.answers[chosen], self.starts[chosen + 1]
+        starts, ends = self.starts[chosen], self.starts[chosen + 1]
         place = torch.arange(int((ends - starts).max()))
         inside = place < (ends - starts)[:, None]
-        ids = self.ids[(starts[:, None] + place).clamp(max=len(self.ids) - 1)].long()
-        counted = inside & (place >= (answers - starts)[:, None])
-        return Batch(ids * inside, counted[:, 1:], inside[:, 1:])
+        places = (starts[:, None] + place).clamp(max=len(self.ids) - 1)
+        counted = inside & self.counted[places]
+        return Batch(self.ids[places].long() * inside, counted[:, 1:], inside[:, 1:])
 
 
 def joined(parts: Sequence[Examples]) -> Examples:
@@ -84,9 +113,12 @@ def joined(parts: Sequence[Examples]) -> Examples:
         torch.cat([part.ids for part in parts]),
         torch.cat([part.starts[:-1] + offset for part, offset in shifted] + [offsets[-1:]]),
         torch.cat([part.answers + offset for part, offset in shifted]),
-        sum(part.bytes for part in parts),
+        torch.cat([part.counted for part in parts]),
+        torch.cat([part.sizes for part in parts]),
         tuple(item for part in parts for item in part.items),
         sum(part.too_long for part in parts),
+        sum(part.cut for part in parts),
+        parts[0].around,
     )
 
 
@@ -119,20 +151,113 @@ def examples(
             if items
             else f"{owner} has no samples; add text or raise its data.fractions."
         )
-    ids: list[int] = []
-    starts, answers = [0], []
-    for prompt, answer in (pairs[number] for number in kept):
-        answers.append(len(ids) + 1 + len(prompt))
-        ids += [first, *prompt, *answer, end]
-        starts.append(len(ids))
-    chosen = tuple(items[number] for number in kept)
+    rows = [
+        [([first, *prompt], False), ([*answer, end], True)]
+        for prompt, answer in (pairs[number] for number in kept)
+    ]
+    chosen = [items[number] for number in kept]
+    sizes = [len(item.answer.encode()) for item in chosen]
+    return _examples(rows, chosen, sizes, len(items) - sum(fits))
+
+
+def chats(
+    items: Sequence[Conversation],
+    encoder: Tokenizer,
+    template: ChatTemplate,
+    window: int,
+    limit: int | None,
+    owner: str,
+) -> Examples:
+    """The conversations as tokens, as their template renders them, each part encoded on its own.
+
+    So it is when a model writes: what comes before an answer is encoded without it. Conversations
+    of more than window + 1 tokens are cut before a turn of the user's into several, which all begin
+    with the system prompt; exchanges that are too long are dropped and counted. `limit` keeps so
+    many samples at most. Raises CoterieError, which begins with `owner`, if none is left.
+    """
+    onwards = continuing(encoder)
+    chosen: list[Conversation] = []
+    rows: list[list[tuple[list[int], bool]]] = []
+    sizes: list[int] = []
+    cut = too_long = 0
+
+    def read(item: Conversation) -> tuple[list[tuple[list[int], bool]], int] | None:
+        """Tokens of its parts, and bytes of its answers, unless it is too long."""
+        rendered = template.rendered(item)
+        row = [
+            ((onwards if n else encoder).encode(text, add_special_tokens=False).ids, said)
+            for n, (text, said) in enumerate(rendered.parts)
+        ]
+        return (row, rendered.bytes) if sum(len(ids) for ids, _ in row) <= window + 1 else None
+
+    for item in items:
+        if limit is not None and len(rows) >= limit:
+            break
+        pieces, lost = _cut(item, lambda piece: read(piece) is not None)
+        cut, too_long = cut + (len(pieces) > 1), too_long + lost
+        for piece in pieces:
+            found = read(piece)
+            assert found is not None
+            chosen.append(piece)
+            rows.append(found[0])
+            sizes.append(found[1])
+    if not rows:
+        raise CoterieError(
+            f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
+            "data.window."
+            if items
+            else f"{owner} has no conversations; add some or raise its data.fractions."
+        )
+    found = _examples(rows[:limit], chosen[:limit], sizes[:limit], too_long, cut)
+    return replace(found, around=template.around)
+
+
+def _cut(
+    item: Conversation, fits: Callable[[Conversation], bool]
+) -> tuple[list[Conversation], int]:
+    """A conversation in pieces that fit, each as long as it can be; and how many exchanges do
+    not."""
+    if fits(item):
+        return [item], 0
+    system, exchanges = item.exchanges()
+    pieces: list[Conversation] = []
+    lost = 0
+    open = False
+    for exchange in exchanges:
+        longer = replace(pieces[-1], turns=pieces[-1].turns + exchange) if open else None
+        alone = replace(item, turns=system + exchange)
+        if longer is not None and fits(longer):
+            pieces[-1] = longer
+        elif fits(alone):
+            pieces.append(alone)
+            open = True
+        else:
+            lost += 1
+            open = False
+    return pieces, lost
+
+
+def _examples(
+    rows: Sequence[Sequence[tuple[list[int], bool]]],
+    items: Sequence[Instruction | Conversation],
+    sizes: Sequence[int],
+    too_long: int,
+    cut: int = 0,
+) -> Examples:
+    """Samples of parts, each its ids and whether they count; the last part is the last answer."""
+    parts = [part for row in rows for part in row]
+    counted = [said for ids, said in parts for _ in ids]
+    starts = torch.tensor([0, *(sum(len(ids) for ids, _ in row) for row in rows)]).cumsum(0)
+    last = torch.tensor([len(row[-1][0]) for row in rows])
     return Examples(
-        torch.tensor(ids, dtype=torch.int32),
-        torch.tensor(starts),
-        torch.tensor(answers),
-        sum(len(item.answer.encode()) for item in chosen),
-        chosen,
-        len(items) - sum(fits),
+        torch.tensor([id for ids, _ in parts for id in ids], dtype=torch.int32),
+        starts,
+        starts[1:] - last,
+        torch.tensor(counted),
+        torch.tensor(sizes),
+        tuple(items),
+        too_long,
+        cut,
     )
 
 

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coterie.data.divide_spec import DivideSpec, SourceSpec
 from coterie.data.examples import Instruction
 from coterie.data.files import Record, find_files, read_records, read_text, resolve
 from coterie.data.hub import read_hub
 from coterie.data.instructions import instructions_by_split
-from coterie.data.spec import DataSpec, DivideSpec, InstructionSpec, SourceSpec
+from coterie.data.spec import DataSpec, InstructionSpec
 from coterie.data.templates import holds
 from coterie.data.texts import pieces
 from coterie.errors import CoterieError

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import numpy
 from numpy.typing import NDArray
 
+from coterie.data.chat import Conversation
 from coterie.data.examples import Examples, Instruction
 from coterie.data.spec import PIECE
 from coterie.data.texts import SPLITS, Texts, pieces
@@ -158,8 +159,8 @@ def texts_read(items: Sequence[Any], read: Split) -> list[str]:
     return [text for text in found if text.strip()]
 
 
-def _text(item: str | Instruction) -> str:
-    return item if isinstance(item, str) else f"{item.prompt}\n{item.answer}"
+def _text(item: str | Instruction | Conversation) -> str:
+    return item if isinstance(item, str) else item.text
 
 
 def find_copies(
@@ -281,7 +282,9 @@ def without_held_out(texts: Texts[Any]) -> Texts[Any]:
     return Texts(kept, texts.validation, texts.test)
 
 
-def _parts(item: str | Instruction) -> Sequence[str | Instruction]:
+def _parts(
+    item: str | Instruction | Conversation,
+) -> Sequence[str | Instruction | Conversation]:
     """What is compared of an item: its pieces, or the prompt with its answer as a whole."""
     return list(pieces(item, PIECE)) if isinstance(item, str) else [item]
 

@@ -1,11 +1,11 @@
-"""How a run file describes its texts: what is read, how it is split, and how it is divided.
+"""How a run file describes its texts: what is read, and how it is split.
 
-These models are the shape of the run file's sections `data:`, `clients:` and `divide:`. A value out
+These models are the shape of the run file's sections `data:` and `clients:`. A value out
 of range is a pydantic `ValidationError` whose message is a sentence for the user.
 """
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -13,7 +13,9 @@ PIECE = 2000
 """Characters of the pieces, about, into which a text file is cut before it is split."""
 
 
-class _Spec(BaseModel):
+class Spec(BaseModel):
+    """A part of a run file."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -29,7 +31,7 @@ def _plain(name: str) -> str:
 ClientName = Annotated[str, AfterValidator(_plain)]
 
 
-class ClientLimits(_Spec):
+class ClientLimits(Spec):
     """At most so much of a client's split is kept, from its start; without a limit, all.
 
     A limit counts tokens, or samples where the data are instructions.
@@ -60,7 +62,7 @@ class Limits(ClientLimits):
     )
 
 
-class Fractions(_Spec):
+class Fractions(Spec):
     """The shares that are set aside, of a text's characters or of samples; the rest is to train."""
 
     validation: float = Field(
@@ -81,7 +83,7 @@ class Fractions(_Spec):
 Choice = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
-class InstructionSpec(_Spec):
+class InstructionSpec(Spec):
     """How records become prompts with answers: the run file's section `data.instructions:`."""
 
     template: str = Field(
@@ -113,7 +115,7 @@ class InstructionSpec(_Spec):
         return choices
 
 
-class DataSpec(_Spec):
+class DataSpec(Spec):
     """The run file's section `data:`, alike for every client."""
 
     window: int = Field(
@@ -176,11 +178,7 @@ class DataSpec(_Spec):
         return self
 
 
-Label = Annotated[str, Field(coerce_numbers_to_str=True)]
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class ClientSpec(_Spec):
+class ClientSpec(Spec):
     """One entry of the run file's list `clients:`: a client's name and its own text files."""
 
     name: ClientName = Field(
@@ -212,143 +210,4 @@ class ClientSpec(_Spec):
                 f"client {self.name} gives validation or test together with path; replace path "
                 "with train"
             )
-        return self
-
-
-class SourceSpec(_Spec):
-    """A label's source in `divide.source`, where it is a subset of a hub data set."""
-
-    source: str = Field(description="file, folder, or hub name of a data set")
-    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
-
-
-class DivideSpec(_Spec):
-    """The run file's section `divide:`: one labelled data set, divided among clients."""
-
-    source: str | dict[Label, str | SourceSpec] = Field(
-        description="file, folder, or hub name of a data set; or a mapping of each label to "
-        "one, or to its `source` and `subset`"
-    )
-    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
-    split: str = Field(default="train", description="split of a hub data set to divide")
-    validation: str | None = Field(
-        default=None,
-        description="the data set's own validation text, dealt to clients in the shares of their "
-        "training text: split of a hub data set, or file or folder; default: "
-        "data.fractions.validation of what is divided",
-    )
-    test: str | None = Field(
-        default=None,
-        description="the data set's own test text, likewise; default: data.fractions.test of what "
-        "is divided",
-    )
-    where: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Jinja expression over a record's fields, such as `output | wordcount > 10`; "
-        "other records are left out",
-    )
-    by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
-        description="one label per client; Dirichlet shares; mostly one label per client; "
-        "given mixtures; or equal random parts"
-    )
-    label: str = Field(
-        default="label", description="field that contains a record's label (not used by even)"
-    )
-    clients: int | None = Field(
-        default=None, ge=1, description="number of clients (dirichlet and even only)"
-    )
-    alpha: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Dirichlet concentration; larger values give more even shares (dirichlet only)",
-    )
-    balanced: bool = Field(
-        default=False,
-        description="give no further labels to clients that have their even share of the "
-        "records (dirichlet only)",
-    )
-    share: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="share of a client's own label in its text (mixture only)",
-    )
-    mixtures: dict[ClientName, dict[Label, Share]] | None = Field(
-        default=None,
-        description="label shares of each client, in characters (with instructions: samples) "
-        "(mixtures only)",
-    )
-    piece: int = Field(
-        default=PIECE,
-        ge=20,
-        description="minimum length, in characters, of the pieces that .txt files are cut "
-        "into; the maximum is twice that",
-    )
-    held_out: Literal["own", "uniform"] = Field(
-        default="own",
-        description="labels of validation and test: as in the client's training text, or all "
-        "labels equally (not with even)",
-    )
-    public: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=False,
-        description="the public set: with even, `true` sets aside one extra part, the size of a "
-        "client's; otherwise, a fraction of what clients could hold, in the mix of all their "
-        "labels",
-    )
-
-    @model_validator(mode="after")
-    def _options_fit(self) -> Self:
-        needed = {
-            "label": (),
-            "dirichlet": ("clients", "alpha"),
-            "mixture": ("share",),
-            "mixtures": ("mixtures",),
-            "even": ("clients",),
-        }[self.by]
-        for option in ("clients", "alpha", "share", "mixtures"):
-            given = getattr(self, option) is not None
-            if given and option not in needed:
-                raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
-            if not given and option in needed:
-                raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
-        for option, refused in (
-            ("balanced", self.balanced and self.by != "dirichlet"),
-            ("held_out", self.held_out != "own" and self.by == "even"),
-        ):
-            if refused:
-                raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
-        if self.public is not False and (self.public is True) != (self.by == "even"):
-            wanted = "true" if self.by == "even" else "a fraction, such as 0.1"
-            raise ValueError(f"dividing by {self.by} needs divide.public to be {wanted}")
-        return self
-
-    @model_validator(mode="after")
-    def _sources_fit(self) -> Self:
-        if not self.source:
-            raise ValueError("divide.source is empty; name a file, a folder or a hub data set")
-        if not isinstance(self.source, str) and self.subset is not None:
-            raise ValueError(
-                "divide.subset needs a single source; with one source per label, give each "
-                "label its own `subset`"
-            )
-        if not isinstance(self.source, str) and not self.validation == self.test is None:
-            raise ValueError(
-                "divide.validation and divide.test need a single source; with one source per "
-                "label, remove them, or list clients with splits of their own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shares_sum_to_one(self) -> Self:
-        if self.mixtures is not None and not self.mixtures:
-            raise ValueError("divide.mixtures has no clients")
-        for client, shares in (self.mixtures or {}).items():
-            total = sum(shares.values())
-            if abs(total - 1) > 1e-6:
-                raise ValueError(
-                    f"the shares of client {client} in divide.mixtures sum to {total:g};"
-                    " make them sum to 1"
-                )
         return self

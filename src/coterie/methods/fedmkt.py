@@ -345,7 +345,7 @@ class FedMKTServer(AdapterServer):
 
 def _keys(*splits: Split) -> Tensor:
     """The keys of all samples of some splits: (any,) int64."""
-    found = [sample_keys(split.items) for split in splits if isinstance(split, Examples)]
+    found = [sample_keys(split.instructions) for split in splits if isinstance(split, Examples)]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
 
 

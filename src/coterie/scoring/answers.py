@@ -1,6 +1,7 @@
 """How likely answers are, and which of several is likeliest; how near written ones come."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
+from coterie.data.chat import Conversation
 from coterie.data.examples import Examples, Instruction, continuing, joined, split
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -35,34 +37,33 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
     tokens, which leaves something of any choice.
     """
-    encoder = continuing(bare_encoder(base.tokenizer)[0])
+    encoder, eos = bare_encoder(base.tokenizer)
+    encoder = continuing(encoder)
     encoded: dict[str, Tensor] = {}
-    items: list[Instruction] = []
+    items: list[Instruction | Conversation] = []
     owners, rows, answers = [], [], []
-    places = zip(*(place.tolist() for place in _places(samples)), strict=True)
-    for number, (item, (start, answer, end)) in enumerate(zip(samples.items, places, strict=True)):
+    places = zip(samples.starts[:-1].tolist(), samples.answers.tolist(), strict=True)
+    for number, (item, (start, answer)) in enumerate(zip(samples.items, places, strict=True)):
         for choice in dict.fromkeys(item.choices):
             if choice == item.answer:
                 continue
-            items.append(Instruction(item.prompt, choice))
-            text = split(items[-1])[1]
+            items.append(item)
+            text, last = choice.join(samples.around or ("", "")), []
+            if isinstance(item, Instruction):
+                text, last = split(replace(item, answer=choice))[1], [eos]
             if text not in encoded:
-                ids = encoder.encode(text, add_special_tokens=False).ids
+                ids = encoder.encode(text, add_special_tokens=False).ids + last
                 encoded[text] = torch.tensor(ids, dtype=torch.int32)
-            prompt, last = samples.ids[start:answer], samples.ids[end - 1 : end]
             owners.append(number)
-            rows.append(torch.cat([prompt, encoded[text], last])[: window + 1])
+            rows.append(torch.cat([samples.ids[start:answer], encoded[text]])[: window + 1])
             answers.append(answer - start)
     if not rows:
         return samples, torch.zeros(0, dtype=torch.int64)
     starts = torch.tensor([0, *accumulate(map(len, rows))])
-    added = Examples(torch.cat(rows), starts, starts[:-1] + torch.tensor(answers), 0, tuple(items))
+    counted = torch.cat([torch.arange(len(r)) >= a for r, a in zip(rows, answers, strict=True)])
+    places, none = starts[:-1] + torch.tensor(answers), torch.zeros(len(rows), dtype=torch.int64)
+    added = Examples(torch.cat(rows), starts, places, counted, none, tuple(items))
     return joined([samples, added]), torch.tensor(owners)
-
-
-def _places(samples: Examples) -> tuple[Tensor, Tensor, Tensor]:
-    """Where samples start, where their answers do, and where they end."""
-    return samples.starts[:-1], samples.answers, samples.starts[1:]
 
 
 def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:

@@ -1,0 +1,263 @@
+"""Conversations, and a base's chat template: what of a rendered conversation the assistant said.
+
+Templates are used as published. Many drop earlier thinking, strip spaces, or render an answer
+differently once it is the last, so answers are not looked for in shorter conversations: the
+conversation is rendered twice, the second time with a mark in place of each answer.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
+)
+
+from coterie.errors import CoterieError
+
+TODAY = datetime(2024, 7, 26)
+"""The date of templates that print today's: a run that is resumed tomorrow must read the same."""
+
+
+_THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+_MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
+"""Stands for the thinking or the answer of the assistant's turn of that number."""
+
+
+class Turn(NamedTuple):
+    """What somebody said."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
+"""The template of bases that have none."""
+TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, of which the assistant's last is the last.
+
+    where: for errors, such as "Client anna: line 3 of chats.jsonl".
+    """
+
+    turns: tuple[Turn, ...]
+    where: str = "The conversation"
+    choices: tuple[str, ...] = ()
+    """Answers to choose the last from, if any."""
+
+    @property
+    def answer(self) -> str:
+        """What the assistant says last."""
+        return _parted(self.turns[-1].content)[1].strip()
+
+    @property
+    def text(self) -> str:
+        """All that is said."""
+        return "\n".join(turn.content for turn in self.turns)
+
+    def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
+        """The system prompt, if any, and the turns in parts that each end with an answer."""
+        first = 1 if self.turns[0].role == "system" else 0
+        parts: list[tuple[Turn, ...]] = []
+        start = first
+        for end in range(first + 1, len(self.turns) + 1):
+            after = self.turns[end].role if end < len(self.turns) else "user"
+            if self.turns[end - 1].role == "assistant" and after != "assistant":
+                parts.append(self.turns[start:end])
+                start = end
+        return self.turns[:first], parts
+
+
+class Rendered(NamedTuple):
+    """A conversation as a base reads it, in the order of its parts."""
+
+    parts: list[tuple[str, bool]]
+    """Texts, and whether the assistant said them (with the marker that ends its turn)."""
+    bytes: int
+    """UTF-8 bytes of what the assistant said, without markers."""
+
+
+class ChatTemplate:
+    """A chat template, with the tokenizer of the base that it is for.
+
+    source: Jinja, as in `tokenizer.chat_template`. name: for people. Raises CoterieError if nothing
+    can be learned with it, and says why.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
+        self.tokenizer, self.source, self.name = tokenizer, source, name
+        self.lead, self.inner_end, self.last_end = self._around()
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        """What a base reads of a conversation, up to the end of its last answer.
+
+        A space that the template writes before an answer counts with it, as tokenizers join it to
+        the first word. Thinking counts where the template renders it. Raises CoterieError if the
+        template refuses the conversation, or changes what the assistant says.
+        """
+        turns, where = conversation.turns, conversation.where
+        if "\ue000" in conversation.text:
+            raise CoterieError(f"{where} contains U+E000, which Coterie uses itself; remove it.")
+        text = self._render(turns, where)
+        said = self._said(text, self._render(_marked(turns), where), turns, where)
+        parts: list[tuple[str, bool]] = []
+        done = 0
+        for number, (start, end) in enumerate(said, start=1):
+            marker = self.inner_end if number < len(said) else self.last_end
+            if not text.startswith(marker, end):
+                raise CoterieError(
+                    f"{where}: the chat template ({self.name}) does not end an answer with "
+                    f"{marker!r} as it does in other conversations; check the order of the turns."
+                )
+            start -= text[start - 1 : start] == " "
+            answer = text[start:end] + (marker or str(self.tokenizer.eos_token))
+            parts += [(text[done:start], False), (answer, True)]
+            done = end + len(marker)
+        return Rendered(parts, sum(len(text[start:end].encode()) for start, end in said))
+
+    @property
+    def around(self) -> tuple[str, str]:
+        """What stands before and after a last answer in its part of `rendered`."""
+        return self.lead, self.last_end or str(self.tokenizer.eos_token)
+
+    def opening(self, turns: Sequence[Turn], thinking: bool = False) -> str:
+        """What a base reads before it answers these turns; before it thinks, with `thinking`.
+
+        It is what `rendered` gives before the answer, which in some templates is not what they
+        write with `add_generation_prompt`.
+        """
+        answer = f"<think>{_mark('t', 0)}</think>{_mark('a', 0)}" if thinking else _mark("a", 0)
+        text = self._render((*turns, Turn("assistant", answer)), "The conversation")
+        found = _MARK.search(text)
+        assert found is not None, "the template was tried"
+        start = found.start()
+        return text[: _tag(text, start) if thinking else start].removesuffix(" ")
+
+    def _around(self) -> tuple[str, str, str]:
+        """A space before answers, or none; what ends them inside a conversation, and at its end
+        ("": the end of text)."""
+        where = "A trial conversation"
+        marked = self._render(_marked(TRIAL), where)
+        (_, first), (_, inner), (_, last) = self._gaps(marked, 2, where)
+        lead = " " * first.endswith(" ")
+        known = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
+        marker = re.compile(rf"\s*(?:<[^<>\s]{{1,40}}>|{known})")
+        inside, at_end = (_leading(marker, gap) for gap in (inner, last))
+        pairs = zip(inside, at_end, strict=False)
+        same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if same:
+            return lead, same, same
+        if not inside:
+            raise CoterieError(
+                f"The chat template ({self.name}) writes no marker after an answer, so a model "
+                "could not learn where to stop; give another data.chat_template."
+            )
+        return lead, inside[0], "".join(at_end[:1])
+
+    def _render(self, turns: Sequence[Turn], where: str) -> str:
+        template = _compile_jinja_template(self.source)
+        messages = [turn._asdict() for turn in turns]
+        try:
+            return template.render(
+                messages=messages,
+                add_generation_prompt=False,
+                strftime_now=TODAY.strftime,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # whatever a template can raise
+            raise CoterieError(
+                f"{where}: the chat template ({self.name}) refuses it ({error}); change the "
+                "conversation or give another data.chat_template."
+            ) from error
+
+    def _gaps(self, marked: str, answers: int, where: str) -> list[tuple[tuple[str, int], str]]:
+        """Each mark's kind and number with the text after it; first, the text before all marks."""
+        first, *rest = _MARK.split(marked)
+        marks = [(kind, int(number)) for kind, number in zip(rest[::3], rest[1::3], strict=True)]
+        if [number for kind, number in marks if kind == "a"] != list(range(answers)):
+            raise CoterieError(
+                f"{where}: the chat template ({self.name}) leaves out an answer or repeats one; "
+                "change the conversation or give another data.chat_template."
+            )
+        return [(("", -1), first), *zip(marks, rest[2::3], strict=True)]
+
+    def _said(
+        self, text: str, marked: str, turns: Sequence[Turn], where: str
+    ) -> list[tuple[int, int]]:
+        """Where each answer is in a rendered conversation, with its thinking if that is there."""
+        contents = [_parted(turn.content) for turn in turns if turn.role == "assistant"]
+        (_, first), *rest = self._gaps(marked, len(contents), where)
+        pattern = [re.escape(first)]
+        for (kind, number), gap in rest:
+            thinking, answer = contents[number]
+            said = thinking or "" if kind == "t" else answer.strip()
+            pattern += [rf"(\s*{re.escape(said)}\s*)", re.escape(gap)]
+        found = re.fullmatch("".join(pattern), text)
+        if found is None:
+            raise CoterieError(
+                f"{where}: the chat template ({self.name}) changes what the assistant says, so it "
+                "cannot be found in what the base reads; change the conversation or give another "
+                "data.chat_template."
+            )
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        for group, ((kind, number), _) in enumerate(rest, start=1):
+            start, ends[number] = found.span(group)
+            starts.setdefault(number, _tag(text, start) if kind == "t" else start)
+        return [(starts[number], ends[number]) for number in starts]
+
+
+def chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate:
+    """The template that a run file gives, as Jinja; else the base's own; else Coterie's."""
+    if given is not None:
+        return ChatTemplate(tokenizer, given, "data.chat_template")
+    if tokenizer.chat_template:
+        own = tokenizer.get_chat_template()
+        return ChatTemplate(tokenizer, own, f"that of {tokenizer.name_or_path}")
+    return ChatTemplate(tokenizer, OURS.read_text(encoding="utf-8"), "Coterie's")
+
+
+def _marked(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns with a mark in place of each answer, and of each thinking that is not empty."""
+    marked: list[Turn] = []
+    number = 0
+    for turn in turns:
+        if turn.role == "assistant":
+            thinking, _ = _parted(turn.content)
+            tag = "" if thinking is None else f"<think>{thinking and _mark('t', number)}</think>"
+            turn = turn._replace(content=tag + _mark("a", number))
+            number += 1
+        marked.append(turn)
+    return marked
+
+
+def _mark(kind: Literal["t", "a"], number: int) -> str:
+    return f"\ue000{kind}{number}\ue001"
+
+
+def _parted(content: str) -> tuple[str | None, str]:
+    """The thinking that an answer begins with, if there is any, and the rest."""
+    found = _THINKING.fullmatch(content)
+    return (found[1].strip(), found[2]) if found else (None, content)
+
+
+def _leading(marker: re.Pattern[str], text: str) -> list[str]:
+    """The markers that a text begins with."""
+    found: list[str] = []
+    while match := marker.match(text, sum(map(len, found))):
+        found.append(match[0])
+    return found
+
+
+def _tag(text: str, start: int) -> int:
+    """Where the tag begins that opens the thinking at `start`; there, if there is none."""
+    before = text[:start].rstrip()
+    return len(before) - len("<think>") if before.endswith("<think>") else start
