@@ -1,6 +1,8 @@
 """Each client ends with the best model that it had, by its own validation text."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -76,19 +78,29 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory) -> RunFolder:
-    """A run that nothing happened to, with kept models of different rounds."""
-    run = trained(config)
-    done = coterie.run(run, out=tmp_path_factory.mktemp("whole") / "run")
-    rounds = set(done.results["comigs-1g1s"]["kept"].values())
-    assert min(rounds) < ROUNDS in rounds
-    return RunFolder(done.path)
+    """A run that nothing happened to, with kept models of different rounds, the last among them.
+
+    Which rounds are good is chance, and not the same on every kind of processor.
+    """
+    for seed in range(20):
+        done = coterie.run(trained(config, seed=seed), out=tmp_path_factory.mktemp("whole") / "run")
+        rounds = set(done.results["comigs-1g1s"]["kept"].values())
+        if min(rounds) < ROUNDS in rounds:
+            return RunFolder(done.path)
+    pytest.fail("no seed has such a run")
+
+
+@pytest.fixture(scope="module")
+def again(config, whole) -> Callable[..., RunConfig]:
+    """The same run, but for what is changed."""
+    return partial(trained, config, seed=whole.description["config"]["seed"])
 
 
 @pytest.mark.parametrize(
     "file", some({"client-whaler"}, ["kept-poet", "client-whaler", "the end of a round"])
 )
 def test_a_run_that_is_stopped_keeps_the_same_models(
-    file, config, whole, tmp_path, monkeypatch
+    file, again, whole, tmp_path, monkeypatch
 ) -> None:
     """Between rounds, or after the best model of one client, not of all, is written."""
     count = 0
@@ -113,7 +125,7 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
 
             patch.setattr(folder, write, stopped)
         with pytest.raises(KeyboardInterrupt):
-            coterie.run(trained(config), out=tmp_path / "run", watch=Stop)
+            coterie.run(again(), out=tmp_path / "run", watch=Stop)
     stopped_run = RunFolder(tmp_path / "run")
     assert 2 <= stopped_run.rounds() <= 3
     coterie.resume(stopped_run.path)
@@ -122,11 +134,11 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
 
 
 def test_a_deployed_client_keeps_what_it_would_at_home_and_tells_nobody(
-    config, whole, tmp_path
+    again, whole, tmp_path
 ) -> None:
     sent = {}
     for keep in ("best", "last"):
-        run = trained(config, evaluation={"keep": keep})
+        run = again(evaluation={"keep": keep})
         seen = loop.deploy(run, tmp_path / keep).seen
         # An order to join holds the run file.
         sent[keep] = [data for data in seen if b'"config"' not in data]
@@ -158,8 +170,8 @@ def test_who_comes_when_all_rounds_are_over_keeps_the_base(config, tmp_path) -> 
     assert (loop.folder(run, tmp_path, "whaler").result or {})["kept"] == {"whaler": 0}
 
 
-def test_training_is_the_same_whatever_is_kept(config, whole, tmp_path) -> None:
-    last = coterie.run(trained(config, evaluation={"keep": "last"}), out=tmp_path / "run")
+def test_training_is_the_same_whatever_is_kept(again, whole, tmp_path) -> None:
+    last = coterie.run(again(evaluation={"keep": "last"}), out=tmp_path / "run")
     other, result, best = RunFolder(last.path), last.results["comigs-1g1s"], whole.result or {}
     for side in loop.sides(other):
         loop.assert_same_state(other, whole, side)
@@ -175,9 +187,10 @@ def test_training_is_the_same_whatever_is_kept(config, whole, tmp_path) -> None:
     }
 
 
-@pytest.mark.parametrize(("method", "rate"), [("fedavg", 30.0), ("fedptuning", 300.0)])
-def test_who_does_not_gain_keeps_the_base_as_it_came(method, rate, config, tmp_path) -> None:
-    run = config(method=method, rounds=2, training=HIGH | {"learning_rate": rate})
+@pytest.mark.parametrize("method", ["fedavg", "fedptuning"])
+def test_who_does_not_gain_keeps_the_base_as_it_came(method, config, tmp_path) -> None:
+    training = HIGH | {"learning_rate": 3.0}
+    run = config(method=method, rounds=2, training=training, base="tiny-gpt2-2m")
     done = coterie.run(run.model_copy(update={"baselines": ("pretrained",)}), out=tmp_path / "run")
     result, base = done.results[method], done.results["pretrained"]
     assert result["kept"] == dict.fromkeys(("diarist", "poet", "whaler"), 0)
@@ -189,7 +202,7 @@ def test_who_does_not_gain_keeps_the_base_as_it_came(method, rate, config, tmp_p
 
 
 def test_the_kept_model_is_scored_once_unless_it_is_the_last(
-    config, whole, tmp_path, monkeypatch
+    again, whole, tmp_path, monkeypatch
 ) -> None:
     scored: Counter[str] = Counter()
     original = part.evaluate
@@ -198,7 +211,7 @@ def test_the_kept_model_is_scored_once_unless_it_is_the_last(
         scored[names[tokens.ids.numpy().tobytes()]] += 1
         return original(base, model, tokens, *more)
 
-    run = trained(config)
+    run = again()
     participants = Session(run).participants(run)
     names = {p.data.test.ids.numpy().tobytes(): p.name for p in participants}
     monkeypatch.setattr(part, "evaluate", counted)
