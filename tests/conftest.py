@@ -27,6 +27,13 @@ WRITERS = EMBEDDED / "demo-writers"
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    """Threads only wait for each other over tensors as small as the tests'."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_again(_one_thread: None) -> None:
+    """Runs set their own number."""
     torch.set_num_threads(1)
 
 

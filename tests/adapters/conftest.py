@@ -1,6 +1,6 @@
 """Tiny random bases, in float64 so that equal formulas agree to rounding."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,15 +34,6 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(params=[gpt2, llama], ids=["gpt2", "llama"])
 def make(request: pytest.FixtureRequest) -> Callable[[], PreTrainedModel]:
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Gradient checkpointing changes memory alone: losses, gradients and what modules keep are equal to
 the bit, whatever is drawn in the forward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -78,13 +78,9 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these; batches are in pieces."""
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are read in pieces."""
     monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The fused loss against plain cross-entropy, and frozen weights cast once against autocast."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -52,15 +50,6 @@ def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pre
     monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 61 * 5)  # 21 tokens: five pieces
     torch.manual_seed(0)
     return gpt2() if request.param == "gpt2" else llama("tied" in request.param)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -26,15 +26,6 @@ LENGTHS = [9, 3, 14, 4, 9, 15, 2]
 """Tokens that samples read."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other over tensors as small as these."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def batch() -> Batch:
     """Samples of these lengths, of which the last third is counted."""
