@@ -2,32 +2,45 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from coterie.bases import Base
+from coterie.bases import Base, Tokenizer
 from coterie.bases.precision import autocast
+from coterie.data.chat import parted
 from coterie.data.examples import Examples
 
 
 def generate_answers(
     base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
 ) -> list[str]:
-    """What the model writes after each sample's prompt; see `continuations`."""
+    """What the model writes after each sample's prompt; see `continuations`.
+
+    After a conversation, that is up to the marker that ends an answer, and without thinking.
+    """
     places = zip(examples.starts[:-1].tolist(), examples.answers.tolist(), strict=True)
     prompts = [examples.ids[start:answer] for start, answer in places]
-    return continuations(base, model, prompts, new_tokens, batch)
+    if examples.around is None:
+        return continuations(base, model, prompts, new_tokens, batch)
+    texts = continuations(base, model, prompts, new_tokens, batch, examples.markers)
+    return [parted(text)[1].strip() for text in texts]
 
 
 @torch.no_grad()
 def continuations(
-    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, batch: int
+    base: Base,
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    batch: int,
+    markers: Sequence[str] = (),
 ) -> list[str]:
-    """Greedy text after each prompt, up to the end token, of at most `new_tokens` tokens.
+    """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to one
+    of the markers.
 
     prompts: each (n,) of any lengths, begun by the base's context token. Less is written where the
     model's context ends. How many are worked on at once (`batch`) does not change the text, save
@@ -37,7 +50,7 @@ def continuations(
     written: dict[int, str] = {}
     with autocast(base.precision, base.device.type):
         for numbers, limit in _batches(model, lengths, new_tokens, batch):
-            texts = _together(base, model, [prompts[n] for n in numbers], limit)
+            texts = _together(base, model, [prompts[n] for n in numbers], limit, markers)
             written.update(zip(numbers, texts, strict=True))
     return [written[number] for number in range(len(prompts))]
 
@@ -82,17 +95,38 @@ def _batches(
             yield numbers[first : first + batch], limit
 
 
+def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Tokens of which each ends an answer: the end token, and those of markers.
+
+    Second, the markers that the vocabulary does not have as tokens of their own: they are to be
+    looked for in the text, where they may share a token with what is before them.
+    """
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "the data room made sure of it"
+    ends, texts = [end], []
+    for marker in markers:
+        ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
+        if ids[0] in tokenizer.added_tokens_decoder:
+            ends.append(ids[0])
+        else:
+            texts.append(marker.strip())
+    return list(dict.fromkeys(ends)), texts
+
+
 def _together(
-    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], limit: int
+    base: Base,
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    limit: int,
+    markers: Sequence[str],
 ) -> list[str]:
     """The texts after some prompts, which are padded at their beginnings."""
     if limit < 1:
         return [""] * len(prompts)
     tokenizer = base.tokenizer
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the data room made sure of it"
+    ends, stops = ends_of(tokenizer, markers)
     longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), end)
+    ids = torch.full((len(prompts), longest), ends[0])
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = prompt
@@ -100,8 +134,17 @@ def _together(
     # What a base would rather do (sample, avoid repetitions) is set aside.
     greedy = GenerationConfig(
         max_new_tokens=limit, do_sample=False, num_beams=1, repetition_penalty=1.0, temperature=1.0,
-        top_p=1.0, top_k=50, use_cache=True, eos_token_id=end, pad_token_id=end,
+        top_p=1.0, top_k=50, use_cache=True, eos_token_id=ends, pad_token_id=ends[0],
     )  # fmt: skip
-    found = generated(model, ids.to(base.device), mask.to(base.device), generation_config=greedy)
-    new = [row[: row.index(end)] if end in row else row for row in found[:, longest:].tolist()]
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+    until = {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
+    found = generated(
+        model, ids.to(base.device), mask.to(base.device), generation_config=greedy, **until
+    )
+    new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
+    texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+    return [_before(text, stops) for text in texts]
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of some markers in it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
