@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from coterie.bases import Base, Tokenizer, load_base, load_tokenizer
+from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
+from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
 from coterie.data.files import empty_records, resolve
@@ -60,6 +61,8 @@ class Participant:
         if samples:
             described["samples"] = {split: len(e) for split, e in samples.items()}
             described["too_long"] = {split: e.too_long for split, e in samples.items()}
+        if any(e.around is not None for e in samples.values()):
+            described["cut"] = {split: e.cut for split, e in samples.items()}
         if self.labels is not None:
             described["labels"] = dict(self.labels)
         return described
@@ -73,6 +76,8 @@ def digest_of(splits: Iterable[Split]) -> str:
         if isinstance(tokens, Examples):
             digest.update(tokens.starts.numpy().tobytes())
             digest.update(tokens.answers.numpy().tobytes())
+            if tokens.around is not None:  # elsewhere, what counts follows from the others
+                digest.update(tokens.counted.numpy().tobytes())
             digest.update(repr([item.choices for item in tokens.items]).encode())
     return digest.hexdigest()
 
@@ -119,7 +124,7 @@ class Reading:
 
 
 def _empty_records(config: RunConfig) -> int:
-    """Records without text in all files; with instructions, they are errors."""
+    """Records without text in all files; where records are samples, they are errors."""
     sources = [
         (f"Client {client.name}", source)
         for client in config.clients
@@ -133,7 +138,7 @@ def _empty_records(config: RunConfig) -> int:
         empty_records(config.root, source, config.data.fields, owner)
         for owner, source in sources
         if source is not None
-        and config.data.instructions is None
+        and not config.data.samples
         and resolve(config.root, source).exists()  # data sets of the hub are not read twice
     )
 
@@ -235,8 +240,26 @@ def public_digest(config: RunConfig) -> str | None:
     items = whole_text(config.data.public, config.data, config.root, PUBLIC)
     digest = blake2b(digest_size=16)
     for item in items:
-        digest.update(json.dumps(item if isinstance(item, str) else vars(item)).encode())
+        digest.update(json.dumps(_plain(item)).encode())
     return digest.hexdigest()
+
+
+def described_templates(
+    config: RunConfig, tokenizers: Mapping[BaseSpec, Tokenizer]
+) -> dict[str, dict[str, dict[str, str]]]:
+    """What a run folder records of chat templates, by base, where the run uses them."""
+    if not config.data.chats:
+        return {}
+    found = {b.name: chat_template(t, config.data.chat_template) for b, t in tokenizers.items()}
+    told = {base: {"name": t.name, "hash": t.digest} for base, t in found.items()}
+    return {"chat_templates": told}
+
+
+def _plain(item: Any) -> Any:
+    """A text or sample without the place that it was read from, which differs by machine."""
+    if isinstance(item, str):
+        return item
+    return {key: value for key, value in vars(item).items() if key != "where"}
 
 
 def _server(
@@ -325,7 +348,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             "set `base` and remove `bases`, or use a method that shares nothing, such as "
             "local."
         )
-    instructions = config.data.instructions is not None
+    instructions = config.data.instructions is not None and not config.data.chats
     if config.aggregation.optimiser is not None and not method.schema().reduced("mean"):
         raise CoterieError(
             f"aggregation.optimiser has no effect with the method {method.name!r}, in which the "

@@ -20,6 +20,8 @@ DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 TUNABLE = ("rounds", "method", "training", "aggregation")
 """What may be tuned: the rest is the data, and how models are scored."""
+OF_SAMPLES = ("instructions", "messages", "chat_template")
+"""Keys of `data` that a text of the demo does not fit."""
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
 """Methods are compared, not tuned; and bases are loaded in one precision."""
 
@@ -107,7 +109,7 @@ def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunC
     values = _values(path, settings)
     filled = _with_text(values, str(DEMO_TEXT))
     if filled != values and isinstance(filled.get("data"), dict):
-        filled["data"] = {k: v for k, v in filled["data"].items() if k != "instructions"}
+        filled["data"] = {k: v for k, v in filled["data"].items() if k not in OF_SAMPLES}
     return _checked(filled)
 
 

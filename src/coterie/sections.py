@@ -144,16 +144,22 @@ class Sections(BaseModel):
     @classmethod
     def _template(cls, values: Any) -> Any:
         """A template's file is read at once: a deployed client has the run and not the file."""
-        match values:
-            case {"data": {"instructions": {"template": str(name)} as instructions} as data}:
+        if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
+            return values
+        root, data = values.get("data_root") or "", dict(values["data"])
+        if not isinstance(root, str):  # it is refused later
+            return values
+        match data.get("instructions"):
+            case {"template": str(name)} as instructions:
                 from coterie.data.templates import inlined
 
-                root = values.get("data_root") or ""
-                if isinstance(root, str):  # else it is refused later
-                    name = inlined(name, expanded(root))
-                instructions = {**instructions, "template": name}
-                return {**values, "data": {**data, "instructions": instructions}}
-        return values
+                data["instructions"] = {**instructions, "template": inlined(name, expanded(root))}
+        match data.get("chat_template"):
+            case str(name) if name:
+                from coterie.data.templates import inlined_chat
+
+                data["chat_template"] = inlined_chat(name, expanded(root))
+        return {**values, "data": data}
 
     @field_validator("method", mode="before")
     @classmethod
@@ -226,8 +232,16 @@ class Sections(BaseModel):
         metric, generate = self.evaluation.metric, self.evaluation.generate
         if metric not in (None, "perplexity") or generate is not None:
             what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
-            if self.data.instructions is None:
-                raise ValueError(f"{what} needs prompts with answers; set data.instructions")
+            if not self.data.samples:
+                raise ValueError(
+                    f"{what} needs answers; set data.instructions for prompts with answers, or "
+                    "data.messages for conversations"
+                )
+        if metric == "accuracy" and self.data.messages is not None:
+            raise ValueError(
+                "evaluation.metric: accuracy needs answers to choose from, which conversations do "
+                "not have; choose another"
+            )
         if metric in ("exact_match", "rouge_l") and generate is None:
             raise ValueError(
                 f"{metric} scores generated answers; set evaluation.generate to their maximum "

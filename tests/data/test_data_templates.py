@@ -51,7 +51,7 @@ def test_the_run_file_s_key_names_the_shipped_templates() -> None:
     described = InstructionSpec.model_fields["template"].description
     assert described is not None
     assert all(name in described for name in SHIPPED)
-    assert list(SHIPPED) == ["alpaca", "plain", "snli"]
+    assert list(SHIPPED) == ["alpaca", "chat", "plain", "snli"]
 
 
 def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
     if not tokenizer.is_fast:
         raise CoterieError(f"The base {spec.name!r} has no fast tokenizer (tokenizer.json).")
+    tokenizer.name_or_path = spec.name  # for people, who know the run file and not its place
     return tokenizer
 
 

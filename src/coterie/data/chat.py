@@ -9,10 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import (
     _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
@@ -35,6 +37,12 @@ class Turn(NamedTuple):
     role: Literal["system", "user", "assistant"]
     content: str
 
+    @property
+    def answer(self) -> str:
+        """What is said, without the thinking that an assistant may begin with, and the space around
+        it."""
+        return (parted(self.content)[1] if self.role == "assistant" else self.content).strip()
+
 
 OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
 """The template of bases that have none."""
@@ -56,7 +64,7 @@ class Conversation:
     @property
     def answer(self) -> str:
         """What the assistant says last."""
-        return _parted(self.turns[-1].content)[1].strip()
+        return self.turns[-1].answer
 
     @property
     def text(self) -> str:
@@ -95,6 +103,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
         self.tokenizer, self.source, self.name = tokenizer, source, name
         self.lead, self.inner_end, self.last_end = self._around()
+
+    @property
+    def digest(self) -> str:
+        """A hash of its text."""
+        return blake2b(self.source.encode(), digest_size=8).hexdigest()
 
     def rendered(self, conversation: Conversation) -> Rendered:
         """What a base reads of a conversation, up to the end of its last answer.
@@ -163,15 +176,20 @@ class ChatTemplate:
         return lead, inside[0], "".join(at_end[:1])
 
     def _render(self, turns: Sequence[Turn], where: str) -> str:
-        template = _compile_jinja_template(self.source)
         messages = [turn._asdict() for turn in turns]
         try:
-            return template.render(
+            return _compile_jinja_template(self.source).render(
                 messages=messages,
                 add_generation_prompt=False,
                 strftime_now=TODAY.strftime,
                 **self.tokenizer.special_tokens_map,
             )
+        except TemplateSyntaxError as error:
+            raise CoterieError(
+                f"The chat template ({self.name}) is not valid Jinja, line {error.lineno}: "
+                f"{(error.message or '').rstrip('.')}; correct it or give another "
+                "data.chat_template."
+            ) from error
         except Exception as error:  # whatever a template can raise
             raise CoterieError(
                 f"{where}: the chat template ({self.name}) refuses it ({error}); change the "
@@ -193,7 +211,7 @@ class ChatTemplate:
         self, text: str, marked: str, turns: Sequence[Turn], where: str
     ) -> list[tuple[int, int]]:
         """Where each answer is in a rendered conversation, with its thinking if that is there."""
-        contents = [_parted(turn.content) for turn in turns if turn.role == "assistant"]
+        contents = [parted(turn.content) for turn in turns if turn.role == "assistant"]
         (_, first), *rest = self._gaps(marked, len(contents), where)
         pattern = [re.escape(first)]
         for (kind, number), gap in rest:
@@ -231,7 +249,7 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
     number = 0
     for turn in turns:
         if turn.role == "assistant":
-            thinking, _ = _parted(turn.content)
+            thinking, _ = parted(turn.content)
             tag = "" if thinking is None else f"<think>{thinking and _mark('t', number)}</think>"
             turn = turn._replace(content=tag + _mark("a", number))
             number += 1
@@ -243,7 +261,7 @@ def _mark(kind: Literal["t", "a"], number: int) -> str:
     return f"\ue000{kind}{number}\ue001"
 
 
-def _parted(content: str) -> tuple[str | None, str]:
+def parted(content: str) -> tuple[str | None, str]:
     """The thinking that an answer begins with, if there is any, and the rest."""
     found = _THINKING.fullmatch(content)
     return (found[1].strip(), found[2]) if found else (None, content)

@@ -6,9 +6,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from coterie.data.chat import Conversation, Turn
 from coterie.data.examples import Instruction
 from coterie.data.files import Record, find_files, read_records, resolve
-from coterie.data.spec import InstructionSpec
+from coterie.data.spec import CHAT, InstructionSpec
 from coterie.data.templates import is_text, render
 from coterie.errors import CoterieError
 
@@ -16,8 +17,11 @@ MOST_CHOICES = 20
 """Of more different answers than this, a task is not taken to be a choice."""
 
 
-def instructions(records: Sequence[Record], spec: InstructionSpec) -> list[Instruction]:
-    """Prompt, answer and choices of every record of one source, in their order.
+def instructions(
+    records: Sequence[Record], spec: InstructionSpec
+) -> list[Instruction] | list[Conversation]:
+    """Prompt, answer and choices of every record of one source, in their order; with the template
+    `chat`, as conversations.
 
     Choices that the run file does not give are the answers of the records that have the same
     `instruction`, or of all where there is no such field. Raises CoterieError, naming the record,
@@ -30,7 +34,7 @@ def instructions(records: Sequence[Record], spec: InstructionSpec) -> list[Instr
         found[task].add(answer)
     few = {task: a if 2 <= len(a) <= MOST_CHOICES else () for task, a in found.items()}
     among = {task: tuple(sorted(choices)) for task, choices in few.items()}
-    return [
+    items = [
         Instruction(
             render(spec.template, record.fields, record.where),
             answer,
@@ -38,11 +42,21 @@ def instructions(records: Sequence[Record], spec: InstructionSpec) -> list[Instr
         )
         for record, answer, task in zip(records, answers, tasks, strict=True)
     ]
+    if spec.template != CHAT:
+        return items
+    return [
+        Conversation(
+            (Turn("user", item.prompt.strip()), Turn("assistant", item.answer)),
+            record.where,
+            item.choices,
+        )
+        for record, item in zip(records, items, strict=True)
+    ]
 
 
 def instructions_by_split(
     records: Mapping[str, Sequence[Record]], spec: InstructionSpec
-) -> dict[str, list[Instruction]]:
+) -> dict[str, list[Any]]:
     """Each split's prompts with answers; the choices are found in all of them together."""
     items = iter(instructions(list(chain(*records.values())), spec))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -55,7 +69,7 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
         if file.suffix.lower() == ".txt":
             raise CoterieError(
                 f"{owner}: {file} is plain text without the fields that data.instructions "
-                "needs; give .jsonl or .parquet records, or remove data.instructions."
+                "and data.messages need; give .jsonl or .parquet records, or remove the key."
             )
     return [record for file in files for record in read_records(file, owner)]
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+CHAT = "chat"
+"""The template of prompts that are a user's turn, rendered through the chat template."""
 PIECE = 2000
 """Characters of the pieces, about, into which a text file is cut before it is split."""
 
@@ -34,7 +36,7 @@ ClientName = Annotated[str, AfterValidator(_plain)]
 class ClientLimits(Spec):
     """At most so much of a client's split is kept, from its start; without a limit, all.
 
-    A limit counts tokens, or samples where the data are instructions.
+    A limit counts tokens, or samples where the data are instructions or conversations.
     """
 
     train: int | None = Field(
@@ -89,8 +91,8 @@ class InstructionSpec(Spec):
     template: str = Field(
         default="alpaca",
         min_length=1,
-        description="prompt template: alpaca, snli or plain; the path of a .jinja file; or "
-        "Jinja text over a record's fields, such as '{{ question }} Answer:'",
+        description="prompt template: alpaca, snli or plain; chat, for the chat template; the path "
+        "of a .jinja file; or Jinja text over a record's fields, such as '{{ question }} Answer:'",
     )
     answer: str = Field(
         default="output",
@@ -115,6 +117,16 @@ class InstructionSpec(Spec):
         return choices
 
 
+class MessagesSpec(Spec):
+    """How records become conversations: the run file's section `data.messages:`."""
+
+    field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="field that contains the list of turns; default: messages, else conversations",
+    )
+
+
 class DataSpec(Spec):
     """The run file's section `data:`, alike for every client."""
 
@@ -122,18 +134,29 @@ class DataSpec(Spec):
         default=128,
         ge=1,
         description="predicted tokens per training sample; with instructions, the maximum "
-        "length of a prompt with its answer",
+        "length of a prompt with its answer; with messages, of a conversation or of a part of one",
     )
     text: str | list[Annotated[str, Field(min_length=1)]] = Field(
         default="text",
         min_length=1,
         description="field or fields that contain a record's text, joined by newlines; unused "
-        "with instructions",
+        "with instructions and messages",
     )
     instructions: InstructionSpec | None = Field(
         default=None,
         description="treat records as prompts with answers, and train on the answers only; "
         "default: plain text",
+    )
+    messages: MessagesSpec | None = Field(
+        default=None,
+        description="treat records as conversations, and train on what the assistant says in them; "
+        "true: with the defaults; default: plain text",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="path of a chat template (Jinja), or its text, for all bases; default: each "
+        "base's own, else a plain one",
     )
     fractions: Fractions = Field(
         default=Fractions(),
@@ -160,15 +183,47 @@ class DataSpec(Spec):
         """The field or fields that hold a record's text, as a list."""
         return [self.text] if isinstance(self.text, str) else self.text
 
+    @property
+    def samples(self) -> bool:
+        """Whether records are samples of their own rather than parts of one text."""
+        return self.instructions is not None or self.messages is not None
+
+    @property
+    def chats(self) -> bool:
+        """Whether records are rendered through a chat template."""
+        how = self.instructions
+        return self.messages is not None or (how is not None and how.template == CHAT)
+
     def of(self, name: str) -> "DataSpec":
         """A client's: with limits of its own and without `limits_of`."""
         given = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
         limits = self.limits.model_copy(update=given)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _are_on(cls, messages: Any) -> Any:
+        """`true` has the defaults, `false` none."""
+        if isinstance(messages, bool):
+            return {} if messages else None
+        return messages
+
+    @model_validator(mode="after")
+    def _are_of_one_kind(self) -> Self:
+        if self.messages is not None and self.instructions is not None:
+            raise ValueError(
+                "data.messages and data.instructions are mutually exclusive; give one of them"
+            )
+        if self.chat_template is not None and not self.chats:
+            raise ValueError(
+                "data.chat_template has no effect without conversations; set data.messages or "
+                "data.instructions.template: chat, or remove it"
+            )
+        return self
+
     @model_validator(mode="after")
     def _limits_hold_a_window(self) -> Self:
-        every = [self.limits, *self.limits_of.values()] if self.instructions is None else []
+        every = [] if self.samples else [self.limits, *self.limits_of.values()]
         for split, limit in (pair for limits in every for pair in limits):
             if limit is not None and limit <= self.window:
                 raise ValueError(

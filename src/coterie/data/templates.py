@@ -50,6 +50,26 @@ def inlined(template: str, root: Path) -> str:
     return template
 
 
+def inlined_chat(template: str, root: Path) -> str:
+    """A chat template's text: the text itself, or what is in the file at a path, relative to
+    `root`. Raises CoterieError if there is no such file."""
+    if is_text(template):
+        return template
+    file = resolve(root, template)
+    if not file.is_file():
+        raise CoterieError(
+            f"data.chat_template: there is no file {file}; correct the path, or leave it out for "
+            "each base's own."
+        )
+    text = read_text(file, "data.chat_template")
+    if not is_text(text):
+        raise CoterieError(
+            f"data.chat_template: {file} is not a chat template, which is Jinja text over "
+            "`messages`; give another file."
+        )
+    return text
+
+
 def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     """The prompt of one record, by a template as `inlined` gives it.
 

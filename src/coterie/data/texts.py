@@ -1,4 +1,4 @@
-"""One client's texts or instructions: what it reads from its own disk, and its three splits.
+"""One client's texts or samples: what it reads from its own disk, and its three splits.
 
 Nothing here looks at another client, so a client that joins late, or runs elsewhere, has the same
 splits.
@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from coterie.chance import generator
-from coterie.data.files import Document, read_documents
+from coterie.data.files import Document, Record, read_documents
 from coterie.data.instructions import field_records, instructions_by_split
+from coterie.data.messages import conversations
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 
 SPLITS = ("train", "validation", "test")
@@ -23,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's documents (str), or its prompts with answers (`Instruction`), split by split."""
+    """A client's documents (str), prompts with answers, or conversations, split by split."""
 
     train: list[Item]
     validation: list[Item]
@@ -35,8 +36,8 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
 
     A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
     dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
-    stays together. With `data.instructions`, records become instructions, and are all alike in
-    length. Raises `CoterieError` if a file is missing or cannot be used.
+    stays together. With `data.instructions` or `data.messages`, records become samples, and are
+    all alike in length. Raises `CoterieError` if a file is missing or cannot be used.
     """
     owner = f"Client {spec.name}"
     given = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
@@ -44,10 +45,10 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     assert source is not None, "ClientSpec makes sure of one of both"
     fractions = {split: part for split, part in data.fractions if split not in given}
     chance = generator(seed, "split", spec.name)
-    if data.instructions is not None:
+    if data.samples:
         sources = {"train": source, **given}
         records = {split: field_records(root, path, owner) for split, path in sources.items()}
-        items = instructions_by_split(records, data.instructions)
+        items = items_by_split(records, data)
         train = items["train"]
         return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
     documents = read_documents(root, source, data.fields, owner)
@@ -55,6 +56,15 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     for split, path in given.items():
         texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
     return Texts(**texts)
+
+
+def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
+    """What becomes of records with fields: instructions or conversations."""
+    if data.messages is not None:
+        how = data.messages
+        return {split: conversations(part, how) for split, part in records.items()}
+    assert data.instructions is not None, "else records are text"
+    return instructions_by_split(records, data.instructions)
 
 
 def split_by_fractions(

@@ -1,6 +1,6 @@
 """From documents to tokens: one stream of ids per split, and the bytes of text that it stands for.
 
-Prompts with answers stay samples of their own (`Examples`).
+Prompts with answers, and conversations, stay samples of their own (`Examples`).
 Documents are encoded one at a time, long ones in chunks, and no further than the split's limit, so
 a large text costs no more than what is kept of it.
 """
@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.bases import context_token
-from coterie.data.examples import Examples, examples, joined
+from coterie.data.chat import chat_template
+from coterie.data.examples import Examples, chats, examples, joined
 from coterie.data.files import read_documents
-from coterie.data.instructions import field_records, instructions
+from coterie.data.instructions import field_records
 from coterie.data.spec import DataSpec
-from coterie.data.texts import SPLITS, Texts, pieces
+from coterie.data.texts import SPLITS, Texts, items_by_split, pieces
 from coterie.errors import CoterieError
 
 CHUNK = 100_000
@@ -41,7 +42,7 @@ class Tokens:
 
 
 Split = Tokens | Examples
-"""A text as one stream of tokens, or prompts with answers as samples."""
+"""A text as one stream of tokens, or prompts with answers or conversations as samples."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def tokenise(
 ) -> ClientData:
     """The client's texts as tokens, with end-of-text between documents and limits applied.
 
-    With `data.instructions`, `texts` are instructions, and become samples. Raises `CoterieError` if
-    a split of the client `name` holds fewer than window + 1 tokens, or no sample that fits the
+    With `data.instructions` or `data.messages`, `texts` become samples. Raises `CoterieError` if a
+    split of the client `name` holds fewer than window + 1 tokens, or no sample that fits the
     window, or if the tokenizer cannot be used.
     """
     splits = {}
@@ -72,12 +73,15 @@ def tokenise(
 def encoded(
     items: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, split: str, owner: str
 ) -> Split:
-    """Documents, or with `data.instructions` instructions, up to the limit of a split (or public).
+    """Documents, instructions or conversations, up to the limit of a split (or public).
 
     Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
     encoder, end = bare_encoder(tokenizer)
     limit = getattr(data.limits, split)
+    if data.chats:
+        template = chat_template(tokenizer, data.chat_template)
+        return chats(items, encoder, template, data.window, limit, owner)
     if data.instructions is not None:
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
@@ -90,12 +94,12 @@ def encoded(
 
 
 def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
-    """All documents, or with `data.instructions` all instructions, of a file or folder.
+    """All documents, instructions or conversations of a file or folder.
 
     Raises `CoterieError`, which begins with `owner`, if it cannot be read.
     """
-    if data.instructions is not None:
-        return list(instructions(field_records(root, path, owner), data.instructions))
+    if data.samples:
+        return items_by_split({"": field_records(root, path, owner)}, data)[""]
     return [document.text for document in read_documents(root, path, data.fields, owner)]
 
 

@@ -36,7 +36,7 @@ class Best:
     round: int
     """Rounds that were complete when the client had it; 0: the base as it came."""
     loss: float
-    """Nats per token of the validation samples (with instructions: of their answers)."""
+    """Nats per token of the validation samples (of their answers, where there are any)."""
     accuracy: float | None
     """With instructions: the share of those with choices that it answers; None where there are
     none."""

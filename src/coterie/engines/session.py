@@ -13,7 +13,14 @@ from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.local import LocalRun, Rounds
 from coterie.errors import CoterieError
-from coterie.federation import Federation, Participant, Reading, check, gathered
+from coterie.federation import (
+    Federation,
+    Participant,
+    Reading,
+    check,
+    described_templates,
+    gathered,
+)
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import is_installed
@@ -92,7 +99,9 @@ class Session:
         clients = {p.name: p.described() for p in participants}
         own = self.federation(config).server
         server = {} if own is None else {SERVER: own.described()}
-        more = {"engine": self.engine, "device": names_of(config.device), **server}
+        tokenizers = {base: loaded.tokenizer for base, loaded in self.bases.items()}
+        templates = described_templates(config, tokenizers)
+        more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
         return describe(config.as_dict(), clients, config.plugins, **more)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:

@@ -49,7 +49,7 @@ class Setting:
     server: bool = False
     """Whether the server has a model of its own."""
     instructions: bool = False
-    """Whether the data are prompts with answers."""
+    """Whether the data are prompts with answers, without a chat template."""
     optimiser: str = "adamw"
     """What makes the updates: the name of a class of torch.optim in small letters."""
     server_optimiser: bool = False

@@ -132,7 +132,11 @@ class FedMKT(AdapterMethod):
         """There are public samples and a server's model, which has an adapter, too."""
         super().check(replace(setting, clients=(*setting.clients, SERVER)))
         for there, remedy in (
-            (setting.instructions, "prompts with answers: set data.instructions"),
+            (
+                setting.instructions,
+                "prompts with answers that no chat template renders: set "
+                "data.instructions (its template not chat) instead of data.messages",
+            ),
             (setting.public, "public samples: set data.public, or divide.public: true"),
             (setting.server, "a model of the server's own: set server.base"),
         ):

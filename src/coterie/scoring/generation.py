@@ -2,32 +2,46 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from coterie.bases import Base
+from coterie.bases import Base, Tokenizer
 from coterie.bases.precision import autocast
+from coterie.data.chat import parted
 from coterie.data.examples import Examples
 
 
 def generate_answers(
     base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
 ) -> list[str]:
-    """What the model writes after each sample's prompt; see `continuations`."""
+    """What the model writes after each sample's prompt; see `continuations`.
+
+    After a conversation, that is up to the marker that ends an answer, and without thinking.
+    """
     places = zip(examples.starts[:-1].tolist(), examples.answers.tolist(), strict=True)
     prompts = [examples.ids[start:answer] for start, answer in places]
-    return continuations(base, model, prompts, new_tokens, batch)
+    if examples.around is None:
+        return continuations(base, model, prompts, new_tokens, batch)
+    _, marker = examples.around
+    texts = continuations(base, model, prompts, new_tokens, batch, marker)
+    return [parted(text)[1].strip() for text in texts]
 
 
 @torch.no_grad()
 def continuations(
-    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, batch: int
+    base: Base,
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    batch: int,
+    marker: str | None = None,
 ) -> list[str]:
-    """Greedy text after each prompt, up to the end token, of at most `new_tokens` tokens.
+    """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to a
+    marker.
 
     prompts: each (n,) of any lengths, begun by the base's context token. Less is written where the
     model's context ends. How many are worked on at once (`batch`) does not change the text, save
@@ -37,7 +51,7 @@ def continuations(
     written: dict[int, str] = {}
     with autocast(base.precision, base.device.type):
         for numbers, limit in _batches(model, lengths, new_tokens, batch):
-            texts = _together(base, model, [prompts[n] for n in numbers], limit)
+            texts = _together(base, model, [prompts[n] for n in numbers], limit, marker)
             written.update(zip(numbers, texts, strict=True))
     return [written[number] for number in range(len(prompts))]
 
@@ -82,17 +96,36 @@ def _batches(
             yield numbers[first : first + batch], limit
 
 
+def ends_of(tokenizer: Tokenizer, marker: str | None) -> tuple[list[int], str | None]:
+    """Tokens of which each ends an answer: the end token, and that of a marker.
+
+    Second, the marker where the vocabulary does not have it as a token of its own: it is to be
+    looked for in the text, where it may be in a token with what is before it.
+    """
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "the data room made sure of it"
+    if marker is None or not marker.strip():
+        return [end], None
+    ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
+    if ids[0] in tokenizer.added_tokens_decoder:
+        return list(dict.fromkeys([end, ids[0]])), None
+    return [end], marker.strip()
+
+
 def _together(
-    base: Base, model: PreTrainedModel, prompts: Sequence[Tensor], limit: int
+    base: Base,
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    limit: int,
+    marker: str | None,
 ) -> list[str]:
     """The texts after some prompts, which are padded at their beginnings."""
     if limit < 1:
         return [""] * len(prompts)
     tokenizer = base.tokenizer
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the data room made sure of it"
+    ends, stop = ends_of(tokenizer, marker)
     longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), end)
+    ids = torch.full((len(prompts), longest), ends[0])
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = prompt
@@ -100,8 +133,12 @@ def _together(
     # What a base would rather do (sample, avoid repetitions) is set aside.
     greedy = GenerationConfig(
         max_new_tokens=limit, do_sample=False, num_beams=1, repetition_penalty=1.0, temperature=1.0,
-        top_p=1.0, top_k=50, use_cache=True, eos_token_id=end, pad_token_id=end,
+        top_p=1.0, top_k=50, use_cache=True, eos_token_id=ends, pad_token_id=ends[0],
     )  # fmt: skip
-    found = generated(model, ids.to(base.device), mask.to(base.device), generation_config=greedy)
-    new = [row[: row.index(end)] if end in row else row for row in found[:, longest:].tolist()]
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+    until = {} if stop is None else {"stop_strings": [stop], "tokenizer": tokenizer}
+    found = generated(
+        model, ids.to(base.device), mask.to(base.device), generation_config=greedy, **until
+    )
+    new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
+    texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
+    return texts if stop is None else [text.partition(stop)[0] for text in texts]

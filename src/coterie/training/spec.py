@@ -215,8 +215,8 @@ class EvaluationSpec(BaseModel):
     generate: int | None = Field(
         default=None,
         ge=1,
-        description="maximum tokens per generated answer (instructions only); default: no "
-        "answers are generated",
+        description="maximum tokens per generated answer (instructions and messages only); "
+        "default: no answers are generated",
     )
     metric: Literal["perplexity", "accuracy", "exact_match", "rouge_l"] | None = Field(
         default=None,

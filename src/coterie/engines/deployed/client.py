@@ -31,7 +31,7 @@ from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, Reading, participants_of
+from coterie.federation import Participant, Reading, described_templates, participants_of
 from coterie.privacy.ledger import Budget, Ledger
 from coterie.runs import Recorder, RunFolder, describe
 
@@ -84,6 +84,9 @@ class Site:
             raise CoterieError("The run has a public text; give this machine's copy with --public.")
         match data.get("instructions"):
             case {"template": str(template)} if template not in SHIPPED and not is_text(template):
+                raise MessageError("The server named a file of this machine as the template.")
+        match data.get("chat_template"):
+            case str(template) if not is_text(template):
                 raise MessageError("The server named a file of this machine as the template.")
         if self.base is None and is_folder(name):
             raise CoterieError(
@@ -245,7 +248,8 @@ class SiteRun:
     ) -> None:
         self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
         [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
-        self.folder = self._folder(site, participant, asked_by(order))
+        templates = described_templates(config, {config.base: base.tokenizer})
+        self.folder = self._folder(site, participant, asked_by(order), templates)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
@@ -268,12 +272,14 @@ class SiteRun:
         name = self.part.name
         self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
-    def _folder(self, site: Site, participant: Participant, agreed: Terms) -> RunFolder:
+    def _folder(
+        self, site: Site, participant: Participant, agreed: Terms, templates: Mapping[str, Any]
+    ) -> RunFolder:
         folder = run_folder(site, self.id, self.config)
         clients = {site.name: participant.described()}
         if not folder.is_run:
             device = names_of(self.config.device)
-            more = {"run": self.id, "agreed": agreed, "device": device}
+            more = {"run": self.id, "agreed": agreed, "device": device, **templates}
             description = describe(self.config.as_dict(), clients, self.config.plugins, **more)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():

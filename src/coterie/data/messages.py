@@ -1,0 +1,122 @@
+"""From records to conversations: lists of messages, in OpenAI's form or in ShareGPT's."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+from coterie.data.chat import Conversation, Turn
+from coterie.data.files import Record
+from coterie.data.spec import MessagesSpec
+from coterie.errors import CoterieError
+
+FIELDS = ("messages", "conversations")
+FORMS = {"role": "content", "from": "value"}
+"""The keys of a turn: who speaks, and what is said."""
+ROLES: dict[str, Literal["system", "user", "assistant"]] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "human": "user",
+    "gpt": "assistant",
+}
+TOOLS = ("tool_calls", "function_call", "tools", "functions")
+TOOL_ROLES = ("tool", "function", "function_call", "observation", "ipython")
+THINKING = ("reasoning_content", "thinking", "reasoning")
+NO_TOOLS = "calls of tools cannot be learned; remove the record"
+
+
+def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Conversation]:
+    """The conversation of every record, in their order; what follows the last answer is left out.
+
+    Raises CoterieError, naming the record, if it holds anything but a system prompt, which comes
+    first, and what a user and an assistant say in text.
+    """
+    return [_conversation(record, spec.field) for record in records]
+
+
+def _conversation(record: Record, field: str | None) -> Conversation:
+    if field is None:
+        field = next((name for name in FIELDS if record.fields.get(name) is not None), FIELDS[0])
+    messages = record[field]
+    if not isinstance(messages, list) or not messages:
+        raise CoterieError(
+            f"{record.where}: field {field} contains {messages!r:.60}, not a list of turns; fix "
+            "the record or set data.messages.field."
+        )
+    for key in TOOLS:
+        if not _is_nothing(record.fields.get(key)):
+            raise CoterieError(f"{record.where} has a field {key}: {NO_TOOLS}.")
+    if not _is_nothing(record.fields.get("system")):
+        raise CoterieError(
+            f"{record.where} has a system prompt in the field system, outside the conversation; "
+            "put it into the first turn."
+        )
+    turns = [_turn(record, number, turn) for number, turn in enumerate(messages, start=1)]
+    for number, turn in enumerate(turns[1:], start=2):
+        if turn.role == "system":
+            _refuse(record, number, "is a system prompt; only the first turn may be one")
+    while turns and turns[-1].role != "assistant":
+        turns.pop()
+    if not turns:
+        raise CoterieError(
+            f"{record.where}: the conversation has no answer of the assistant's; add one or remove "
+            "the record."
+        )
+    return Conversation(tuple(turns), record.where)
+
+
+def _turn(record: Record, number: int, turn: Any) -> Turn:
+    if not isinstance(turn, Mapping):
+        why = f"is {turn!r:.60}, not a mapping such as {{role: user, content: Hello}}"
+        _refuse(record, number, why)
+    held = {key: value for key, value in turn.items() if not _is_nothing(value)}
+    speaker = "from" if "from" in held else "role"
+    said = FORMS[speaker]
+    role, content = held.pop(speaker, None), held.pop(said, "")
+    if role in TOOL_ROLES:
+        _refuse(record, number, f"has the role {role}: {NO_TOOLS}")
+    if not isinstance(role, str) or role not in ROLES:
+        why = f"has {role!r:.40} as {speaker}, not one of {', '.join(ROLES)}; correct it"
+        _refuse(record, number, why)
+    for key in held:
+        if key in TOOLS:
+            why = NO_TOOLS
+        elif key in THINKING:
+            why = f"put thinking at the beginning of {said}, as <think>...</think>"
+        else:
+            why = "Coterie does not use it; remove it"
+        _refuse(record, number, f"has the key {key}: {why}")
+    found = Turn(ROLES[role], _text(record, number, said, content))
+    if found.role != "system" and not found.answer:
+        whose = "answer" if found.role == "assistant" else "turn of the user's"
+        _refuse(record, number, f"is an empty {whose}; correct or remove the record")
+    return found
+
+
+def _text(record: Record, number: int, key: str, content: Any) -> str:
+    """What is said, as a text or in parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            _refuse(
+                record,
+                number,
+                f"has a part of type {kind!r:.40} in {key}; only text can be learned, so remove it",
+            )
+        held = {name for name, value in part.items() if not _is_nothing(value)} - {"type", "text"}
+        if held or not isinstance(part.get("text"), str):
+            why = f"the key {min(held)}" if held else f"{part.get('text')!r:.40}, not text,"
+            _refuse(record, number, f"has {why} in {key}; fix or remove it")
+        texts.append(part["text"])
+    where = f"{record.where}: turn {number}"
+    return Record(where, {key: "".join(texts)}).text([key])
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a key's value says no more than if the key were not there."""
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def _refuse(record: Record, number: int, why: str) -> NoReturn:
+    raise CoterieError(f"{record.where}: turn {number} {why}.")
