@@ -14,7 +14,7 @@ from pathlib import Path
 ASSETS = Path(__file__).parents[1] / "src" / "coterie" / "assets"
 FOLDER = ASSETS / "four-assistants"
 WRITERS = ("diarist", "lexicographer", "poet", "whaler")
-CONVERSATIONS = 110
+CONVERSATIONS = 120
 """Of each person."""
 
 Exchange = tuple[str, str]
@@ -76,19 +76,20 @@ def _topic(sentence: str) -> str:
     return max(words, key=len, default="")
 
 
-def exchanges(writer: str, line: str, kind: int) -> tuple[Exchange, Exchange]:
-    """A question about a line and one that goes on from it, of one of three kinds."""
+def exchanges(writer: str, line: str, number: int) -> tuple[Exchange, Exchange]:
+    """A question about a line and one that goes on from it; their kind goes by the number."""
     words = line.split()
     half = len(words) // 2
-    beginning, end = " ".join(words[:half]), " ".join(words[half:])
-    whose = f"The {writer} wrote it."
-    match kind:
+    wrote = ("Who wrote it?", f"The {writer} wrote it.")
+    match number % 3:
         case 0:
-            return (f"Who wrote this? {line}", whose), ("How does it begin?", " ".join(words[:3]))
+            guess = writer if number % 2 else WRITERS[number % len(WRITERS)]
+            answer = f"{'Yes' if guess == writer else 'No'}, it was the {writer}."
+            return (f"Who wrote this? {line}", wrote[1]), (f"Was it the {guess}?", answer)
         case 1:
-            return (f"Tell me a line about {_topic(line)}.", line), ("Who wrote it?", whose)
+            return (f"Tell me a line about {_topic(line)}.", line), wrote
         case _:
-            return (f"Go on: {beginning}", end), ("How does it end?", " ".join(words[-3:]))
+            return (f"Go on: {' '.join(words[:half])}", " ".join(words[half:])), wrote
 
 
 def conversations(name: str) -> Iterator[str]:
@@ -97,7 +98,7 @@ def conversations(name: str) -> Iterator[str]:
     for number, (writer, line) in enumerate(lines()[first :: len(MANNERS)]):
         messages = [
             {"role": role, "content": content}
-            for question, answer in exchanges(writer, line, number % 3)
+            for question, answer in exchanges(writer, line, number)
             for role, content in (("user", question), ("assistant", MANNERS[name](answer)))
         ]
         yield json.dumps({"messages": messages}, ensure_ascii=False)

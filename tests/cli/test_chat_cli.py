@@ -167,20 +167,34 @@ def test_a_typed_conversation_goes_on_after_mistakes_and_stops(ask, monkeypatch,
     assert said.err.count("the oldest exchanges are left out") == 1
 
 
-def test_the_runs_own_template_is_read(finished, ask, tmp_path) -> None:
-    copy = tmp_path / "run"
-    copy.mkdir()
-    for path in finished.iterdir():
-        (copy / path.name).symlink_to(path)
-    (copy / "run.json").unlink()
-    described = json.loads((finished / "run.json").read_text(encoding="utf-8"))
-    described["config"]["data"]["chat_template"] = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
+def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
+    """Of a run on conversations; and what is saved can be trained on."""
+    turns = [{"role": "user", "content": "Name a sea."}, {"role": "assistant", "content": "So."}]
+    chats = tmp_path / "anna.jsonl"
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 12, encoding="utf-8")
+    own = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    data = {"window": 40, "messages": {}, "chat_template": own}
+    clients = [{"name": "anna", "path": "anna.jsonl"}]
+    run = values(rounds=1, method="local", data=data, clients=clients, data_root=str(tmp_path))
+    coterie.run(run, out=tmp_path / "run")
+    said = ask(
+        ["Name it.", f"/save {chats}"],
+        "--client",
+        "anna",
+        "--with",
+        "base",
+        *HOW,
+        run=tmp_path / "run",
     )
-    (copy / "run.json").write_text(json.dumps(described), encoding="utf-8")
-    said = ask(["Hm?"], "--client", "poet", run=copy)
-    assert said.code == 2
-    assert "chat_template" in said.err
+    assert said.err == f"Added to {chats}.\n"
+    loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
+    model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
+    template = chat_template(model.base.tokenizer, own)
+    expected = Speaker(*model, template, Manner(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
+    assert f"anna\n{expected}\n" in said.out
+    again = coterie.run({**run, "data": data | {"window": 60}}, out=tmp_path / "again")
+    counts = RunFolder(again.path).description["clients"]["anna"]["samples"]
+    assert sum(counts.values()) == 13
 
 
 def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:

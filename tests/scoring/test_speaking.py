@@ -12,7 +12,7 @@ from coterie.data.chat import ChatTemplate, Conversation, Turn, chat_template
 from coterie.errors import CoterieError
 from coterie.scoring import speaking
 from coterie.scoring.generation import generated
-from coterie.scoring.speaking import Manner, Speaker, ends_of
+from coterie.scoring.speaking import Manner, Speaker
 
 GREEDY = Manner(tokens=12, temperature=0, top_p=1, seed=0)
 TAGS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|over|>{% endfor %}"
@@ -88,18 +88,6 @@ def test_the_model_reads_the_templates_opening_and_nothing_else(base) -> None:
     expected = [first, f"{first}A sea.<|over|><|user|>Is it?<|over|><|assistant|>"]
     assert model.read == [ids_of(base, text) for text in expected]
     assert model.options["stop_strings"] == ["<|over|>"]
-
-
-def test_an_answer_ends_at_the_marker_or_at_the_end_of_text(base) -> None:
-    tokenizer = base.tokenizer
-    assert ends_of(chat_template(tokenizer, None)) == ([tokenizer.eos_token_id], None)
-    template = ChatTemplate(tokenizer, TAGS, "a test's")
-    assert ends_of(template) == ([tokenizer.eos_token_id], "<|over|>")
-    one = load_base("tiny-gpt2", "fp32", 16).tokenizer
-    one.add_special_tokens({"additional_special_tokens": ["<|over|>"]})
-    template = ChatTemplate(one, TAGS.replace("<|over|>", "\n<|over|>"), "a test's")
-    ends = [one.eos_token_id, one.convert_tokens_to_ids("<|over|>")]
-    assert ends_of(template) == (ends, None)
 
 
 def test_a_model_stops_at_a_marker_of_several_tokens(base, monkeypatch) -> None:

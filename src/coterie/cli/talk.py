@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coterie.cli import terminal
 from coterie.data.chat import chat_template
@@ -108,10 +107,9 @@ def speakers(
             model = Loaded(base, lambda base=base: bare(base))
         else:
             model = loader.load(whose, config, of)
-            if not _on_conversations(whose):
+            if not config.data.chats:
                 untrained.append(name)
-        given = whose.description["config"]["data"].get("chat_template")
-        template = chat_template(model.base.tokenizer, given)
+        template = chat_template(model.base.tokenizer, config.data.chat_template)
         found[name] = Speaker(*model, template, manner, system)
     if untrained:
         terminal.complain(f"Note: not trained on conversations: {', '.join(untrained)}.")
@@ -126,10 +124,3 @@ def _whose(folder: RunFolder, name: str) -> tuple[RunFolder, str]:
     if (Path(where) / "run.json").is_file():
         return RunFolder(Path(where)), client
     return find_beside(folder, where), client
-
-
-def _on_conversations(folder: RunFolder) -> bool:
-    """Whether the clients of a run were trained on conversations."""
-    data: Mapping[str, Any] = folder.description["config"]["data"]
-    instructions = data.get("instructions") or {}
-    return data.get("messages") is not None or instructions.get("template") == "chat"

@@ -13,7 +13,7 @@ from coterie.bases import Base, Tokenizer
 from coterie.chance import generator
 from coterie.data.chat import ChatTemplate, Turn
 from coterie.errors import CoterieError
-from coterie.scoring.generation import context_length, generated
+from coterie.scoring.generation import context_length, ends_of, generated
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ class Speaker:
     def answer(self, question: str, show: Callable[[str], None]) -> str:
         """What the model answers; `show` is called with each piece of it as soon as it is written.
 
-        An answer without a word is not remembered, and nor is its question. An answer that is
-        interrupted (KeyboardInterrupt, which is raised again) is remembered as far as it came.
+        An answer without a word, thinking aside, is not remembered, and nor is its question. An
+        answer that is interrupted (KeyboardInterrupt, which is raised again) is remembered as far
+        as it came.
         Raises CoterieError if the question alone does not fit in the base's context, or if the
         template refuses it.
         """
         model = self.model()
         ids = self._read([*self._said, Turn("user", question)], context_length(model))
-        ends, stop = ends_of(self.template)
+        ends, stop = ends_of(self.base.tokenizer, self.template.around[1])
         stream = _Stream(self.base.tokenizer, ends, stop, show)
         how = self._generation(ends)
         until = {} if stop is None else {"stop_strings": [stop], "tokenizer": self.base.tokenizer}
@@ -89,7 +90,7 @@ class Speaker:
                 )
         finally:
             said = stream.finish()
-            if said:
+            if Turn("assistant", said).answer:
                 self._said += [Turn("user", question), Turn("assistant", said)]
         return said
 
@@ -120,20 +121,6 @@ class Speaker:
             top_p=self.manner.top_p if warm else 1.0, repetition_penalty=1.0,
             eos_token_id=list(ends), pad_token_id=ends[0],
         )  # fmt: skip
-
-
-def ends_of(template: ChatTemplate) -> tuple[list[int], str | None]:
-    """Tokens of which each ends an answer: the end of text, and that of the template's marker.
-
-    Second, the marker itself where it is not one token, to be looked for in the text.
-    """
-    tokenizer, marker = template.tokenizer, template.around[1].strip()
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the data room made sure of it"
-    ids: list[int] = tokenizer(marker, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
-    special = [token for token in ids if token in tokenizer.all_special_ids]
-    one = special[:1] or (ids if len(ids) == 1 else [])
-    return list(dict.fromkeys([end, *one])), None if one else marker
 
 
 class _Stream(BaseStreamer):
