@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from torch import Tensor
 
 from coterie.bases import Base, load_base
@@ -34,12 +35,12 @@ def ids_of(base: Base, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def slowly(base: Base, turns: list[Turn], tokens: int = GREEDY.tokens) -> str:
+def slowly(base: Base, turns: list[Turn], model: Any = None) -> str:
     """The likeliest token after all that there is, until the end."""
     ids = ids_of(base, chat_template(base.tokenizer, None).opening(turns))
     before = len(ids)
-    while len(ids) < before + tokens and ids[-1] != base.tokenizer.eos_token_id:
-        model: Any = base.model
+    model = model or base.model
+    while len(ids) < before + GREEDY.tokens and ids[-1] != base.tokenizer.eos_token_id:
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return str(base.tokenizer.decode(ids[before:], skip_special_tokens=True)).strip()
 
@@ -58,6 +59,18 @@ def test_streams_what_the_plain_loop_writes_and_remembers_it(base) -> None:
     assert talk.turns == (turns[0],)
     again = talk.answer("Name a sea.", lambda piece: None)
     assert again == turns[2].content
+
+
+def test_behind_a_soft_prompt() -> None:
+    base = load_base("tiny-gpt2", "fp32", 16)
+    torch.manual_seed(3)
+    tuning = PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
+    )
+    model: Any = get_peft_model(base.model, tuning).eval()
+    talk = speaker(base, model=model)
+    said = talk.answer("Name a sea.", lambda piece: None)
+    assert said == slowly(base, [Turn("user", "Name a sea.")], model)
 
 
 class Scripted:
