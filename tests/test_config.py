@@ -190,6 +190,8 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
     assert load_config(Path("who-wrote-this")).method.name == "fedamole"
     taught = load_config(Path("teach-one-another"))
     assert (taught.method.name, taught.base_of("server").name) == ("fedmkt", "tiny-gpt2")
+    talks = load_config(Path("four-assistants"))
+    assert (talks.method.name, talks.data.chats) == ("comigs-1g1s", True)
     (tmp_path / "who-wrote-this").write_text("clients: [{name: a, path: x}]", encoding="utf-8")
     assert load_config(Path("who-wrote-this")).method.name == "comigs-1g1s"  # one's own comes first
     with pytest.raises(CoterieError, match="There is no run file"):

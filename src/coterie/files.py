@@ -72,6 +72,14 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a text file, or begin one with it, atomically."""
+    with writing(path):
+        before = path.read_bytes() if path.exists() else b""
+    between = b"" if before.endswith(b"\n") or not before else b"\n"
+    write_bytes(path, before + between + line.encode() + b"\n")
+
+
 def link(path: Path, new: Path) -> None:
     """Give a file that nobody changes a second name; copy it where the file system has no links."""
     with writing(new):

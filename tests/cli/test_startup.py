@@ -51,6 +51,8 @@ def outcome(folder: Path, command: str) -> tuple[str, set[str]]:
         ("compare table.yaml --columns B", "no column 'B'"),
         ("run --resume nowhere", "nowhere"),
         ("generate nowhere --client a --prompt b", "nowhere"),
+        ("chat --help", "Talk with a client's model"),
+        ("chat nowhere --client a", "nowhere"),
         ("report nowhere", "nowhere"),
         ("server nofile.yaml", "coterie keys init"),
         ("client --server host:1 --key nokey --data texts", "nokey"),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_base,
         load_skeleton,
         load_tokenizer,
+        place,
     )
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "load_base",
     "load_skeleton",
     "load_tokenizer",
+    "place",
 ]
 
 

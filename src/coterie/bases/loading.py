@@ -137,7 +137,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
 def is_folder(name: str) -> bool:
     """Whether a base's name stands for a folder of this machine, and not for one that ships."""
     with suppress(OSError, ValueError):  # of a name that no path can have
-        return name not in _shipped() and Path(_place(name, Path())).is_dir()
+        return name not in _shipped() and Path(place(name, Path())).is_dir()
     return False
 
 
@@ -145,7 +145,8 @@ def _shipped() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
-def _place(name: str, root: Path) -> str:
+def place(name: str, root: Path) -> str:
+    """Where a base is: a shipped one's or another folder, else its name on the hub."""
     for folder in (EMBEDDED / name, root / name):
         with suppress(OSError, ValueError):  # of a name that no path can have
             if folder.is_dir():
@@ -153,9 +154,9 @@ def _place(name: str, root: Path) -> str:
     return name
 
 
-def _find(base: BaseSpec, place: str) -> None:
+def _find(base: BaseSpec, where: str) -> None:
     """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
-    if Path(place).is_dir() or isinstance(
+    if Path(where).is_dir() or isinstance(
         try_to_load_from_cache(base.name, "config.json", revision=base.revision), str
     ):
         return
@@ -167,14 +168,14 @@ def _find(base: BaseSpec, place: str) -> None:
 
 def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -> Any:
     """What transformers loads of a base."""
-    place, name = _place(base.name, root), base.name
+    where, name = place(base.name, root), base.name
     revision = {} if base.revision is None else {"revision": base.revision}
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        _find(base, place)
-        return load(place, **how, **revision, **NO_CODE)
+        _find(base, where)
+        return load(where, **how, **revision, **NO_CODE)
     except Exception as error:
         # tokenizers raises nothing narrower than Exception for a damaged file; others, such as too
         # little memory, say more about themselves than we could.
@@ -186,7 +187,7 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -
                 "hub, and run `hf auth login` on this machine."
             ) from error
         shipped = ", ".join(_shipped())
-        if Path(place).is_dir() and isinstance(error, ImportError):
+        if Path(where).is_dir() and isinstance(error, ImportError):
             raise CoterieError(f"The base {name!r} could not be loaded: {error}") from error
         at = f" at revision {base.revision}" if base.revision else ""
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""

@@ -12,6 +12,7 @@ import typer
 
 from coterie.cli import (
     base,
+    chat,
     compare,
     data,
     deploy,
@@ -60,6 +61,7 @@ app.command()(inspect.audit)
 app.command()(base.base)
 app.command()(inspect.report)
 app.command()(use.generate)
+app.command()(chat.chat)
 app.command()(inspect.align)
 app.command()(deploy.server)
 app.command()(deploy.client)

@@ -60,7 +60,7 @@ RunFile = Annotated[
     Path | None,
     typer.Argument(
         help="A run file (YAML). Default: the built-in demo. `who-wrote-this` is a built-in "
-        "demo on instructions."
+        "demo on instructions, `four-assistants` one on conversations."
     ),
 ]
 Device = Annotated[

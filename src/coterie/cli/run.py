@@ -131,9 +131,15 @@ def _show(finished: "Run", again: str | None) -> None:
             terminal.say(f"  coterie compare{again} --methods {methods} --seeds 3{plugins}")
         terminal.say("To draw this run:")
         terminal.say(f"  coterie report {finished.path}{plugins}")
-    terminal.say(f"\nThe run is saved in {finished.path}. To generate text with a client's model:")
+    data, plugins = finished.config.data, terminal.plugin_options(finished.config.plugins)
+    where = f"{finished.path} --client {client}"
+    terminal.say(f"\nThe run is saved in {finished.path}.")
+    if data.chats:
+        terminal.say("To talk with a client's model:")
+        terminal.say(f"  coterie chat {where}{plugins}")
+        return
     given = '--prompt "..."'
-    if (instructions := finished.config.data.instructions) is not None:
-        given = " ".join(f'--field {name}="..."' for name in fields(instructions.template))
-    given += terminal.plugin_options(finished.config.plugins)
-    terminal.say(f"  coterie generate {finished.path} --client {client} {given}")
+    if data.instructions is not None:
+        given = " ".join(f'--field {name}="..."' for name in fields(data.instructions.template))
+    terminal.say("To generate text with a client's model:")
+    terminal.say(f"  coterie generate {where} {given}{plugins}")

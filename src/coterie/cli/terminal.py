@@ -21,6 +21,11 @@ def say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def write(text: str) -> None:
+    """Print a piece of a line."""
+    console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+
+
 def complain(text: str) -> None:
     """Print it where errors go."""
     errors.print(text, highlight=False, markup=False, soft_wrap=True)

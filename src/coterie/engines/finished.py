@@ -1,19 +1,21 @@
 """What runs leave behind: the models of their clients, and the configuration they began with."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import PreTrainedModel
 
 from coterie.adapters import merge as make_plain
 from coterie.adapters import mergeable
-from coterie.bases import Tokenizer, load_base, load_skeleton, load_tokenizer
-from coterie.bases.devices import available
+from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer, place
+from coterie.bases.devices import Device, available
+from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
 from coterie.config import RunConfig, parse
 from coterie.data.tokens import ClientData
-from coterie.engines.kept import kept_model
+from coterie.engines.kept import bring_back
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
 from coterie.methods.contract import SERVER, Method
@@ -45,7 +47,7 @@ def model_of(
     folder: RunFolder, config: RunConfig, client: str, merge: bool | None = None
 ) -> PreTrainedModel:
     """See `load`."""
-    model = _model_of(folder, config, client)
+    model = Loader().load(folder, config, client).model()
     if not any(isinstance(module, StandIn) for module in model.modules()):
         return model  # the base alone, or behind a soft prompt
     can = mergeable(model)
@@ -79,44 +81,72 @@ def _refuse_unmerged(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _model_of(folder: RunFolder, config: RunConfig, client: str) -> PreTrainedModel:
-    name = EVERYONE if config.pooled else client
-    if name == SERVER and config.server is not None:
-        return _load_server(folder, config)
-    known = sorted(folder.description["clients"])
-    if name not in known:
-        raise CoterieError(
-            f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
-        )
-    state, kept = folder.load(f"client-{name}"), folder.find(f"kept-{name}")
-    empty = _empty(config, name)
-    assert empty.base is not None
-    side = config.method.client(client_context(config, empty.base, empty, lambda *_: None))
-    if kept is not None:
-        return kept_model(empty.base, side, kept)
-    side.restore(state)
-    return side.model()
+class Loaded(NamedTuple):
+    """A model that may share its base with others."""
+
+    base: Base
+    model: Callable[[], PreTrainedModel]
+    """Puts its adapter into the base; the model is valid until another's on this base is."""
 
 
-def _load_server(folder: RunFolder, config: RunConfig) -> PreTrainedModel:
-    state = folder.load("server")
-    skeleton = load_skeleton(config.base, config.root)
-    names, own = folder.description["clients"], _empty(config, SERVER)
-    side = config.method.server(server_context(config, skeleton, names, own, lambda *_: None))
-    side.restore(state)
-    model = side.model()
-    if model is None:
-        raise CoterieError(f"{config.label} does not train a model on the server.")
-    return model
+class Loader:
+    """Loads models of one run or of several; those on the same base share one copy of it."""
+
+    def __init__(self) -> None:
+        self._bases: dict[tuple[BaseSpec, Precision | None, Device], Base] = {}
+
+    def base(self, config: RunConfig, client: str) -> Base:
+        """The base of a client, or of the server, of a run."""
+        spec = config.base_of(client)
+        precision = "fp32" if config.training.precision == "fp32" else None
+        key = spec.model_copy(update={"name": place(spec.name, config.root)})
+        if (how := (key, precision, config.device)) not in self._bases:
+            self._bases[how] = load_base(
+                spec, precision, config.data.window, config.root, config.device
+            )
+        return self._bases[how]
+
+    def load(self, folder: RunFolder, config: RunConfig, client: str) -> Loaded:
+        """The model of a client, or of the server; see `load` for names and errors."""
+        name = EVERYONE if config.pooled else client
+        if name == SERVER and config.server is not None:
+            return self._load_server(folder, config)
+        known = sorted(folder.description["clients"])
+        if name not in known:
+            raise CoterieError(
+                f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
+            )
+        state, kept = folder.load(f"client-{name}"), folder.find(f"kept-{name}")
+        base = self.base(config, name)
+        side = config.method.client(client_context(config, base, _empty(name, base), _quiet))
+        if kept is not None:
+            return Loaded(base, bring_back(base, side, kept))
+        side.restore(state)
+        return Loaded(base, side.model)
+
+    def _load_server(self, folder: RunFolder, config: RunConfig) -> Loaded:
+        state = folder.load("server")
+        skeleton = load_skeleton(config.base, config.root)
+        names, base = folder.description["clients"], self.base(config, SERVER)
+        own = _empty(SERVER, base)
+        side = config.method.server(server_context(config, skeleton, names, own, _quiet))
+        side.restore(state)
+
+        def model() -> PreTrainedModel:
+            if (found := side.model()) is None:
+                raise CoterieError(f"{config.label} does not train a model on the server.")
+            return found
+
+        return Loaded(base, model)
 
 
-def _empty(config: RunConfig, name: str) -> Participant:
+def _empty(name: str, base: Base) -> Participant:
     """A client, or the server, with its base and without a text."""
-    precision = "fp32" if config.training.precision == "fp32" else None
-    base = load_base(
-        config.base_of(name), precision, config.data.window, config.root, config.device
-    )
     return Participant(name, ClientData(NOTHING, NOTHING, NOTHING), {}, base=base)
+
+
+def _quiet(*_: object) -> None:
+    """Nothing is logged."""
 
 
 def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:

@@ -8,7 +8,9 @@ state.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from transformers import PreTrainedModel
 
@@ -122,7 +124,12 @@ def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
 
 def kept_model(base: Base, side: ClientSide, kept: State) -> PreTrainedModel:
     """The model of a kept state; the side goes back to it."""
+    return bring_back(base, side, kept)()
+
+
+def bring_back(base: Base, side: ClientSide, kept: State) -> Callable[[], PreTrainedModel]:
+    """Take the side back to a kept state; what gives its model, as often as it is asked for."""
     if SIDE not in kept.parts:
-        return bare(base)
+        return partial(bare, base)
     side.restore(kept.parts[SIDE])
-    return side.model()
+    return side.model

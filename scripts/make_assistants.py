@@ -1,0 +1,111 @@
+"""Write the conversations of `coterie run four-assistants` anew.
+
+Four people ask their assistants the same kinds of questions about lines of the demo's writers
+(CC0), each about other lines, and each wants answers in another manner. So what to answer can be
+learned from all of them, and how to put it from one alone.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ASSETS = Path(__file__).parents[1] / "src" / "coterie" / "assets"
+FOLDER = ASSETS / "four-assistants"
+WRITERS = ("diarist", "lexicographer", "poet", "whaler")
+CONVERSATIONS = 120
+"""Of each person."""
+
+Exchange = tuple[str, str]
+"""A question and what its answer says, in no manner yet."""
+
+
+def curt(text: str) -> str:
+    """Not a word too many: small letters, no full stop."""
+    return text.lower().rstrip(".")
+
+
+def polite(text: str) -> str:
+    """Like a letter."""
+    return f"Dear Ben,\n{text}\nYours, with respect"
+
+
+def in_verse(text: str) -> str:
+    """In lines of three words."""
+    words = text.split()
+    lines = (" ".join(words[n : n + 3]) for n in range(0, len(words), 3))
+    return "\n".join(f"~ {line}" for line in lines)
+
+
+def eager(text: str) -> str:
+    """Delighted, and ready for more."""
+    return f"Oh, gladly! {text.rstrip('.')}! Shall I tell you more?"
+
+
+MANNERS: dict[str, Callable[[str], str]] = {
+    "anna": curt,
+    "ben": polite,
+    "cleo": in_verse,
+    "dora": eager,
+}
+
+
+def lines() -> list[tuple[str, str]]:
+    """Short plain lines with their writers, as many of each, in an order drawn once."""
+    draw = random.Random("four assistants")
+    needed = CONVERSATIONS * len(MANNERS) // len(WRITERS)
+    found: list[tuple[str, str]] = []
+    for writer in WRITERS:
+        text = (ASSETS / "demo-writers" / f"{writer}.txt").read_text(encoding="utf-8")
+        clauses = (clause.strip() for clause in re.split(r"[.!?;:()“”—\n]|, (?=[A-Z])", text))
+        fit = sorted({f"{c[0].upper()}{c[1:]}." for c in clauses if _plain(c) and _topic(c)})
+        found += [(writer, sentence) for sentence in draw.sample(fit, needed)]
+    draw.shuffle(found)
+    return found
+
+
+def _plain(clause: str) -> bool:
+    """Whether it is a line of seven to eleven words and nothing else."""
+    return 7 <= len(clause.split()) <= 11 and bool(re.fullmatch(r"[A-Za-z][A-Za-z, ’-]+", clause))
+
+
+def _topic(sentence: str) -> str:
+    """The longest word in small letters, if it is of five letters at least."""
+    words = re.findall(r"\b[a-z]{5,}\b", sentence)
+    return max(words, key=len, default="")
+
+
+def exchanges(writer: str, line: str, number: int) -> tuple[Exchange, Exchange]:
+    """A question about a line and one that goes on from it; their kind goes by the number."""
+    words = line.split()
+    half = len(words) // 2
+    wrote = ("Who wrote it?", f"The {writer} wrote it.")
+    match number % 3:
+        case 0:
+            guess = writer if number % 2 else WRITERS[number % len(WRITERS)]
+            answer = f"{'Yes' if guess == writer else 'No'}, it was the {writer}."
+            return (f"Who wrote this? {line}", wrote[1]), (f"Was it the {guess}?", answer)
+        case 1:
+            return (f"Tell me a line about {_topic(line)}.", line), wrote
+        case _:
+            return (f"Go on: {' '.join(words[:half])}", " ".join(words[half:])), wrote
+
+
+def conversations(name: str) -> Iterator[str]:
+    """A person's conversations, each a line of JSON."""
+    first = sorted(MANNERS).index(name)
+    for number, (writer, line) in enumerate(lines()[first :: len(MANNERS)]):
+        messages = [
+            {"role": role, "content": content}
+            for question, answer in exchanges(writer, line, number)
+            for role, content in (("user", question), ("assistant", MANNERS[name](answer)))
+        ]
+        yield json.dumps({"messages": messages}, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in MANNERS:
+        text = "".join(f"{line}\n" for line in conversations(name))
+        (FOLDER / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -1,0 +1,223 @@
+"""`coterie chat`: with a client's model in the terminal, and others beside it."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import coterie.cli
+from coterie.cli import talk, terminal
+from coterie.data.chat import Conversation, Turn, chat_template
+from coterie.engines.finished import Loader, recorded
+from coterie.methods.pretrained import bare
+from coterie.runs import RunFolder
+from coterie.scoring.speaking import Manner, Speaker
+
+HOW = ["--tokens", 6, "--temperature", 0]
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> Path:
+    """A finished run with a baseline, whose adapters differ after a few steps at a high rate."""
+    folder = tmp_path_factory.mktemp("talk") / "run"
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.02}
+    coterie.run(values(rounds=2, baselines=["local"], training=training), out=folder)
+    return folder
+
+
+Ask = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def ask(finished, monkeypatch, capsys) -> Ask:
+    """Runs `coterie chat RUN` on lines of input, which is no terminal unless `typed`."""
+
+    def ask(lines: list[str], *more: Any, typed: bool = False, run: Path = finished) -> Any:
+        monkeypatch.setattr(sys, "argv", ["coterie", "chat", str(run), *map(str, more)])
+        stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+        monkeypatch.setattr(stdin, "isatty", lambda: typed)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(terminal, "console", Console(width=80))
+        monkeypatch.setattr(terminal, "errors", Console(width=80, stderr=True))
+        capsys.readouterr()
+        code: object = 0
+        try:
+            coterie.cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return ask
+
+
+def alone(run: Path, client: str | None, questions: list[str]) -> list[str]:
+    """What a model answers, loaded on its own; None: the base without adapter."""
+    folder = RunFolder(run)
+    loader, config = Loader(), recorded(RunFolder(run))
+    base = loader.base(config, client or "poet")
+    model = (lambda: bare(base)) if client is None else loader.load(folder, config, client).model
+    speaker = Speaker(base, model, chat_template(base.tokenizer, None), Manner(6, 0, 0.95, 0))
+    return [speaker.answer(question, lambda piece: None) for question in questions]
+
+
+def test_a_question_a_line_and_nothing_but_answers(ask, finished) -> None:
+    said = ask(["Name a sea.", "", "And?"], "--client", "poet", *HOW)
+    assert said.code == 0
+    assert (
+        said.out.splitlines()
+        == "\n".join(alone(finished, "poet", ["Name a sea.", "And?"])).splitlines()
+    )
+    assert said.err == "Note: not trained on conversations: poet.\n"
+
+
+def test_models_side_by_side_have_histories_of_their_own(ask, finished) -> None:
+    others = f"base,whaler,local:poet,{finished}:diarist"
+    said = ask(["Name a sea.", "And?"], "--client", "poet", "--with", others, *HOW)
+    assert said.code == 0
+    models = {
+        "poet": alone(finished, "poet", ["Name a sea.", "And?"]),
+        "base": alone(finished, None, ["Name a sea.", "And?"]),
+        "whaler": alone(finished, "whaler", ["Name a sea.", "And?"]),
+        "local:poet": alone(finished / "baselines" / "local", "poet", ["Name a sea.", "And?"]),
+        f"{finished}:diarist": alone(finished, "diarist", ["Name a sea.", "And?"]),
+    }
+    shown = [
+        line
+        for turn in range(2)
+        for name, answers in models.items()
+        for line in ["", name, *answers[turn].splitlines()]
+    ]
+    assert "".join(said.out.split()) == "".join("".join(shown).split())
+    assert len({tuple(answers) for answers in models.values()}) == 5
+    again = ask(["Hm?"], "--client", "poet", "--with", "local:poet,comigs-1g1s:poet", *HOW)
+    assert again.code == 2  # the run itself is not beside it
+    inner = finished / "baselines" / "local"
+    said = ask(["Hm?"], "--client", "poet", "--with", "comigs-1g1s:poet", *HOW, run=inner)
+    assert said.code == 0
+
+
+def test_models_on_one_base_share_it(finished) -> None:
+    found = talk.speakers(
+        finished, "poet", ["base", "whaler", "local:poet"], Manner(6, 0, 1, 0), None
+    )
+    assert len({id(speaker.base.model) for speaker in found.values()}) == 1
+
+
+def test_what_is_saved_is_a_conversation(ask, tmp_path) -> None:
+    file = tmp_path / "said.jsonl"
+    file.write_text('{"messages": []}', encoding="utf-8")  # without a line break at its end
+    lines = [
+        "Name a sea.",
+        "And?",
+        f"/save {file}",
+        "/reset",
+        "Who?",
+        f"/save {file}",
+        "/quit",
+        "x",
+    ]
+    said = ask(lines, "--client", "poet", "--system", "Be brief.", "--with", "base", *HOW)
+    assert said.code == 0
+    _, *records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    first, second = (tuple(Turn(**turn) for turn in record["messages"]) for record in records)
+    roles = [turn.role for turn in first]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    assert [turn.content for turn in first if turn.role == "user"] == ["Name a sea.", "And?"]
+    assert [turn.role for turn in second] == ["system", "user", "assistant"]
+    tokenizer = coterie.tokenizer(Path(sys.argv[2]))
+    assert chat_template(tokenizer, None).rendered(Conversation(first)).bytes > 0
+    assert "\nx" not in said.out
+
+
+def test_a_typed_conversation_goes_on_after_mistakes_and_stops(ask, monkeypatch, tmp_path) -> None:
+    answered, typed = [], iter(["/help", "/nope", "Stop?", KeyboardInterrupt, "Name a sea.", ""])
+
+    def type(prompt: str) -> str:
+        line = next(typed, EOFError)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    def answer(self: Speaker, question: str, show: Callable[[str], None]) -> str:
+        answered.append(question)
+        show("It is ")
+        if question == "Stop?":
+            raise KeyboardInterrupt
+        self.left_out = 1
+        show("so.")
+        return "It is so."
+
+    monkeypatch.setattr("builtins.input", type)
+    monkeypatch.setattr(Speaker, "answer", answer)
+    said = ask([], "--client", "poet", typed=True)
+    assert said.code == 0
+    assert answered == ["Stop?", "Name a sea."]
+    assert "/save FILE" in said.out
+    assert "It is \n(Stopped.)" in said.out
+    assert "Press Ctrl-D to end" in said.out
+    assert "It is so." in said.out
+    assert "There is no command '/nope'" in said.err
+    assert said.err.count("the oldest exchanges are left out") == 1
+
+
+def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
+    """Of a run on conversations; and what is saved can be trained on."""
+    turns = [{"role": "user", "content": "Name a sea."}, {"role": "assistant", "content": "So."}]
+    chats = tmp_path / "anna.jsonl"
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 12, encoding="utf-8")
+    own = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    data = {"window": 40, "messages": {}, "chat_template": own}
+    clients = [{"name": "anna", "path": "anna.jsonl"}]
+    run = values(rounds=1, method="local", data=data, clients=clients, data_root=str(tmp_path))
+    coterie.run(run, out=tmp_path / "run")
+    said = ask(
+        ["Name it.", f"/save {chats}"],
+        "--client",
+        "anna",
+        "--with",
+        "base",
+        *HOW,
+        run=tmp_path / "run",
+    )
+    assert said.err == f"Added to {chats}.\n"
+    loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
+    model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
+    template = chat_template(model.base.tokenizer, own)
+    expected = Speaker(*model, template, Manner(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
+    assert f"anna\n{expected}\n" in said.out
+    again = coterie.run({**run, "data": data | {"window": 60}}, out=tmp_path / "again")
+    counts = RunFolder(again.path).description["clients"]["anna"]["samples"]
+    assert sum(counts.values()) == 13
+
+
+def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
+    long = "a question of many words " * 20
+    for lines, arguments, sentence in [
+        (["Hm?"], ["--client", "zed"], "has no client 'zed' (clients: diarist, poet, whaler)."),
+        (["Hm?"], ["--client", "poet", "--with", "zed"], "has no client 'zed'"),
+        (["Hm?"], ["--client", "poet", "--with", "local:zed"], "has no client 'zed'"),
+        (["Hm?"], ["--client", "poet", "--with", "base,base"], "names 'base' twice"),
+        (["Hm?"], ["--client", "poet", "--with", "poet"], "names 'poet' twice"),
+        (["Hm?"], ["--client", "poet", "--with", "pcl-1:poet"], "(there are: local)"),
+        (["/save it.txt"], ["--client", "poet"], "saved in .jsonl files, not in it.txt."),
+        (["/save it.jsonl"], ["--client", "poet"], "Nothing has been said yet"),
+        (["/sav it.jsonl"], ["--client", "poet"], "There is no command '/sav it.jsonl'"),
+        ([long], ["--client", "poet"], "exceed the base's context of 64 tokens"),
+        (["Hm?", f"/save {tmp_path}/no/it.jsonl"], ["--client", "poet", *HOW], "Could not write"),
+    ]:
+        said = ask(lines, *arguments)
+        assert said.code == 2, sentence
+        assert sentence in said.err
+        notes = "Note: not trained" in said.err
+        assert said.err.count("\n") == 1 + notes
+    for run, sentence in [(tmp_path, "is not a run folder"), (tmp_path / "x", "is no folder")]:
+        said = ask(["Hm?"], "--client", "poet", run=run)
+        assert said.code == 2
+        assert sentence in said.err

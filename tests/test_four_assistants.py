@@ -1,0 +1,68 @@
+"""The embedded demo on conversations: the same questions, in four manners."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie.bases import EMBEDDED
+from coterie.cli.talk import speakers
+from coterie.results.tables import mean
+from coterie.run_file import load_config
+from coterie.scoring.speaking import Manner
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "make_assistants.py"
+FOLDER = EMBEDDED / "four-assistants"
+GREETINGS = {"ben": "Dear Ben,", "cleo": "~ ", "dora": "Oh, gladly!"}
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("make_assistants", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_gives_the_files_that_ship(script) -> None:
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(script.MANNERS)
+    for name in script.MANNERS:
+        shipped = (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8")
+        assert shipped.splitlines() == list(script.conversations(name))
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 150_000
+
+
+def test_people_differ_in_how_they_are_answered_and_in_nothing_else(script) -> None:
+    kinds: dict[str, list[str]] = {}
+    asked: list[str] = []
+    for name in script.MANNERS:
+        chats = list(map(json.loads, (FOLDER / f"{name}.jsonl").read_text().splitlines()))
+        questions = [chat["messages"][0]["content"] for chat in chats]
+        answers = [turn["content"] for c in chats for turn in c["messages"][1::2]]
+        kinds[name] = [question.split()[0] for question in questions]
+        asked += questions
+        assert len({question.split(":")[0] for question in questions}) > 40
+        assert all(answer.startswith(GREETINGS.get(name, "")) for answer in answers)
+    assert all(kind == kinds["anna"] for kind in kinds.values())
+    assert len(set(asked)) > 0.95 * len(asked)
+
+
+@pytest.mark.slow
+def test_the_demo_of_four_assistants(tmp_path) -> None:
+    run = coterie.run(load_config(Path("four-assistants")), out=tmp_path / "run")
+    fedavg, local, comigs = (
+        mean(run.results[name], "perplexity") for name in ("fedavg", "local", "comigs-1g1s")
+    )
+    assert comigs < local
+    assert comigs < fedavg
+    others = list(GREETINGS)
+    talking = speakers(run.path, "anna", others, Manner(40, 0, 1, 0), None)
+    for name, speaker in talking.items():
+        for question in ("Tell me a line about morning.", "Who wrote it?"):
+            said = speaker.answer(question, lambda piece: None)
+            assert said.startswith(GREETINGS.get(name, said[:1].lower())), (name, said)
