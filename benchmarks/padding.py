@@ -1,12 +1,13 @@
-"""How much of what models read is padding, and what that costs, with FedAMoLE on ten tasks.
+"""How much of what models read is padding, and what that costs, with FedAMoLE's adapter.
 
-The ten clients of recipes/small/instructions.yaml, whose texts are needed: give the parent of their
-folder `instructions` as --data. Three ways to make a step's batch of samples of unlike
-lengths:
+On the ten tasks of recipes/small/instructions.yaml, whose texts are needed (give the parent of
+their folder `instructions` as --data), or on the conversations of the demo four-assistants.
+Four ways to make a step's batch of samples of unlike lengths:
 
 - padded: as drawn, all padded to the longest;
 - groups (ours): the same samples, read in groups of similar lengths; same loss and gradient;
-- sorted draws: the samples of 50 batches, sorted, so that a batch holds similar ones.
+- sorted draws: the samples of 50 batches, sorted, so that a batch holds similar ones;
+- packed: the same samples in a single row, none of which attends to another.
 
 Tokens are counted where the base reads them. Time is of forward and backward of the same number of
 steps of every client, in the process's own time on one thread; ways take turns, step by step.
@@ -16,9 +17,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -29,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from coterie.adapters import AmoleAdapter, AmoleLayout
 from coterie.bases import Base, load_base
 from coterie.bases.precision import Precision, autocast, prepare
-from coterie.bases.sites import chosen_linears
+from coterie.bases.sites import chosen_linears, decoder_of
 from coterie.chance import generator
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
@@ -40,6 +42,7 @@ from coterie.scoring.generation import generate_answers
 from coterie.training.loss import PIECE_PRICE, language_model_loss
 
 RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"
+CHATS = "four-assistants"
 MEGA = 50
 """Batches that are sorted together."""
 NEVER = 10**9
@@ -47,7 +50,10 @@ NEVER = 10**9
 HELD = range(6)
 """Domain experts that a client holds in the mean: each of 30 chooses 2 of 10 clients."""
 LARGEST = 0.10
-WAYS = ("padded", "groups", "sorted draws")
+SAME: dict[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
+"""How far a packed batch's loss may be from the padded one's; with a mask of its own, attention in
+bf16 rounds more on a CPU."""
+WAYS = ("padded", "groups", "sorted draws", "packed")
 
 
 @dataclass
@@ -100,6 +106,27 @@ def batches(samples: Examples, way: str, size: int, steps: int, name: str) -> li
     return found
 
 
+@contextmanager
+def packed(base: Base, batch: Batch) -> Iterator[Batch]:
+    """The samples one after another in a single row; inside, a base reads each as if alone."""
+    assert batch.counted is not None
+    assert batch.real is not None
+    rows, places = torch.nn.functional.pad(batch.real, (1, 0), value=True).nonzero(as_tuple=True)
+    counted = torch.nn.functional.pad(batch.counted, (1, 0))[rows, places]
+    owner, place = rows[None, :-1], places[None, :-1]
+    before = torch.ones(owner.shape[1], owner.shape[1], dtype=torch.bool).tril()
+    own = (owner[:, :, None] == owner[:, None, :]) & before
+
+    def alone(_: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        return inputs, {**options, "position_ids": place, "attention_mask": own[:, None]}
+
+    hook = decoder_of(base.model).register_forward_pre_hook(alone, with_kwargs=True)
+    try:
+        yield Batch(batch.ids[rows, places][None], counted[None, 1:], owner >= 0)
+    finally:
+        hook.remove()
+
+
 def adapted(base: Base) -> AmoleAdapter:
     """FedAMoLE's adapter of a client, attached, all of it trained."""
     layout = AmoleLayout(experts=len(HELD))
@@ -115,14 +142,21 @@ def train(base: Base, splits: dict[str, Examples], size: int, steps: int) -> dic
     for name, samples in splits.items():
         drawn = {way: batches(samples, way, size, steps, name) for way in WAYS}
         for step in range(-1, steps):  # the first warms up
+            losses: dict[str, float] = {}
             for way, count in counts.items():
                 batch, price = drawn[way][max(step, 0)], None if way == "groups" else NEVER
                 real = int(batch.real.sum()) if batch.real is not None else batch.ids.numel()
-                with counted(base, count if step >= 0 else Count(), real, price):
+                with ExitStack() as stack:
+                    stack.enter_context(counted(base, count if step >= 0 else Count(), real, price))
+                    if way == "packed":
+                        batch = stack.enter_context(packed(base, batch))
                     with autocast(base.precision, "cpu"):
                         loss = language_model_loss(base.model, *batch)
+                        losses[way] = loss.item()
                         loss = loss + 1e-3 * adapter.load_balance()
                     loss.backward()
+            for way in ("groups", "packed"):
+                assert abs(losses[way] / losses["padded"] - 1) < SAME[base.precision], losses
     return counts
 
 
@@ -164,7 +198,8 @@ def show(title: str, counts: dict[str, Count], first: Count | None = None) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds instructions/")
+    parser.add_argument("--data", type=Path, help="folder that holds instructions/")
+    parser.add_argument("--chats", action="store_true", help="conversations, not the ten tasks")
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20, help="of each client")
@@ -173,8 +208,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    changes = [f"data_root={options.data}", f"data.window={options.window}", "data.limits.test=50"]
-    config = load_config(RECIPE, changes)
+    if (options.data is None) != options.chats:
+        parser.error("give either --data or --chats")
+    changes = [f"data.window={options.window}", "data.limits.test=50"]
+    changes += [] if options.chats else [f"data_root={options.data}"]
+    config = load_config(Path(CHATS) if options.chats else RECIPE, changes)
     base = load_base(config.base, options.precision, options.window)
     if options.gpt2:
         base = gpt2(base, options.precision, options.window)
@@ -185,8 +223,9 @@ def main() -> None:
         return {name: one for name, one in found.items() if isinstance(one, Examples)}
 
     trained = train(base, of(lambda data: data.train), options.batch, options.steps)
+    on = "conversations" if options.chats else "ten tasks"
     what = f"{options.batch} samples, window {options.window}, {options.precision}"
-    show(f"Training on ten tasks, {what}", trained, trained["padded"])
+    show(f"Training on {on}, {what}", trained, trained["padded"])
     scored = score(base, of(lambda data: data.test), options.window, config.evaluation.batch)
     show("Evaluation", scored)
     verdict = "met" if trained["groups"].padding < LARGEST else "missed"
