@@ -181,7 +181,9 @@ def test_a_template_that_cannot_be_learned_with_is_refused(source: str, sentence
 def test_a_template_that_changes_answers_is_refused() -> None:
     source = "{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
     shouting = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace("upper", "title"), "mine")
-    with pytest.raises(CoterieError, match=r"^The conversation: .* changes what the assistant says"):
+    with pytest.raises(
+        CoterieError, match=r"^The conversation: .* changes what the assistant says"
+    ):
         shouting.rendered(Talk(None, [Said("u", None, "small")]).conversation())
     with pytest.raises(CoterieError, match="leaves out an answer or repeats one"):
         ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
