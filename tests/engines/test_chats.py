@@ -12,6 +12,7 @@ import pytest
 
 import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
+from coterie.cli.writing import Writing, answer
 from coterie.config import parse
 from coterie.data.chat import OURS
 from coterie.data.examples import Examples
@@ -149,6 +150,12 @@ def test_prompts_with_answers_through_a_chat_template(
     for name in NAMES:
         assert 0 <= done.results["comigs-1g1s"]["trained"][name]["accuracy"] <= 1
     assert "chat_templates" in RunFolder(done.path).description
+    written = answer(done.path, "poet", {"instruction": "sea"}, Writing(3, 0.0, 1.0, 0))
+    model: Any = coterie.load(done.path, "poet")
+    words = load_tokenizer(config.base)
+    ids: Any = words("<|endoftext|>User: sea\nAssistant:", return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+    assert written == str(words.decode(new, skip_special_tokens=True)).strip()
 
 
 def test_fedmkt_refuses_conversations(teachers: Run, talks: Path, tmp_path: Path) -> None:
