@@ -67,7 +67,10 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        ("alpacca", r"there is no file .*alpacca; .* built-in template \(alpaca, plain, snli\)"),
+        (
+            "alpacca",
+            r"there is no file .*alpacca; .* built-in template \(alpaca, chat, plain, snli\)",
+        ),
         ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
         ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
         ("latin.jinja", r"latin\.jinja is not UTF-8"),
@@ -103,7 +106,7 @@ def test_a_template_that_cannot_be_used_is_named(
         (
             "own.jinja",
             {"a": "x"},
-            r"no template 'own\.jinja'; the built-in templates are alpaca, plain, snli",
+            r"no template 'own\.jinja'; the built-in templates are alpaca, chat, plain, snli",
         ),
     ],
 )

@@ -137,6 +137,10 @@ def a_template(told: dict[str, Any], path: Path) -> None:
     told["data"]["instructions"] = {"template": str(path / "diary.txt")}
 
 
+def a_chat_template(told: dict[str, Any], path: Path) -> None:
+    told["data"] |= {"messages": {}, "chat_template": str(path / "diary.txt")}
+
+
 def the_texts(told: dict[str, Any], path: Path) -> None:
     told["clients"] = [{"name": "poet", "path": str(path)}]
 
@@ -156,7 +160,7 @@ def a_root(told: dict[str, Any], path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(diary, the_base, a_base_beside_those_that_ship, a_template),
+        *(diary, the_base, a_base_beside_those_that_ship, a_template, a_chat_template),
         *(the_texts, a_division, the_servers_test, a_root),
     ],
 )

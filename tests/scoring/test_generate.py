@@ -6,11 +6,14 @@ import pytest
 import torch
 from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from torch import Tensor
+from transformers import AddedToken
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Instruction, examples
-from coterie.scoring.generation import context_length, continuations, generate_answers
+from coterie.data.chat import ChatTemplate, Conversation, Turn, chat_template
+from coterie.data.examples import Examples, Instruction, chats, examples
+from coterie.data.tokens import bare_encoder
+from coterie.scoring.generation import context_length, continuations, ends_of, generate_answers
 
 LENGTHS = (9, 2, 5, 14, 5, 1, 3, 9, 7)
 
@@ -114,3 +117,69 @@ def test_in_bf16(bases) -> None:
     texts = continuations(base, base.model, prompts(), 3, batch=4)
     assert len(texts) == len(LENGTHS)
     assert all(texts)
+
+
+TALKS = [
+    ("Who purrs?", "A cat."),
+    ("Who trumpets of all the animals in the wood?", "An elephant."),
+    ("Who barks?", "A dog."),
+]
+CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }}MARK{% endfor %}"
+
+
+@pytest.mark.parametrize("marker", ["token", "text"])
+def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
+    """Stopped or not, models write what they write alone; the text is cut at the marker."""
+    base = adapted(str(bases / "gpt2"))
+    words = base.tokenizer
+    encoder, _ = bare_encoder(words)
+    items = [Conversation((Turn("user", q), Turn("assistant", a))) for q, a in TALKS]
+
+    def read(end: str) -> Examples:
+        template = ChatTemplate(words, CHAT.replace("MARK", end), "a test's")
+        return chats(items, encoder, template, 60, None, "Client ada: its text")
+
+    end = "<stop>"
+    if marker == "token":
+        words.add_tokens([AddedToken(end, special=True)])
+        encoder, _ = bare_encoder(words)
+        base.model.resize_token_embeddings(len(words), mean_resizing=False)
+    samples = read(end)
+    assert ends_of(words, samples.markers) == (
+        ([words.eos_token_id, words.convert_tokens_to_ids(end)], [])
+        if marker == "token"
+        else ([words.eos_token_id], [end])
+    )
+    places = zip(samples.starts[:-1].tolist(), samples.answers.tolist(), strict=True)
+    prompts = [samples.ids[start:answer] for start, answer in places]
+    written = [slowly(base.model, prompt, 6, end=-1) for prompt in prompts]
+    whole = [str(words.decode(ids, skip_special_tokens=True)) for ids in written]
+    stop = str(words.decode(written[0][2:4])).strip()  # two tokens, and perhaps a part of others
+    found = continuations(base, base.model, prompts, 6, 3, [stop])
+    assert found == [text.split(stop)[0] for text in whole]
+    assert len(found[0]) < len(whole[0])
+    texts = generate_answers(base, base.model, samples, 6, 2)
+    assert texts == [text.strip() for text in whole]
+
+
+def test_a_token_of_its_own_ends_an_answer(bases) -> None:
+    base = adapted(str(bases / "gpt2"))
+    words = base.tokenizer
+    written = slowly(base.model, prompts()[0], 6, end=-1)
+    name = str(words.convert_ids_to_tokens(written[3]))
+    words.add_special_tokens({"additional_special_tokens": [name]})
+    assert ends_of(words, [f" {name}"]) == ([words.eos_token_id, written[3]], [])
+    first = continuations(base, base.model, prompts()[:1], 6, 1, [f" {name}"])
+    assert first == [words.decode(written[: written.index(written[3])])]
+
+
+def test_thinking_is_no_part_of_an_answer(bases, monkeypatch) -> None:
+    base = load_base(str(bases / "gpt2"), "fp32", 16)
+    encoder, _ = bare_encoder(base.tokenizer)
+    template = chat_template(base.tokenizer, None)
+    item = Conversation((Turn("user", "Who?"), Turn("assistant", "<think>hm</think> I.")))
+    samples = chats([item], encoder, template, 60, None, "Client ada: its text")
+    wrote = ["<think>\nWell.\n</think>\n\nI."]
+    monkeypatch.setattr("coterie.scoring.generation.continuations", lambda *_: wrote)
+    assert generate_answers(base, base.model, samples, 6, 2) == ["I."]
+    assert samples.items[0].answer == "I."

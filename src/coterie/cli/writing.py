@@ -27,7 +27,7 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
 
     encoder: Any = tokenizer(run, client)
     ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
-    found = _continued(run, client, ids, encoder.eos_token_id, how)
+    found = _continued(run, client, ids, [encoder.eos_token_id], how)
     return encoder.decode(found, skip_special_tokens=True)
 
 
@@ -38,24 +38,37 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     """
     from coterie.api import tokenizer
     from coterie.bases import context_token
+    from coterie.data.chat import Turn, chat_template
     from coterie.data.examples import Instruction, split
+    from coterie.data.spec import CHAT
     from coterie.data.templates import render
     from coterie.runs import RunFolder
+    from coterie.scoring.generation import before_any, ends_of
 
-    instructions = RunFolder(run).description["config"]["data"].get("instructions")
+    data = RunFolder(run).description["config"]["data"]
+    instructions = data.get("instructions")
     if instructions is None:
         raise CoterieError(
-            f"The run {run} is on plain text and has no template to fill in; use --prompt."
+            f"The run {run} is not on instructions and has no template to fill in; use --prompt."
         )
-    prompt, _ = split(Instruction(render(instructions["template"], fields, "The prompt"), ""))
+    prompt = render(instructions["template"], fields, "The prompt")
     encoder: Any = tokenizer(run, client)
-    ids = [context_token(encoder), *encoder(prompt, add_special_tokens=False)["input_ids"]]
-    found = _continued(run, client, ids, encoder.eos_token_id, how)
-    return encoder.decode(found[len(ids) :], skip_special_tokens=True).strip()
+    begun, markers = [context_token(encoder)], ()
+    if instructions["template"] == CHAT:
+        chat = chat_template(encoder, data.get("chat_template"))
+        prompt, markers = chat.opening((Turn("user", prompt.strip()),)), chat.markers
+        begun = []  # as the template begins
+    else:
+        prompt, _ = split(Instruction(prompt, ""))
+    ids = [*begun, *encoder(prompt, add_special_tokens=False)["input_ids"]]
+    ends, stops = ends_of(encoder, markers)
+    found = _continued(run, client, ids, ends, how)
+    text = encoder.decode(found[len(ids) :], skip_special_tokens=True)
+    return before_any(text, stops).strip()
 
 
-def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -> list[int]:
-    """The tokens and those that the model writes after them, up to the end token."""
+def _continued(run: Path, client: str, ids: list[int], ends: list[int], how: Writing) -> list[int]:
+    """The tokens and those that the model writes after them, up to an end token."""
     import torch
 
     from coterie.api import load
@@ -78,8 +91,8 @@ def _continued(run: Path, client: str, ids: list[int], end: int, how: Writing) -
         torch.ones_like(prompt),
         max_new_tokens=how.tokens,
         do_sample=warm,
-        eos_token_id=end,
-        pad_token_id=end,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
         **sampling,
     )
     return found[0].tolist()

@@ -1,0 +1,177 @@
+"""Conversations as tokens: what counts, where they are cut, and what a model answers from."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from talks import TEMPLATES, Said, Talk, needs_templates, talk
+from transformers import AddedToken
+
+from coterie.bases import Tokenizer, load_tokenizer
+from coterie.data.chat import OURS, ChatTemplate, Conversation, chat_template
+from coterie.data.examples import Examples, chats, joined
+from coterie.data.tokens import bare_encoder
+from coterie.errors import CoterieError
+
+PUBLISHED = ("mistral", "llama3", "qwen3", "llama_2_chat", "gptoss")
+WIDE = 10**6
+
+
+def source(name: str) -> str:
+    path = OURS if name == "ours" else TEMPLATES / f"{name}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
+def chat(name: str, base: str = "tiny-gpt2", *more: str) -> ChatTemplate:
+    """A template with a base's tokenizer, and tokens that it lacks."""
+    tokenizer = load_tokenizer(base)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in more])
+    return ChatTemplate(tokenizer, source(name), name)
+
+
+def tokens(
+    given: list[Conversation], template: ChatTemplate, window: int, limit: int | None = None
+) -> Examples:
+    encoder, _ = bare_encoder(template.tokenizer)
+    return chats(given, encoder, template, window, limit, "Client anna: its train text")
+
+
+def runs(samples: Examples, number: int) -> list[tuple[list[int], bool]]:
+    """A sample's tokens in runs that count or do not."""
+    start, end = int(samples.starts[number]), int(samples.starts[number + 1])
+    found: list[tuple[list[int], bool]] = []
+    for id, counts in zip(
+        samples.ids[start:end].tolist(), samples.counted[start:end].tolist(), strict=True
+    ):
+        if not found or found[-1][1] != counts:
+            found.append(([], counts))
+        found[-1][0].append(id)
+    return found
+
+
+def text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("base", ["tiny-gpt2", "tiny-llama"])
+@pytest.mark.parametrize(
+    "name", ["ours", *(pytest.param(name, marks=needs_templates) for name in PUBLISHED)]
+)
+def test_tokens_that_count_are_what_the_assistant_said(name: str, base: str) -> None:
+    draw = random.Random(name + base)
+    template = chat(name, base, "<|im_start|>", "<|im_end|>", "<|eot_id|>")
+    items = [talk(draw).conversation() for _ in range(15)]
+    samples = tokens(items, template, WIDE)
+    assert (len(samples), samples.too_long, samples.cut) == (15, 0, 0)
+    assert samples.items == tuple(items)
+    for number, item in enumerate(items):
+        parts = template.rendered(item).parts
+        read = runs(samples, number)
+        assert [said for _, said in read] == [said for _, said in parts]
+        for n, ((ids, _), (part, _)) in enumerate(zip(read, parts, strict=True)):
+            decoded = text(template.tokenizer, ids)
+            if base == "tiny-gpt2":
+                assert decoded == part
+            else:  # decoders of this kind leave out a space at the beginning
+                assert decoded.removeprefix(" ") == part.removeprefix(" "), n
+        last = sum(len(ids) for ids, _ in read[:-1])
+        assert samples.answers[number] == samples.starts[number] + last
+        assert samples.sizes[number] == template.rendered(item).bytes
+    lengths = [sum(len(ids) for ids, said in runs(samples, n) if said) for n in range(15)]
+    assert samples.lengths.tolist() == lengths
+
+
+def test_a_model_answers_from_what_it_read_in_training() -> None:
+    """The tokens before a last answer are those of the parts before it."""
+    draw = random.Random(1)
+    template = chat("ours")
+    for _ in range(20):
+        given = talk(draw)
+        said = [one._replace(thinking=None) for one in given.said]
+        item = Talk(given.system, said).conversation()
+        samples = tokens([item], template, WIDE)
+        prompt = samples.ids[: int(samples.answers[0])].tolist()
+        assert text(template.tokenizer, prompt) == template.opening(item.turns[:-1])
+
+
+def test_a_batch_counts_what_the_samples_count() -> None:
+    draw = random.Random(2)
+    samples = tokens([talk(draw).conversation() for _ in range(5)], chat("ours"), WIDE)
+    chosen = torch.tensor([3, 0, 3])
+    batch = samples.batch(chosen)
+    assert batch.counted is not None
+    for row, number in enumerate(chosen.tolist()):
+        start, end = int(samples.starts[number]), int(samples.starts[number + 1])
+        assert batch.ids[row, : end - start].tolist() == samples.ids[start:end].tolist()
+        assert batch.counted[row, : end - start - 1].tolist() == (
+            samples.counted[start + 1 : end].tolist()
+        )
+        assert not batch.counted[row, end - start - 1 :].any()
+    some = samples.only([3, 0, 3])
+    assert torch.equal(some.batch(range(3)).ids, batch.ids)
+    both = joined([samples, some])
+    assert torch.equal(both.batch(torch.tensor([5, 6, 7])).ids, batch.ids)
+    assert both.markers == samples.markers == ("<|endoftext|>",)
+
+
+@pytest.mark.parametrize("window", [40, 80])
+def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
+    draw = random.Random(window)
+    template = chat("ours")
+    items = [talk(draw, longest=6).conversation() for _ in range(40)]
+    encoder, _ = bare_encoder(template.tokenizer)
+
+    def length(item: Conversation) -> int:
+        parts = template.rendered(item).parts
+        return sum(len(encoder.encode(part, add_special_tokens=False).ids) for part, _ in parts)
+
+    wanted: list[tuple[Any, ...]] = []
+    lost = cut = 0
+    for item in items:
+        system = item.turns[:1] if item.turns[0].role == "system" else ()
+        rest = item.turns[len(system) :]
+        pieces: list[tuple[Any, ...]] = []
+        begun = False
+        for exchange in zip(rest[::2], rest[1::2], strict=True):
+            whole = (*pieces[-1], *exchange) if begun else ()
+            if whole and length(Conversation(whole)) <= window + 1:
+                pieces[-1] = whole
+            elif length(Conversation((*system, *exchange))) <= window + 1:
+                pieces.append((*system, *exchange))
+                begun = True
+            else:
+                lost += 1
+                begun = False
+        wanted += pieces
+        cut += len(pieces) > 1
+    samples = tokens(items, template, window)
+    assert [item.turns for item in samples.items if isinstance(item, Conversation)] == wanted
+    assert (samples.too_long, samples.cut) == (lost, cut)
+    assert lost
+    assert cut
+    assert max(end - start for start, end in pairwise(samples.starts.tolist())) <= window + 1
+    few = tokens(items, template, window, limit=3)
+    assert few.items == samples.items[:3]
+
+
+def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
+    item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
+    with pytest.raises(
+        CoterieError, match=r"^Client anna: its train text has no conversation with an exchange of"
+    ):
+        tokens([item.conversation()], chat("ours"), 4)
+    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no conversations;"):
+        tokens([], chat("ours"), 4)
+
+
+def test_which_template_is_used() -> None:
+    tokenizer: Any = load_tokenizer("tiny-gpt2")
+    assert chat_template(tokenizer, None).name == "Coterie's"
+    tokenizer.chat_template = own = source("ours").replace("User", "They")
+    found = chat_template(tokenizer, None)
+    assert (found.name, found.source) == ("that of tiny-gpt2", own)
+    given = chat_template(tokenizer, source("ours"))
+    assert given.name == "data.chat_template"
+    assert given.digest != found.digest
