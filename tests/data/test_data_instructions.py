@@ -158,7 +158,8 @@ def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizer
     spec = ClientSpec(name="anna", path=".")
     data = DataSpec(instructions=SHORT, public="notes.txt")
     wanted = (
-        r"notes\.txt is plain text without the fields that data\.instructions needs; give \.jsonl"
+        r"notes\.txt is plain text without the fields that data\.instructions and data\.messages "
+        r"need; give \.jsonl"
     )
     with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):
         client_texts(spec, data, tmp_path, seed=0)

@@ -141,6 +141,11 @@ class ChatTemplate:
         """What stands before and after a last answer in its part of `rendered`."""
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What ends answers, the last and, where that is another, those before."""
+        return tuple(dict.fromkeys((self.around[1], self.inner_end)))
+
     def opening(self, turns: Sequence[Turn], thinking: bool = False) -> str:
         """What a base reads before it answers these turns; before it thinks, with `thinking`.
 

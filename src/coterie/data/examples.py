@@ -37,7 +37,8 @@ class Examples:
     where each one's last answer begins. counted: (N,) bool, the tokens of all answers with what
     ends them. sizes: (n,) int64, UTF-8 bytes of each one's answers. too_long: how many did not fit.
     cut: how many conversations were cut into several samples. around: of conversations, what stands
-    before and after a last answer in the same part: a space or nothing, and the marker.
+    before and after a last answer in the same part: a space or nothing, and the marker. markers:
+    all that end answers, as some templates have another inside a conversation.
     """
 
     ids: Tensor
@@ -49,6 +50,7 @@ class Examples:
     too_long: int = 0
     cut: int = 0
     around: tuple[str, str] | None = None
+    markers: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """How many samples."""
@@ -88,6 +90,7 @@ class Examples:
             self.too_long,
             self.cut,
             self.around,
+            self.markers,
         )
 
     def sample(self, batch: int, chance: torch.Generator) -> Batch:
@@ -119,6 +122,7 @@ def joined(parts: Sequence[Examples]) -> Examples:
         sum(part.too_long for part in parts),
         sum(part.cut for part in parts),
         parts[0].around,
+        parts[0].markers,
     )
 
 
@@ -209,7 +213,7 @@ def chats(
             else f"{owner} has no conversations; add some or raise its data.fractions."
         )
     found = _examples(rows[:limit], chosen[:limit], sizes[:limit], too_long, cut)
-    return replace(found, around=template.around)
+    return replace(found, around=template.around, markers=template.markers)
 
 
 def _cut(

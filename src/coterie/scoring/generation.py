@@ -26,8 +26,7 @@ def generate_answers(
     prompts = [examples.ids[start:answer] for start, answer in places]
     if examples.around is None:
         return continuations(base, model, prompts, new_tokens, batch)
-    _, marker = examples.around
-    texts = continuations(base, model, prompts, new_tokens, batch, marker)
+    texts = continuations(base, model, prompts, new_tokens, batch, examples.markers)
     return [parted(text)[1].strip() for text in texts]
 
 
@@ -38,10 +37,10 @@ def continuations(
     prompts: Sequence[Tensor],
     new_tokens: int,
     batch: int,
-    marker: str | None = None,
+    markers: Sequence[str] = (),
 ) -> list[str]:
-    """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to a
-    marker.
+    """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to one
+    of the markers.
 
     prompts: each (n,) of any lengths, begun by the base's context token. Less is written where the
     model's context ends. How many are worked on at once (`batch`) does not change the text, save
@@ -51,7 +50,7 @@ def continuations(
     written: dict[int, str] = {}
     with autocast(base.precision, base.device.type):
         for numbers, limit in _batches(model, lengths, new_tokens, batch):
-            texts = _together(base, model, [prompts[n] for n in numbers], limit, marker)
+            texts = _together(base, model, [prompts[n] for n in numbers], limit, markers)
             written.update(zip(numbers, texts, strict=True))
     return [written[number] for number in range(len(prompts))]
 
@@ -96,20 +95,22 @@ def _batches(
             yield numbers[first : first + batch], limit
 
 
-def ends_of(tokenizer: Tokenizer, marker: str | None) -> tuple[list[int], str | None]:
-    """Tokens of which each ends an answer: the end token, and that of a marker.
+def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Tokens of which each ends an answer: the end token, and those of markers.
 
-    Second, the marker where the vocabulary does not have it as a token of its own: it is to be
-    looked for in the text, where it may be in a token with what is before it.
+    Second, the markers that the vocabulary does not have as tokens of their own: they are to be
+    looked for in the text, where they may share a token with what is before them.
     """
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the data room made sure of it"
-    if marker is None or not marker.strip():
-        return [end], None
-    ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
-    if ids[0] in tokenizer.added_tokens_decoder:
-        return list(dict.fromkeys([end, ids[0]])), None
-    return [end], marker.strip()
+    ends, texts = [end], []
+    for marker in markers:
+        ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
+        if ids[0] in tokenizer.added_tokens_decoder:
+            ends.append(ids[0])
+        else:
+            texts.append(marker.strip())
+    return list(dict.fromkeys(ends)), texts
 
 
 def _together(
@@ -117,13 +118,13 @@ def _together(
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
     limit: int,
-    marker: str | None,
+    markers: Sequence[str],
 ) -> list[str]:
     """The texts after some prompts, which are padded at their beginnings."""
     if limit < 1:
         return [""] * len(prompts)
     tokenizer = base.tokenizer
-    ends, stop = ends_of(tokenizer, marker)
+    ends, stops = ends_of(tokenizer, markers)
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), ends[0])
     mask = torch.zeros_like(ids)
@@ -135,10 +136,15 @@ def _together(
         max_new_tokens=limit, do_sample=False, num_beams=1, repetition_penalty=1.0, temperature=1.0,
         top_p=1.0, top_k=50, use_cache=True, eos_token_id=ends, pad_token_id=ends[0],
     )  # fmt: skip
-    until = {} if stop is None else {"stop_strings": [stop], "tokenizer": tokenizer}
+    until = {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
     found = generated(
         model, ids.to(base.device), mask.to(base.device), generation_config=greedy, **until
     )
     new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
     texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
-    return texts if stop is None else [text.partition(stop)[0] for text in texts]
+    return [_before(text, stops) for text in texts]
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of some markers in it."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

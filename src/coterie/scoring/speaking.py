@@ -71,7 +71,7 @@ class Speaker:
         """
         model = self.model()
         ids = self._read([*self._said, Turn("user", question)], context_length(model))
-        ends, stop = ends_of(self.base.tokenizer, self.template.around[1])
+        ends, stop = self._ends()
         stream = _Stream(self.base.tokenizer, ends, stop, show)
         how = self._generation(ends)
         until = {} if stop is None else {"stop_strings": [stop], "tokenizer": self.base.tokenizer}
@@ -111,6 +111,14 @@ class Speaker:
                     f"the base's context of {longest} tokens; ask a shorter one or lower --tokens."
                 )
             del kept[:2]
+
+    def _ends(self) -> tuple[list[int], str | None]:
+        """As in `ends_of`; and the tokens at which the base's makers stop it, of which some chat
+        templates have another in a conversation than at its end."""
+        ends, stop = ends_of(self.base.tokenizer, self.template.around[1])
+        own = getattr(self.base.model.generation_config, "eos_token_id", None)
+        more = own if isinstance(own, list) else [own]
+        return list(dict.fromkeys([*ends, *(id for id in more if id is not None)])), stop
 
     def _generation(self, ends: Sequence[int]) -> GenerationConfig:
         """What a base would rather do (avoid repetitions, beam search) is set aside."""
