@@ -142,9 +142,9 @@ def _together(
     )
     new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
     texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
-    return [_before(text, stops) for text in texts]
+    return [before(text, stops) for text in texts]
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
+def before(text: str, stops: Sequence[str]) -> str:
     """The text up to the first of some markers in it."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -13,7 +13,7 @@ from coterie.bases import Base, Tokenizer
 from coterie.chance import generator
 from coterie.data.chat import ChatTemplate, Turn
 from coterie.errors import CoterieError
-from coterie.scoring.generation import context_length, ends_of, generated
+from coterie.scoring.generation import before, context_length, ends_of, generated
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Speaker:
         """
         model = self.model()
         ids = self._read([*self._said, Turn("user", question)], context_length(model))
-        ends, stop = self._ends()
-        stream = _Stream(self.base.tokenizer, ends, stop, show)
+        ends, stops = ends_of(self.base.tokenizer, self.template.markers)
+        stream = _Stream(self.base.tokenizer, ends, stops, show)
         how = self._generation(ends)
-        until = {} if stop is None else {"stop_strings": [stop], "tokenizer": self.base.tokenizer}
+        until = {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
         prompt = torch.tensor([ids], device=self.base.device)
         chance = generator(self.manner.seed, "chat", len(self._said))
         try:
@@ -112,14 +112,6 @@ class Speaker:
                 )
             del kept[:2]
 
-    def _ends(self) -> tuple[list[int], str | None]:
-        """As in `ends_of`; and the tokens at which the base's makers stop it, of which some chat
-        templates have another in a conversation than at its end."""
-        ends, stop = ends_of(self.base.tokenizer, self.template.around[1])
-        own = getattr(self.base.model.generation_config, "eos_token_id", None)
-        more = own if isinstance(own, list) else [own]
-        return list(dict.fromkeys([*ends, *(id for id in more if id is not None)])), stop
-
     def _generation(self, ends: Sequence[int]) -> GenerationConfig:
         """What a base would rather do (avoid repetitions, beam search) is set aside."""
         warm = self.manner.temperature > 0
@@ -135,9 +127,13 @@ class _Stream(BaseStreamer):
     """Hands on the text of an answer as far as later tokens cannot change it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, ends: Sequence[int], stop: str | None, show: Callable[..., None]
+        self,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        stops: Sequence[str],
+        show: Callable[..., None],
     ) -> None:
-        self.tokenizer, self.ends, self.stop, self.show = tokenizer, ends, stop, show
+        self.tokenizer, self.ends, self.stops, self.show = tokenizer, ends, stops, show
         self.ids: list[int] | None = None
         self.shown = ""
 
@@ -148,10 +144,8 @@ class _Stream(BaseStreamer):
             return
         self.ids += value.flatten().tolist()
         text = self._text().rstrip("\ufffd")  # of a character that is not whole yet
-        if self.stop is not None:
-            begun = range(len(self.stop), 0, -1)
-            text = text[: -next((n for n in begun if text.endswith(self.stop[:n])), 0) or None]
-        self._hand_on(text.rstrip())
+        held_back = max((_begun(stop, text) for stop in self.stops), default=0)
+        self._hand_on(text[: len(text) - held_back].rstrip())
 
     def end(self) -> None:
         """`finish` does it, as it does after an interruption."""
@@ -165,9 +159,14 @@ class _Stream(BaseStreamer):
     def _text(self) -> str:
         ids = [token for token in self.ids or () if token not in self.ends]
         text: Any = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return (text if self.stop is None else text.partition(self.stop)[0]).lstrip()
+        return before(text, self.stops).lstrip()
 
     def _hand_on(self, text: str) -> None:
         new, self.shown = text[len(self.shown) :], max(self.shown, text, key=len)
         if new:
             self.show(new)
+
+
+def _begun(stop: str, text: str) -> int:
+    """Characters at the end of a text with which a marker may begin."""
+    return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
