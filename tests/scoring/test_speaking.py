@@ -116,7 +116,7 @@ def test_a_model_stops_at_a_marker_of_several_tokens(base, monkeypatch) -> None:
     whole = slowly(base, [Turn("user", "Name a sea.")])
     talk = speaker(base)
     marker = " ".join(whole.split()[3:5])
-    talk.template.last_end = marker
+    talk.template.last_end = marker  # the inner one stays as it is
     assert talk.answer("Name a sea.", lambda piece: None) == whole.partition(marker)[0].strip()
     assert len(ids_of(base, " " + whole.partition(marker)[0])) < lengths[0] < GREEDY.tokens
 

@@ -13,7 +13,7 @@ from coterie.bases import Base, Tokenizer
 from coterie.chance import generator
 from coterie.data.chat import ChatTemplate, Turn
 from coterie.errors import CoterieError
-from coterie.scoring.generation import context_length, ends_of, generated
+from coterie.scoring.generation import before_any, context_length, ends_of, generated
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Speaker:
         """
         model = self.model()
         ids = self._read([*self._said, Turn("user", question)], context_length(model))
-        ends, stop = ends_of(self.base.tokenizer, self.template.around[1])
-        stream = _Stream(self.base.tokenizer, ends, stop, show)
+        ends, stops = ends_of(self.base.tokenizer, self.template.markers)
+        stream = _Stream(self.base.tokenizer, ends, stops, show)
         how = self._generation(ends)
-        until = {} if stop is None else {"stop_strings": [stop], "tokenizer": self.base.tokenizer}
+        until = {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
         prompt = torch.tensor([ids], device=self.base.device)
         chance = generator(self.manner.seed, "chat", len(self._said))
         try:
@@ -127,9 +127,13 @@ class _Stream(BaseStreamer):
     """Hands on the text of an answer as far as later tokens cannot change it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, ends: Sequence[int], stop: str | None, show: Callable[..., None]
+        self,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        stops: Sequence[str],
+        show: Callable[..., None],
     ) -> None:
-        self.tokenizer, self.ends, self.stop, self.show = tokenizer, ends, stop, show
+        self.tokenizer, self.ends, self.stops, self.show = tokenizer, ends, stops, show
         self.ids: list[int] | None = None
         self.shown = ""
 
@@ -140,10 +144,8 @@ class _Stream(BaseStreamer):
             return
         self.ids += value.flatten().tolist()
         text = self._text().rstrip("\ufffd")  # of a character that is not whole yet
-        if self.stop is not None:
-            begun = range(len(self.stop), 0, -1)
-            text = text[: -next((n for n in begun if text.endswith(self.stop[:n])), 0) or None]
-        self._hand_on(text.rstrip())
+        held_back = max((_begun(stop, text) for stop in self.stops), default=0)
+        self._hand_on(text[: len(text) - held_back].rstrip())
 
     def end(self) -> None:
         """`finish` does it, as it does after an interruption."""
@@ -157,9 +159,14 @@ class _Stream(BaseStreamer):
     def _text(self) -> str:
         ids = [token for token in self.ids or () if token not in self.ends]
         text: Any = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return (text if self.stop is None else text.partition(self.stop)[0]).lstrip()
+        return before_any(text, self.stops).lstrip()
 
     def _hand_on(self, text: str) -> None:
         new, self.shown = text[len(self.shown) :], max(self.shown, text, key=len)
         if new:
             self.show(new)
+
+
+def _begun(stop: str, text: str) -> int:
+    """Characters at the end of a text with which a marker may begin."""
+    return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
