@@ -237,7 +237,7 @@ def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
         ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
         ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
         ([*write, *both, "--tokens", 60], "lower --tokens"),
-        (["generate", finished, "--client", "poet", *both], "is on plain text"),
+        (["generate", finished, "--client", "poet", *both], "is not on instructions"),
     ]:
         said = coterie_command(*arguments)
         assert said.code == 2
