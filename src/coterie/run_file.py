@@ -77,6 +77,11 @@ def load_deployment(
     if not clients:
         raise CoterieError("The run has no client left.")
     config = config.model_copy(update={"clients": clients})
+    if (dpo := config.training.dpo) is not None and dpo.reference != "base":
+        raise CoterieError(
+            "training.dpo.reference names a run, which clients of a deployment do not have; set it "
+            "to base."
+        )
     if config.pooled:
         raise CoterieError(
             "A pooled run trains on all clients' text in one place; it cannot be deployed."
@@ -107,7 +112,10 @@ def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunC
     values = _values(path, settings)
     filled = _with_text(values, str(DEMO_TEXT))
     if filled != values and isinstance(filled.get("data"), dict):
-        filled["data"] = {k: v for k, v in filled["data"].items() if k != "instructions"}
+        kinds = ("instructions", "preferences")
+        filled["data"] = {k: v for k, v in filled["data"].items() if k not in kinds}
+        if isinstance(filled.get("training"), dict):
+            filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
     return _checked(filled)
 
 

@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data.divide_spec import DivideSpec, SourceSpec
-from coterie.data.examples import Instruction
 from coterie.data.files import Record, find_files, read_records, read_text, resolve
 from coterie.data.hub import read_hub
-from coterie.data.instructions import instructions_by_split
-from coterie.data.spec import DataSpec, InstructionSpec
+from coterie.data.spec import DataSpec
 from coterie.data.templates import holds
-from coterie.data.texts import pieces
+from coterie.data.texts import items_by_split, pieces
 from coterie.errors import CoterieError
 
 
@@ -26,9 +24,9 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         if (given := getattr(spec, split)) is not None:
             local = isinstance(spec.source, str) and resolve(root, spec.source).exists()
             specs[split] = spec.model_copy(update={"source" if local else "split": given})
-    if data.instructions is None:
+    if data.instructions is None and data.preferences is None:
         return {split: _labelled_texts(one, data, root) for split, one in specs.items()}
-    found = _labelled_instructions(specs, data.instructions, root)
+    found = _labelled_samples(specs, data, root)
     for split, records in found.items():
         if not records:
             raise CoterieError(f"divide: no {split} record is left; correct divide.where.")
@@ -55,10 +53,10 @@ def _labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[
     return found
 
 
-def _labelled_instructions(
-    specs: Mapping[str, DivideSpec], how: InstructionSpec, root: Path
-) -> dict[str, list[tuple[str, Instruction]]]:
-    """By split, the label, and prompt with answer, of every record.
+def _labelled_samples(
+    specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
+) -> dict[str, list[tuple[str, Any]]]:
+    """By split, the label, and prompt with answer or preference, of every record.
 
     Where each label has a source of its own, or needs none, a .txt file's pieces are records of
     their text and their label, and for the answers to choose from all pieces are of one source: so
@@ -68,8 +66,8 @@ def _labelled_instructions(
     if isinstance(spec.source, str) and spec.by != "even":
         records = {split: _records(str(one.source), one, root) for split, one in specs.items()}
         labels = {split: [_label(r, spec.label) for r in part] for split, part in records.items()}
-        return _zipped(labels, instructions_by_split(records, how))
-    found: dict[str, list[tuple[str, Instruction]]] = {split: [] for split in specs}
+        return _zipped(labels, items_by_split(records, data))
+    found: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     labels: dict[str, list[str]] = {split: [] for split in specs}
     cut: dict[str, list[Record]] = {split: [] for split in specs}
     for label in _sources(spec):
@@ -78,15 +76,15 @@ def _labelled_instructions(
             whole[split], parts = _records_and_pieces(label, _sources(one)[label], one, root)
             cut[split] += parts
             labels[split] += [label] * len(parts)
-        for split, items in instructions_by_split(whole, how).items():
+        for split, items in items_by_split(whole, data).items():
             found[split] += [(label, item) for item in items]
-    asked = _zipped(labels, instructions_by_split(cut, how))
+    asked = _zipped(labels, items_by_split(cut, data))
     return {split: found[split] + asked[split] for split in specs}
 
 
 def _zipped(
-    labels: Mapping[str, list[str]], items: Mapping[str, list[Instruction]]
-) -> dict[str, list[tuple[str, Instruction]]]:
+    labels: Mapping[str, list[str]], items: Mapping[str, list[Any]]
+) -> dict[str, list[tuple[str, Any]]]:
     return {split: list(zip(labels[split], items[split], strict=True)) for split in labels}
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from coterie.data.preferences_spec import PreferenceSpec
+
 PIECE = 2000
 """Characters of the pieces, about, into which a text file is cut before it is split."""
 
@@ -135,6 +137,11 @@ class DataSpec(Spec):
         description="treat records as prompts with answers, and train on the answers only; "
         "default: plain text",
     )
+    preferences: PreferenceSpec | None = Field(
+        default=None,
+        description="treat records as a prompt with a chosen and a rejected answer, and learn to "
+        "prefer the chosen ones (see training.dpo); true: with the defaults; default: no",
+    )
     fractions: Fractions = Field(
         default=Fractions(),
         description="fractions of text (or samples) set aside where no split is given",
@@ -166,9 +173,31 @@ class DataSpec(Spec):
         limits = self.limits.model_copy(update=given)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
 
+    @field_validator("preferences", mode="before")
+    @classmethod
+    def _are_on(cls, preferences: Any) -> Any:
+        """`true` has the defaults, `false` none."""
+        if isinstance(preferences, bool):
+            return {} if preferences else None
+        return preferences
+
+    @model_validator(mode="after")
+    def _are_of_one_kind(self) -> Self:
+        if self.preferences is not None and self.instructions is not None:
+            raise ValueError(
+                "data.instructions and data.preferences are mutually exclusive; give one of them"
+            )
+        if self.preferences is not None and self.public is not None:
+            raise ValueError(
+                "no method learns preferences from a public set; remove data.public or "
+                "data.preferences"
+            )
+        return self
+
     @model_validator(mode="after")
     def _limits_hold_a_window(self) -> Self:
-        every = [self.limits, *self.limits_of.values()] if self.instructions is None else []
+        samples = self.instructions is not None or self.preferences is not None
+        every = [] if samples else [self.limits, *self.limits_of.values()]
         for split, limit in (pair for limits in every for pair in limits):
             if limit is not None and limit <= self.window:
                 raise ValueError(

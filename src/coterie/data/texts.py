@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from coterie.chance import generator
-from coterie.data.files import Document, read_documents
+from coterie.data.files import Document, Record, read_documents
 from coterie.data.instructions import field_records, instructions_by_split
+from coterie.data.preferences import preferences_by_split
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 
 SPLITS = ("train", "validation", "test")
@@ -23,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's documents (str), or its prompts with answers (`Instruction`), split by split."""
+    """A client's documents (str), prompts with answers, or preferences, split by split."""
 
     train: list[Item]
     validation: list[Item]
@@ -35,8 +36,8 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
 
     A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
     dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
-    stays together. With `data.instructions`, records become instructions, and are all alike in
-    length. Raises `CoterieError` if a file is missing or cannot be used.
+    stays together. With `data.instructions` or `data.preferences`, records become samples, and are
+    all alike in length. Raises `CoterieError` if a file is missing or cannot be used.
     """
     owner = f"Client {spec.name}"
     given = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
@@ -44,10 +45,10 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     assert source is not None, "ClientSpec makes sure of one of both"
     fractions = {split: part for split, part in data.fractions if split not in given}
     chance = generator(seed, "split", spec.name)
-    if data.instructions is not None:
+    if data.instructions is not None or data.preferences is not None:
         sources = {"train": source, **given}
         records = {split: field_records(root, path, owner) for split, path in sources.items()}
-        items = instructions_by_split(records, data.instructions)
+        items = items_by_split(records, data)
         train = items["train"]
         return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
     documents = read_documents(root, source, data.fields, owner)
@@ -55,6 +56,14 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     for split, path in given.items():
         texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
     return Texts(**texts)
+
+
+def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
+    """What becomes of records with fields: preferences or instructions."""
+    if data.preferences is not None:
+        return dict[str, list[Any]](preferences_by_split(records, data.preferences))
+    assert data.instructions is not None, "else records are text"
+    return dict[str, list[Any]](instructions_by_split(records, data.instructions))
 
 
 def split_by_fractions(
