@@ -57,9 +57,8 @@ class PairBatch(NamedTuple):
         return len(self.reference.logprobs)
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        logprobs = self.reference.logprobs.to(device)
-        return type(self)(self.both.to(device), self.reference._replace(logprobs=logprobs))
+        """The same with its samples on a device."""
+        return self._replace(both=self.both.to(device))
 
     def by_length(self) -> Self:
         """The same pairs, the shortest first."""

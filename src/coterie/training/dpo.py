@@ -36,7 +36,8 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
 
 def rewards(logprobs: Tensor, reference: Reference) -> Tensor:
     """beta (log pi(y|x) - log pi_ref(y|x)) of log-likelihoods (n, 2), chosen answers first."""
-    return reference.beta * (logprobs - reference.logprobs.to(logprobs))
+    theirs = reference.logprobs.to(logprobs.dtype).to(logprobs.device)  # not all have float64
+    return reference.beta * (logprobs - theirs)
 
 
 def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
@@ -58,7 +59,7 @@ def preferred(margins: Tensor) -> Tensor:
 
 def figures(parts: list[Tensor]) -> dict[str, float]:
     """What a step's rewards are, as means over its pairs; `parts`: of its pieces, each (n, 2)."""
-    chosen, rejected = torch.cat(parts).double().cpu().unbind(1)
+    chosen, rejected = torch.cat(parts).cpu().double().unbind(1)
     return {
         "chosen": fmean(chosen.tolist()),
         "rejected": fmean(rejected.tolist()),
