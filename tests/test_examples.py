@@ -8,6 +8,7 @@ import torch
 
 from coterie import CoterieError
 from coterie.chance import generator
+from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.methods.plugins import load_plugin
@@ -82,6 +83,7 @@ def _descent(local, name, round, x, c, c_i):
     for step in range(2 * round, 2 * round + 2):
         chance = generator(context.seed, "batch", name, "joint", step, 0)
         batch = sample_batch(context.data.train, 2, context.window, chance)
+        assert isinstance(batch, Batch)
         loss = language_model_loss(model, *batch)
         gradients = torch.autograd.grad(loss, list(y.values()))
         total += rate(step)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import Examples
+from coterie.data.examples import Examples, Instruction
 from coterie.data.files import Record
 from coterie.data.instructions import instructions
 from coterie.data.templates import holds
@@ -184,6 +184,7 @@ def test_prompts_of_fedmkts_tasks(file) -> None:
         fields, prompt, answer = TASKS[column.spec.name.split()[-1]]
         assert column.run.data.instructions is not None
         [item] = instructions([Record("a record", fields)], column.run.data.instructions)
+        assert isinstance(item, Instruction)
         assert (item.prompt, item.answer) == (prompt, answer)
         written = column.run.evaluation.metric == "rouge_l"
         assert written != (len(item.choices) >= 2)

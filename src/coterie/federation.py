@@ -15,6 +15,7 @@ from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
 from coterie.data.files import empty_records, resolve
+from coterie.data.pairs import Pairs
 from coterie.data.quality import Quality, quality, without_held_out
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
@@ -53,7 +54,7 @@ class Participant:
     def described(self) -> dict[str, Any]:
         """What the run folder records of this client: the digest, and counts."""
         splits: dict[str, Split] = vars(self.data)
-        samples = {split: e for split, e in splits.items() if isinstance(e, Examples)}
+        samples = {split: e for split, e in splits.items() if not isinstance(e, Tokens)}
         described: dict[str, Any] = {
             "data": self.digest(),
             "tokens": {split: len(tokens.ids) for split, tokens in splits.items()},
@@ -61,8 +62,8 @@ class Participant:
         if samples:
             described["samples"] = {split: len(e) for split, e in samples.items()}
             described["too_long"] = {split: e.too_long for split, e in samples.items()}
-        if any(e.around is not None for e in samples.values()):
-            described["cut"] = {split: e.cut for split, e in samples.items()}
+        if cut := {s: e.cut for s, e in samples.items() if isinstance(e, Examples) and e.around}:
+            described["cut"] = cut
         if self.labels is not None:
             described["labels"] = dict(self.labels)
         return described
@@ -73,6 +74,7 @@ def digest_of(splits: Iterable[Split]) -> str:
     digest = blake2b(digest_size=8)
     for tokens in splits:
         digest.update(tokens.ids.numpy().tobytes())
+        tokens = tokens.both if isinstance(tokens, Pairs) else tokens
         if isinstance(tokens, Examples):
             digest.update(tokens.starts.numpy().tobytes())
             digest.update(tokens.answers.numpy().tobytes())
@@ -347,6 +349,11 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             f"{method.name} needs one base, the run's, for all clients, but they have {told}; "
             "set `base` and remove `bases`, or use a method that shares nothing, such as "
             "local."
+        )
+    if config.data.preferences is not None and not method.learns_preferences:
+        raise CoterieError(
+            f"The method {method.name!r} does not learn preferences; remove data.preferences, or "
+            "use another method, such as comigs-1g1s."
         )
     instructions = config.data.instructions is not None and not config.data.chats
     if config.aggregation.optimiser is not None and not method.schema().reduced("mean"):

@@ -20,7 +20,7 @@ DEMO = Path(__file__).parent / "assets" / "demo.yaml"
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 TUNABLE = ("rounds", "method", "training", "aggregation")
 """What may be tuned: the rest is the data, and how models are scored."""
-OF_SAMPLES = ("instructions", "messages", "chat_template")
+OF_SAMPLES = ("instructions", "messages", "preferences", "chat_template")
 """Keys of `data` that a text of the demo does not fit."""
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
 """Methods are compared, not tuned; and bases are loaded in one precision."""
@@ -79,6 +79,11 @@ def load_deployment(
     if not clients:
         raise CoterieError("The run has no client left.")
     config = config.model_copy(update={"clients": clients})
+    if (dpo := config.training.dpo) is not None and dpo.reference != "base":
+        raise CoterieError(
+            "training.dpo.reference names a run, which clients of a deployment do not have; set it "
+            "to base."
+        )
     if config.pooled:
         raise CoterieError(
             "A pooled run trains on all clients' text in one place; it cannot be deployed."
@@ -110,6 +115,8 @@ def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunC
     filled = _with_text(values, str(DEMO_TEXT))
     if filled != values and isinstance(filled.get("data"), dict):
         filled["data"] = {k: v for k, v in filled["data"].items() if k not in OF_SAMPLES}
+        if isinstance(filled.get("training"), dict):
+            filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
     return _checked(filled)
 
 

@@ -228,9 +228,25 @@ class Sections(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _preferences_are_learnt(self) -> Self:
+        if self.data.preferences is None:
+            if self.training.dpo is not None:
+                raise ValueError("training.dpo has no effect without data.preferences; set it")
+        elif self.server is not None or (self.divide is not None and self.divide.public):
+            what = "divide.public" if self.server is None else "a server with a model of its own"
+            raise ValueError(
+                f"preferences are learnt by clients, from their own pairs; remove {what} or "
+                "data.preferences"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_measured(self) -> Self:
         metric, generate = self.evaluation.metric, self.evaluation.generate
-        if metric not in (None, "perplexity") or generate is not None:
+        if metric == "reward_accuracy":
+            if self.data.preferences is None:
+                raise ValueError("reward_accuracy is of preferences; set data.preferences")
+        elif metric not in (None, "perplexity") or generate is not None:
             what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
             if not self.data.samples:
                 raise ValueError(

@@ -35,7 +35,9 @@ def test_choices_are_the_answers_of_the_same_task() -> None:
         {"input": "g", "output": "right"},
     )
     found = instructions(given, SHORT)
-    assert [item.prompt for item in found] == [f"{letter}:" for letter in "abcdefg"]
+    assert [item.prompt for item in found if isinstance(item, Instruction)] == [
+        f"{letter}:" for letter in "abcdefg"
+    ]
     answers = ["red", "2", "blue", "1.5", "because", "left", "right"]
     assert [item.answer for item in found] == answers
     assert [item.choices for item in found] == [

@@ -12,7 +12,7 @@ from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
 import coterie
 from coterie.cli import terminal
 from coterie.config import RunConfig
-from coterie.data.examples import Examples
+from coterie.data.tokens import Tokens
 from coterie.engines import part
 from coterie.engines.session import Session
 from coterie.methods.pretrained import bare
@@ -246,7 +246,7 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
         [participant, *_] = Session(run).participants(run)
         text, window = participant.data.validation, run.data.window
         assert participant.base is not None
-        assert not isinstance(text, Examples)
+        assert isinstance(text, Tokens)
         if count == 1:
             text = type(text)(text.ids[:window], 0)
         expected = naive_loss(participant.base, done.model(participant.name), text, window)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from coterie.aggregation.assignment import assign_all
 from coterie.config import parse
+from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
 from coterie.engines.part import contribution
 from coterie.errors import CoterieError
@@ -356,6 +357,7 @@ def test_padding_is_in_no_mean(values, questions) -> None:
     client = local.clients["poet"]
     assert isinstance(client, FedAMoLEClient)
     samples = client.samples
+    assert isinstance(samples, Batch)
     assert samples.real is not None
     assert not samples.real.all()
     model, seen = client.model(), []

@@ -9,6 +9,7 @@ import torch
 import coterie
 from coterie.chance import generator
 from coterie.config import parse
+from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
@@ -109,6 +110,7 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     dense = {}
     for name, client in local.clients.items():
         batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
+        assert isinstance(batch, Batch)
         ids = batch.ids
         client.model()
         values_, places = top_logits(client.context.base, batch, 5, at_once=3)

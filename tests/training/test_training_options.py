@@ -156,7 +156,7 @@ def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypat
     original = local.Updater.update
 
     def update(self: Any, pieces: Any, *rest: Any, **named: Any) -> float:
-        seen.append([piece.tokens for piece in pieces])
+        seen.append([piece.terms for piece in pieces])
         return original(self, pieces, *rest, **named)
 
     monkeypatch.setattr(local.Updater, "update", update)

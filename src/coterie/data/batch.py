@@ -18,8 +18,8 @@ class Batch(NamedTuple):
     """Which of ids[:, :-1] are no padding, (batch, time) bool; None: all."""
 
     @property
-    def tokens(self) -> int:
-        """How many tokens the loss counts."""
+    def terms(self) -> int:
+        """Of how many terms the loss is the mean: tokens."""
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:

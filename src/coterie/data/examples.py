@@ -161,7 +161,7 @@ def examples(
     ]
     chosen = [items[number] for number in kept]
     sizes = [len(item.answer.encode()) for item in chosen]
-    return _examples(rows, chosen, sizes, len(items) - sum(fits))
+    return samples_of(rows, chosen, sizes, len(items) - sum(fits))
 
 
 def chats(
@@ -212,7 +212,7 @@ def chats(
             if items
             else f"{owner} has no conversations; add some or raise its data.fractions."
         )
-    found = _examples(rows[:limit], chosen[:limit], sizes[:limit], too_long, cut)
+    found = samples_of(rows[:limit], chosen[:limit], sizes[:limit], too_long, cut)
     return replace(found, around=template.around, markers=template.markers)
 
 
@@ -241,7 +241,7 @@ def _cut(
     return pieces, lost
 
 
-def _examples(
+def samples_of(
     rows: Sequence[Sequence[tuple[list[int], bool]]],
     items: Sequence[Instruction | Conversation],
     sizes: Sequence[int],

@@ -69,7 +69,7 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
         if file.suffix.lower() == ".txt":
             raise CoterieError(
                 f"{owner}: {file} is plain text without the fields that data.instructions "
-                "and data.messages need; give .jsonl or .parquet records, or remove the key."
+                "and its kin need; give .jsonl or .parquet records, or remove the key."
             )
     return [record for file in files for record in read_records(file, owner)]
 

@@ -56,7 +56,7 @@ def _labelled_texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[
 def _labelled_samples(
     specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
 ) -> dict[str, list[tuple[str, Any]]]:
-    """By split, the label, and prompt with answer or conversation, of every record.
+    """By split, the label, and prompt with answer, conversation or preference, of every record.
 
     Where each label has a source of its own, or needs none, a .txt file's pieces are records of
     their text and their label, and for the answers to choose from all pieces are of one source: so

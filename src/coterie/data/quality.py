@@ -14,10 +14,11 @@ import numpy
 from numpy.typing import NDArray
 
 from coterie.data.chat import Conversation
-from coterie.data.examples import Examples, Instruction
+from coterie.data.examples import Instruction
+from coterie.data.preferences import Preference
 from coterie.data.spec import PIECE
 from coterie.data.texts import SPLITS, Texts, pieces
-from coterie.data.tokens import ClientData, Split
+from coterie.data.tokens import ClientData, Split, Tokens
 
 SHORT = 20
 """Characters below which a text is very short."""
@@ -32,6 +33,7 @@ BANDS, ROWS = 20, 5
 
 AT_START = 2_000_000
 """Characters in which a run that begins looks for near duplicates: about a second's work."""
+Item = str | Instruction | Conversation | Preference
 SEE = "; see `coterie data FILE`"
 
 Kind = Literal["repeats", "in_training", "in_others"]
@@ -145,7 +147,7 @@ def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
 
 def texts_read(items: Sequence[Any], read: Split) -> list[str]:
     """The texts of a split that are compared: whole ones, up to where its tokens end."""
-    if isinstance(read, Examples):
+    if not isinstance(read, Tokens):
         return [_text(item) for item in read.items]
     found: list[str] = []
     left = read.bytes
@@ -159,7 +161,7 @@ def texts_read(items: Sequence[Any], read: Split) -> list[str]:
     return [text for text in found if text.strip()]
 
 
-def _text(item: str | Instruction | Conversation) -> str:
+def _text(item: Item) -> str:
     return item if isinstance(item, str) else item.text
 
 
@@ -282,9 +284,7 @@ def without_held_out(texts: Texts[Any]) -> Texts[Any]:
     return Texts(kept, texts.validation, texts.test)
 
 
-def _parts(
-    item: str | Instruction | Conversation,
-) -> Sequence[str | Instruction | Conversation]:
+def _parts(item: Item) -> Sequence[Item]:
     """What is compared of an item: its pieces, or the prompt with its answer as a whole."""
     return list(pieces(item, PIECE)) if isinstance(item, str) else [item]
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from coterie.data.preferences_spec import PreferenceSpec
+
 CHAT = "chat"
 """The template of prompts that are a user's turn, rendered through the chat template."""
 PIECE = 2000
@@ -152,6 +154,11 @@ class DataSpec(Spec):
         description="treat records as conversations, and train on what the assistant says in them; "
         "true: with the defaults; default: plain text",
     )
+    preferences: PreferenceSpec | None = Field(
+        default=None,
+        description="treat records as a prompt with a chosen and a rejected answer, and learn to "
+        "prefer the chosen ones (see training.dpo); true: with the defaults; default: no",
+    )
     chat_template: str | None = Field(
         default=None,
         min_length=1,
@@ -186,7 +193,7 @@ class DataSpec(Spec):
     @property
     def samples(self) -> bool:
         """Whether records are samples of their own rather than parts of one text."""
-        return self.instructions is not None or self.messages is not None
+        return any((self.instructions, self.messages, self.preferences))
 
     @property
     def chats(self) -> bool:
@@ -200,21 +207,26 @@ class DataSpec(Spec):
         limits = self.limits.model_copy(update=given)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
 
-    @field_validator("messages", mode="before")
+    @field_validator("messages", "preferences", mode="before")
     @classmethod
-    def _are_on(cls, messages: Any) -> Any:
+    def _are_on(cls, given: Any) -> Any:
         """`true` has the defaults, `false` none."""
-        if isinstance(messages, bool):
-            return {} if messages else None
-        return messages
+        if isinstance(given, bool):
+            return {} if given else None
+        return given
 
     @model_validator(mode="after")
     def _are_of_one_kind(self) -> Self:
-        if self.messages is not None and self.instructions is not None:
+        kinds = {k: getattr(self, k) for k in ("instructions", "messages", "preferences")}
+        given = [f"data.{kind}" for kind, spec in kinds.items() if spec is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are mutually exclusive; give one of them")
+        if self.preferences is not None and self.public is not None:
             raise ValueError(
-                "data.messages and data.instructions are mutually exclusive; give one of them"
+                "no method learns preferences from a public set; remove data.public or "
+                "data.preferences"
             )
-        if self.chat_template is not None and not self.chats:
+        if self.chat_template is not None and not self.chats and self.preferences is None:
             raise ValueError(
                 "data.chat_template has no effect without conversations; set data.messages or "
                 "data.instructions.template: chat, or remove it"

@@ -16,6 +16,7 @@ from coterie.chance import generator
 from coterie.data.files import Document, Record, read_documents
 from coterie.data.instructions import field_records, instructions_by_split
 from coterie.data.messages import conversations
+from coterie.data.preferences import preferences_by_split
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 
 SPLITS = ("train", "validation", "test")
@@ -24,7 +25,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's documents (str), prompts with answers, or conversations, split by split."""
+    """A client's documents (str), or its prompts with answers, conversations or preferences, split
+    by split."""
 
     train: list[Item]
     validation: list[Item]
@@ -36,7 +38,7 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
 
     A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
     dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
-    stays together. With `data.instructions` or `data.messages`, records become samples, and are
+    stays together. With `data.instructions` and its kin, records become samples, and are
     all alike in length. Raises `CoterieError` if a file is missing or cannot be used.
     """
     owner = f"Client {spec.name}"
@@ -59,10 +61,12 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
 
 
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """What becomes of records with fields: instructions or conversations."""
+    """What becomes of records with fields: instructions, conversations or preferences."""
     if data.messages is not None:
         how = data.messages
         return {split: conversations(part, how) for split, part in records.items()}
+    if data.preferences is not None:
+        return dict[str, list[Any]](preferences_by_split(records, data.preferences))
     assert data.instructions is not None, "else records are text"
     return instructions_by_split(records, data.instructions)
 

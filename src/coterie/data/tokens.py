@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.bases import context_token
-from coterie.data.chat import chat_template
+from coterie.data.chat import Conversation, chat_template
 from coterie.data.examples import Examples, chats, examples, joined
 from coterie.data.files import read_documents
 from coterie.data.instructions import field_records
+from coterie.data.pairs import Pairs, joined_pairs, pairs
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts, items_by_split, pieces
 from coterie.errors import CoterieError
@@ -41,8 +42,9 @@ class Tokens:
     bytes: int
 
 
-Split = Tokens | Examples
-"""A text as one stream of tokens, or prompts with answers or conversations as samples."""
+Split = Tokens | Examples | Pairs
+"""A text as one stream of tokens, or prompts with answers or conversations as samples, or pairs of
+them."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ def tokenise(
 ) -> ClientData:
     """The client's texts as tokens, with end-of-text between documents and limits applied.
 
-    With `data.instructions` or `data.messages`, `texts` become samples. Raises `CoterieError` if a
-    split of the client `name` holds fewer than window + 1 tokens, or no sample that fits the
-    window, or if the tokenizer cannot be used.
+    With `data.instructions` and its kin, `texts` become samples, or pairs of them. Raises
+    `CoterieError` if a split of the client `name` holds fewer than window + 1 tokens, or no sample
+    that fits the window, or if the tokenizer cannot be used.
     """
     splits = {}
     for split in SPLITS:
@@ -85,6 +87,11 @@ def encoded(
     if data.instructions is not None:
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
+    if data.preferences is not None:
+        ends = context_token(tokenizer), end
+        chat = any(isinstance(item.chosen, Conversation) for item in items)
+        template = chat_template(tokenizer, data.chat_template) if chat else None
+        return pairs(items, encoder, ends, template, data.window, limit, owner)
     tokens = _encode(items, encoder, end, limit)
     remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
     if limit is not None or split == "public":
@@ -122,6 +129,8 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
 
 
 def _pooled(parts: Sequence[Split]) -> Split:
+    if compared := [part for part in parts if isinstance(part, Pairs)]:
+        return joined_pairs(compared, joined([part.both for part in compared]))
     samples = [part for part in parts if isinstance(part, Examples)]
     return joined(samples) if samples else _joined([p for p in parts if isinstance(p, Tokens)])
 

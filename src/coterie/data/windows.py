@@ -1,25 +1,37 @@
 """What a model sees of a split: random windows to train on, and every token once to test on."""
 
 from collections.abc import Callable, Iterator
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.tokens import Tokens
+from coterie.data.pairs import AnyBatch
+from coterie.data.tokens import Split, Tokens
 
 
+@overload
 def sample_batch(
     tokens: Tokens | Examples, batch: int, window: int, generator: torch.Generator
-) -> Batch:
+) -> Batch: ...
+
+
+@overload
+def sample_batch(
+    tokens: Split, batch: int, window: int, generator: torch.Generator
+) -> AnyBatch: ...
+
+
+def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
     """Samples of a split, uniformly random and drawn with replacement.
 
     Of a stream, windows at any offset: ids (batch, window + 1), whose first `window` tokens are
     inputs and whose last `window` are what they predict; it must hold window + 1 tokens, as
-    `tokenise` has made sure. Of prompts with answers, whole samples.
+    `tokenise` has made sure. Of prompts with answers, whole samples; of preferences, pairs.
     """
-    if isinstance(tokens, Examples):
+    if not isinstance(tokens, Tokens):
         return tokens.sample(batch, generator)
     windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
     starts = torch.randint(len(windows), (batch,), generator=generator)
@@ -27,19 +39,19 @@ def sample_batch(
 
 
 def epoch_batch(
-    tokens: Tokens | Examples,
+    tokens: Split,
     batch: int,
     window: int,
     number: int,
     chance: Callable[[int], torch.Generator],
-) -> Batch:
+) -> AnyBatch:
     """The `number`-th batch (0 is the first) of a split that is gone through again and again.
 
     Every epoch holds each sample once, in an order drawn from `chance(epoch)`; a batch may hold the
     end of one epoch and the beginning of the next. A stream's samples are its windows one after
     another, from its first token; fewer than `window` tokens at its end are in none.
     """
-    if isinstance(tokens, Examples):
+    if not isinstance(tokens, Tokens):
         return tokens.batch(_in_epochs(len(tokens), batch, number, chance))
     windows = tokens.ids.unfold(0, window + 1, window)  # overlapping by one token
     return Batch(windows[_in_epochs(len(windows), batch, number, chance)].long())
@@ -55,9 +67,9 @@ def _in_epochs(
     return order[first % count :][:batch]
 
 
-def tokens_per_sample(tokens: Tokens | Examples, window: int) -> float:
+def tokens_per_sample(tokens: Split, window: int) -> float:
     """Tokens that a training sample reads, on average."""
-    return len(tokens.ids) / len(tokens) if isinstance(tokens, Examples) else window
+    return window if isinstance(tokens, Tokens) else len(tokens.ids) / len(tokens)
 
 
 def evaluation_windows(

@@ -17,13 +17,15 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.batch import Batch
-from coterie.data.examples import Examples
+from coterie.data.pairs import Pairs
+from coterie.data.tokens import Split, Tokens
 from coterie.data.windows import even, even_windows
 from coterie.exchange import State
 from coterie.federation import Participant
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
 from coterie.scoring.evaluation import evaluate, mean_loss
+from coterie.training.spec import DPOSpec
 
 SIDE = "side"
 """The part of a kept state that is the client's own."""
@@ -36,10 +38,11 @@ class Best:
     round: int
     """Rounds that were complete when the client had it; 0: the base as it came."""
     loss: float
-    """Nats per token of the validation samples (of their answers, where there are any)."""
+    """Nats per token of the validation samples (of their answers, where there are any); with
+    preferences, DPO's loss."""
     accuracy: float | None
     """With instructions: the share of those with choices that it answers; None where there are
-    none."""
+    none. With preferences: the share of pairs that it ranks rightly."""
     since: int
     """Rounds that were complete when it became the best: `round`, but of the base as it came those
     before the client's first."""
@@ -58,11 +61,14 @@ class Keeper:
         self.base, self.side, self.at_once = base, side, config.evaluation.batch
         validation, most = participant.data.validation, config.evaluation.validation_samples
         self.window = config.data.window
-        self.samples: Examples | Batch
-        if isinstance(validation, Examples):
+        self.samples: Split | Batch
+        if not isinstance(validation, Tokens):
             self.samples = validation.only(even(len(validation), most).tolist())
         else:
             self.samples = even_windows(validation, most, self.window, base.context_token)
+        dpo = config.training.dpo or DPOSpec()
+        self.is_reference = isinstance(validation, Pairs) and dpo.reference == "base"
+        """Whether the base as it came is what pairs' rewards are measured from."""
         self.best: Best | None = None
         """None before the client's first round."""
         self.found: State | None = None
@@ -72,7 +78,10 @@ class Keeper:
         """Keep the base as it came, unless a model is kept; after so many rounds without this
         client."""
         if self.best is None:
-            self._keep(self._scored(bare(self.base), 0, rounds))
+            if self.is_reference:  # all margins are 0, whatever they are rounded to
+                self._keep(Best(0, math.log(2), 0.5, rounds))
+            else:
+                self._keep(self._scored(bare(self.base), 0, rounds))
 
     def compare(self, rounds: int) -> Best:
         """Keep the side's model after so many rounds if it is better than all before it; what it
@@ -88,9 +97,11 @@ class Keeper:
 
     def _scored(self, model: PreTrainedModel, round: int, since: int) -> Best:
         accuracy = None
-        if isinstance(self.samples, Examples):
+        if not isinstance(self.samples, Batch):
             score = evaluate(self.base, model, self.samples, self.window, self.at_once)
-            loss, accuracy = score.loss, score.as_dict().get("accuracy")
+            figures = score.as_dict()
+            loss = figures.get("dpo_loss", score.loss)
+            accuracy = figures.get("reward_accuracy", figures.get("accuracy"))
         else:
             loss = mean_loss(self.base, model, self.samples, self.at_once)
         if not math.isfinite(loss):  # worse than any other

@@ -11,6 +11,7 @@ from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
+from coterie.engines.reference import with_reference
 from coterie.errors import CoterieError
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.schema import Way
@@ -50,8 +51,9 @@ class ClientPart:
         log: LogFor,
         ledger: Ledger | None = None,
     ) -> None:
-        self.config, self.participant, self.log = config, participant, log
+        self.config, self.log = config, log
         self.base = participant.base or base
+        self.participant = participant = with_reference(config, self.base, participant)
         self.name = participant.name
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
         self.schema = self.aggregation.schema

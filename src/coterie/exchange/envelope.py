@@ -128,6 +128,7 @@ def _is_score(value: Json) -> bool:
 
 FITS: dict[str, Callable[[Json], bool]] = {
     "loss": _is_number,
+    "rewards": _are_numbers,
     "seconds": _is_number,
     "kept": _is_round,
     "test": _is_score,

@@ -48,6 +48,7 @@ class AdapterMethod(Method):
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
     """The roles that travel, unless `sends` says otherwise."""
+    learns_preferences: ClassVar[bool] = True
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 

@@ -184,6 +184,10 @@ class Method(BaseModel):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
     """Which model of a client is the result: after local training, or after the last download."""
 
+    learns_preferences: ClassVar[bool] = False
+    """Whether its clients can learn from pairs of answers (`data.preferences`): they can where
+    `LocalTraining` does all that is learnt."""
+
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, values: Any) -> Any:

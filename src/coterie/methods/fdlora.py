@@ -30,8 +30,8 @@ from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer,
 from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.training.apart import set_apart
+from coterie.training.dpo import batch_loss
 from coterie.training.local import LocalTraining
-from coterie.training.loss import language_model_loss
 from coterie.training.schedule import Level, learning_rate
 
 BATCHES = 5
@@ -205,7 +205,7 @@ class FDLoraClient(AdapterClient):
             self.weights = [float(weight) for weight in weights]
             model = self.model()
             with autocast(context.base.precision, context.base.device.type):
-                loss = fmean(language_model_loss(model, *part).item() for part in batches)
+                loss = fmean(batch_loss(model, part)[0].item() for part in batches)
             return loss + SPARSITY * fmean(map(abs, self.weights))
 
         ng = _nevergrad()

@@ -55,6 +55,7 @@ class FedAMoLE(Method):
     name: ClassVar[str] = "fedamole"
     paper: ClassVar[str] = "arXiv 2411.19128"
     summary: ClassVar[str] = "shared expert averaged; domain experts choose clients every round"
+    learns_preferences: ClassVar[bool] = True
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()

@@ -77,6 +77,7 @@ class FedMKT(AdapterMethod):
         "predictions on public samples exchanged; models and tokenizers may differ"
     )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    learns_preferences: ClassVar[bool] = False
     shared_roles: ClassVar[tuple[Role, ...]] = ()
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""

@@ -23,7 +23,7 @@ from torch import nn
 from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance
 from coterie.chance import generator
-from coterie.data.batch import Batch
+from coterie.data.pairs import AnyBatch, PairBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
@@ -173,6 +173,7 @@ class PCLPredictions(PCL):
 
     name: ClassVar[str] = "pcl-3"
     summary: ClassVar[str] = "adapters and predictions on a public set sent to all clients"
+    learns_preferences: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     evidence: ClassVar[tuple[Travels, ...]] = (
         Travels(
@@ -201,6 +202,7 @@ class PCLPredictions(PCL):
         count = self.public_batches * context.training.batch
         chance = generator(context.seed, "public", rounds)  # the same windows for all clients
         batch = sample_batch(context.public, count, context.window, chance)
+        assert not isinstance(batch, PairBatch), "preferences have no public set"
         values, places = top_logits(context.base, batch, self.logits, context.training.batch)
         return {"logits": {"values": values.half(), "places": places.int()}}
 
@@ -329,7 +331,7 @@ class PCLClient(AdapterClient):
             parameter.copy_(total)
             start[name] = total
 
-    def losses(self, uploads: Uploads, batch: Batch) -> dict[ClientId, float]:
+    def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
         """Mean loss of everybody's model on samples, in nats per token."""
         base, model = self.context.base, self.model()
         mine, found = copied(self.shared), {}

@@ -14,6 +14,7 @@ class Pretrained(Method):
 
     name: ClassVar[str] = "pretrained"
     summary: ClassVar[str] = "the base alone; nothing is trained or sent"
+    learns_preferences: ClassVar[bool] = True
 
     def client(self, context: ClientContext) -> "PretrainedClient":
         """The bare base."""

@@ -137,7 +137,8 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     model = side.model()
     adapter.require_grad(*{part.role for part in adapter.parts().values()} - {"frozen"})
     with Alive() as alive:
-        ids = torch.zeros(training.at_once, config.data.window + 1, dtype=torch.long)
+        rows = training.at_once * _samples(config)
+        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
             loss = language_model_loss(model, ids)
         loss.backward()
@@ -146,10 +147,16 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     return alive.peak
 
 
+def _samples(config: RunConfig) -> int:
+    """Samples that a pass reads for one of a batch: a pair has two."""
+    return 1 if config.data.preferences is None else 2
+
+
 def _evaluation(config: RunConfig, side: AdapterClient) -> int:
     """The most that scoring a batch holds."""
     with Alive() as alive, autocast(side.context.training.precision, "cpu"):
-        ids = torch.zeros(config.evaluation.batch, config.data.window + 1, dtype=torch.long)
+        rows = config.evaluation.batch * _samples(config)
+        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
         token_losses(side.model(), ids)
     return alive.peak
 

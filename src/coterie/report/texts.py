@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from coterie.adapters import first_experts
 from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
-from coterie.data.examples import Examples
-from coterie.data.tokens import Tokens
+from coterie.data.pairs import Pairs
+from coterie.data.tokens import Split, Tokens
 from coterie.engines.finished import load, tokenizer
 from coterie.errors import CoterieError
 from coterie.federation import participants_of
@@ -128,13 +128,14 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
                 )
 
 
-def _beginning(text: Tokens | Examples, context: int) -> list[Tensor]:
+def _beginning(text: Split, context: int) -> list[Tensor]:
     """The first LENGTH tokens of a text, as the model reads them: after a token that begins it.
 
-    Prompts with their answers are read one by one, as in training.
+    Prompts with their answers (of pairs, the chosen ones) are read one by one, as in training.
     """
     if isinstance(text, Tokens):
         return [torch.cat([torch.tensor([context]), text.ids[:LENGTH].long()])]
+    text = text.chosen if isinstance(text, Pairs) else text
     found, left = [], LENGTH
     for start, end in pairwise(text.starts.tolist()):
         if left > 0:

@@ -12,6 +12,7 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import Conversation
 from coterie.data.examples import Examples, Instruction, continuing, joined, split
+from coterie.data.pairs import Pairs
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.training.loss import token_losses
@@ -29,6 +30,14 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
             losses = token_losses(model, *samples.batch(chosen).to(base.device))
             nats[chosen] = losses.sum(1, dtype=torch.float64).cpu()
     return nats
+
+
+def pair_logprobs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Tensor:
+    """The log-likelihood of each pair's chosen and rejected answer, ends included: (n, 2) float64.
+
+    In nats. `batch` pairs of similar lengths at once.
+    """
+    return -answer_losses(base, model, pairs.both, 2 * batch).view(-1, 2)
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:

@@ -14,10 +14,12 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.tokens import Tokens
+from coterie.data.pairs import AnyBatch, PairBatch, Pairs
+from coterie.data.tokens import Split, Tokens
 from coterie.data.windows import evaluation_windows
-from coterie.scoring.answers import answer_losses, exact, rouge_l, with_choices, won
+from coterie.scoring.answers import answer_losses, exact, pair_logprobs, rouge_l, with_choices, won
 from coterie.scoring.generation import generate_answers
+from coterie.training.dpo import dpo_loss, preference_losses, preferred, rewards
 from coterie.training.loss import logits_in_pieces, token_losses
 
 
@@ -97,21 +99,51 @@ class AnswerScore(Score):
         return super().items() | {name: list(values) for name, values in self.shares.items()}
 
 
+@dataclass(frozen=True)
+class PairScore(Score):
+    """How well a model ranks pairs of answers; likelihoods are of the chosen ones, ends included.
+
+    A pair whose answers have the same reward, as under the reference, is half right.
+    """
+
+    margins: Tensor
+    """The reward of each chosen answer minus that of the rejected one: (n,) float64."""
+    dpo_losses: Tensor
+    """(n,) float64"""
+
+    def as_dict(self) -> dict[str, float]:
+        """For reports: means over pairs."""
+        return {
+            **super().as_dict(),
+            "pairs": len(self.margins),
+            "dpo_loss": self.dpo_losses.mean().item(),
+            "reward_margin": self.margins.mean().item(),
+            "reward_accuracy": preferred(self.margins).mean().item(),
+        }
+
+    def items(self) -> dict[str, list[Any]]:
+        """By pair."""
+        return super().items() | {"reward_accuracy": preferred(self.margins).tolist()}
+
+
 def evaluate(
     base: Base,
     model: PreTrainedModel,
-    tokens: Tokens | Examples,
+    tokens: Split,
     window: int,
     batch: int = 16,
     generate: int | None = None,
 ) -> Score:
-    """Score a model (the base, with whatever is attached) on a text or on prompts with answers.
+    """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
 
-    The cross-entropy is in fp32; `batch` windows or samples are scored at once. `generate`: of
-    prompts, write answers of at most so many tokens too; the score is an `AnswerScore`.
+    The cross-entropy is in fp32; `batch` windows, samples or pairs are scored at once.
+    `generate`: of prompts, write answers of at most so many tokens too; the score is an
+    `AnswerScore`.
     """
     if isinstance(tokens, Examples):
         return _answers(base, model, tokens, window, batch, generate)
+    if isinstance(tokens, Pairs):
+        return _pairs(base, model, tokens, batch)
     return _text(base, model, tokens, window, batch)
 
 
@@ -148,10 +180,23 @@ def _answers(
     return AnswerScore(nats[: len(samples)], samples.lengths, samples.bytes, shares)
 
 
+def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> PairScore:
+    assert pairs.reference is not None, "engines compute it before anything is scored"
+    logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
+    found = rewards(logprobs, pairs.reference)
+    losses = preference_losses(found, pairs.reference.label_smoothing)
+    margins = found[:, 0] - found[:, 1]
+    return PairScore(-logprobs[:, 0], chosen.lengths, chosen.bytes, margins, losses)
+
+
 @torch.no_grad()
-def mean_loss(base: Base, model: PreTrainedModel, batch: Batch, at_once: int) -> float:
-    """Nats per counted token of a model (the base, with whatever is attached); so many samples at
-    once."""
+def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
+    """Nats per counted token of a model (the base, with whatever is attached), or DPO's loss of
+    pairs; so many samples at once."""
+    if isinstance(batch, PairBatch):
+        with autocast(base.precision, base.device.type):
+            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
+        return sum(terms * loss.item() for terms, loss in parts) / batch.terms
     with autocast(base.precision, base.device.type):
         losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
     counted = batch.ids[:, 1:].numel() if batch.counted is None else int(batch.counted.sum())

@@ -1,7 +1,7 @@
 """The metrics that models are scored by: what people call them, which way is better, how written.
 
-Of a text there is perplexity; of prompts with answers there may be others beside it, all of them
-shares from 0 to 1, which are written in per cent.
+Of a text there is perplexity; of prompts with answers, and of preferences, there may be others
+beside it, all of them shares from 0 to 1, which are written in per cent.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,22 +43,29 @@ class Metric:
 
 PERPLEXITY = Metric("perplexity", "perplexity", share=False)
 ACCURACY = Metric("accuracy", "accuracy")
+REWARD_ACCURACY = Metric("reward_accuracy", "reward accuracy")
 ROUGE_L = Metric("rouge_l", "ROUGE-L")
 METRICS = {
     metric.key: metric
-    for metric in (PERPLEXITY, ACCURACY, ROUGE_L, Metric("exact_match", "exact match"))
+    for metric in (
+        PERPLEXITY,
+        ACCURACY,
+        REWARD_ACCURACY,
+        ROUGE_L,
+        Metric("exact_match", "exact match"),
+    )
 }
 
 
 def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -> Metric:
     """What to show of scores: what was asked for, or what suits them, where all of them have it.
 
-    Accuracy suits best, then ROUGE-L, else perplexity, which every score has. Without any score it
-    is what was asked for, or perplexity.
+    Accuracy suits best, of answers or of rewards, then ROUGE-L, else perplexity, which every score
+    has. Without any score it is what was asked for, or perplexity.
     """
     found = list(scores)
     if not found:
         return METRICS[asked or PERPLEXITY.key]
     wanted = [METRICS[asked]] if asked else []
-    choices = (*wanted, ACCURACY, ROUGE_L, PERPLEXITY)
+    choices = (*wanted, ACCURACY, REWARD_ACCURACY, ROUGE_L, PERPLEXITY)
     return next(m for m in choices if m is PERPLEXITY or all(m.key in score for score in found))

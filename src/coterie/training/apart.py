@@ -6,7 +6,7 @@ import torch
 
 from coterie.chance import generator
 from coterie.data.batch import Batch
-from coterie.data.examples import Examples
+from coterie.data.pairs import AnyBatch
 from coterie.data.tokens import Split, Tokens
 from coterie.errors import CoterieError
 from coterie.training.context import ClientContext
@@ -14,7 +14,7 @@ from coterie.training.context import ClientContext
 
 def set_apart(
     context: ClientContext, purpose: str, share: float, most: int | None = None
-) -> tuple[ClientContext, Batch]:
+) -> tuple[ClientContext, AnyBatch]:
     """A client's context without a random share of its training samples, and these samples.
 
     They are at least one and at most `most`, the same in every round. Of a stream, samples are
@@ -24,7 +24,7 @@ def set_apart(
     train, size = context.data.train, context.window + 1
     if not len(train.ids):
         return context, Batch(torch.zeros(0, size, dtype=torch.int64))
-    whole = len(train) if isinstance(train, Examples) else len(train.ids) // size
+    whole = len(train.ids) // size if isinstance(train, Tokens) else len(train)
     count = min(whole if most is None else most, max(1, round(share * whole)))
     if count >= whole:
         raise CoterieError(
@@ -38,9 +38,9 @@ def set_apart(
 
 def _divided(
     train: Split, size: int, taken: torch.Tensor, left: torch.Tensor
-) -> tuple[Split, Batch]:
+) -> tuple[Split, AnyBatch]:
     """The rest of a split, in its order, and the samples taken, by their numbers."""
-    if isinstance(train, Examples):
+    if not isinstance(train, Tokens):
         return train.only(left.sort().values.tolist()), train.batch(taken)
     inside = torch.zeros(len(train.ids), dtype=torch.bool)
     inside.unfold(0, size, size)[taken] = True

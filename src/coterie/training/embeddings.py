@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.batch import Batch
+from coterie.data.pairs import AnyBatch, PairBatch
 from coterie.training.loss import hidden_states
 
 
@@ -20,15 +20,17 @@ from coterie.training.loss import hidden_states
 def mean_embeddings(
     base: Base,
     adapter: AmoleAdapter,
-    samples: Batch,
+    samples: AnyBatch,
     at_once: int,
     private: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """By layer, the mean embeddings of its n experts and last of the tokens: (n + 1, r) float32.
 
     Means are over all real tokens. `private` takes a mean of its own over samples: of (samples,
-    any), each sample's means on all layers in a row; to (any,).
+    any), each sample's means on all layers in a row; to (any,). Of a pair, the sample with the
+    chosen answer counts.
     """
+    samples = samples.chosen if isinstance(samples, PairBatch) else samples
     model = adapter.attach(base.model)
     with adapter.recording() as seen, autocast(base.precision, base.device.type):
         for part in samples.to(base.device).split(at_once):

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
 from coterie.chance import generator
-from coterie.data.batch import Batch
+from coterie.data.pairs import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.exchange import State
 from coterie.training.context import ClientContext
-from coterie.training.loss import language_model_loss
+from coterie.training.dpo import batch_loss, figures
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater
@@ -49,16 +49,22 @@ class LocalTraining:
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
+        rewards: list[Tensor] = []
         pieces = [
-            Piece(partial(self._loss, model, part, (level.name, step, turn, number)), part.tokens)
+            Piece(
+                partial(self._loss, model, part, (level.name, step, turn, number), rewards),
+                part.terms,
+            )
             for number, part in enumerate(parts)
         ]
         loss = self._updaters[level.name].update(
             pieces, level.learning_rate(step), level.penalty, where=f"at step {step + 1}"
         )
         self.context.log(f"loss/{level.name}", loss)
+        if rewards:
+            self.context.log(f"rewards/{level.name}", figures(rewards))
 
-    def _batch(self, level: Level, step: int, turn: int) -> Batch:
+    def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
         """What an update of a level learns from; it follows from the run's step count alone."""
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
@@ -69,9 +75,14 @@ class LocalTraining:
         chance = generator(context.seed, "batch", context.name, level.name, step, turn)
         return sample_batch(tokens, training.batch, context.window, chance)
 
-    def _loss(self, model: PreTrainedModel, batch: Batch, purpose: Purpose) -> Tensor:
+    def _loss(
+        self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, rewards: list[Tensor]
+    ) -> Tensor:
+        """A piece's loss; the rewards of its pairs, if it has pairs, are added to `rewards`."""
         with training_pass(self.context, *purpose):
-            return language_model_loss(model, *batch.to(self.context.base.device))
+            loss, found = batch_loss(model, batch.to(self.context.base.device))
+        rewards += [] if found is None else [found]
+        return loss
 
     def moments(self, parameter: Tensor) -> list[Tensor]:
         """The optimisers' moments of a parameter that are of its shape."""

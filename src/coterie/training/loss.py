@@ -54,18 +54,35 @@ def soft_target_loss(
     row, or a scalar. -sum_j share_j log softmax(logits / temperature)_j takes k logits and their
     log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens.
     """
+    return _soft_target_losses(model, batch, targets, probs, temperature).mean()
+
+
+def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Negative log-likelihood of each sample's counted tokens, in nats: (samples,) with a
+    gradient."""
+    assert batch.counted is not None, "samples have answers"
+    targets = _counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
+    losses = _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
+    places = losses.new_zeros(batch.counted.shape)
+    return places.masked_scatter(batch.counted, losses).sum(1)
+
+
+def _soft_target_losses(
+    model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """The cross-entropy of each counted token, (n,); see `soft_target_loss`."""
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
         logits = _logits(model, batch) / temperature
         logprobs = F.log_softmax(_at_least_float(logits), -1)
-        return -(logprobs.gather(1, targets) * probs).sum(1).mean()
+        return -(logprobs.gather(1, targets) * probs).sum(1)
     hidden = hidden_states(model, batch) / temperature
     weight = frozen_weight(head, hidden.dtype)
     there = weight.device
-    loss = _HeadLoss.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
-    assert isinstance(loss, Tensor)
-    return loss.to(hidden.device)
+    losses = _HeadLosses.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
+    assert isinstance(losses, Tensor)
+    return losses.to(hidden.device)
 
 
 @torch.no_grad()
@@ -110,15 +127,15 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
         yield _at_least_float(h.to(weight.device) @ weight.t()).to(h.device)
 
 
-class _HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of (tokens, dim) hidden states through a frozen (vocabulary, dim) head to
-    probs (tokens, k) of the targets (tokens, k)."""
+class _HeadLosses(torch.autograd.Function):
+    """Cross-entropy, (tokens,), of (tokens, dim) hidden states through a frozen (vocabulary, dim)
+    head to probs (tokens, k) of the targets (tokens, k)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor) -> Tensor:
         losses, grad = _losses(hidden, weight, targets, probs, ctx.needs_input_grad[0])
         ctx.save_for_backward(grad)
-        return losses.mean()
+        return losses
 
     @staticmethod
     @once_differentiable
@@ -126,7 +143,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return (grad * (grads[0] / len(grad))).to(grad.dtype), None, None, None
+        return (grad * grads[0][:, None]).to(grad.dtype), None, None, None
 
 
 def _losses(

@@ -48,6 +48,32 @@ def _read(value: Any) -> Any:
     return value
 
 
+class DPOSpec(BaseModel):
+    """Section `training.dpo` of a run file (DPO, arXiv 2305.18290)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="strength of the pull towards the reference (beta): reward per nat that an "
+        "answer is likelier than under it",
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="assumed share of pairs whose answers are the wrong way round (epsilon of "
+        "conservative DPO)",
+    )
+    reference: str = Field(
+        default="base",
+        min_length=1,
+        description="reference model: base, the base without an adapter; or the folder of an "
+        "earlier run, for each client's model of that run (not in a deployment)",
+    )
+
+
 class TrainingSpec(BaseModel):
     """Section `training` of a run file; defaults are CoMiGS's (arXiv 2409.13931, appendix)."""
 
@@ -138,6 +164,12 @@ class TrainingSpec(BaseModel):
         "the format of base.weights",
     )
 
+    dpo: DPOSpec | None = Field(
+        default=None,
+        description="how preferences are learnt (data.preferences only); default: with the "
+        "defaults shown",
+    )
+
     @model_validator(mode="after")
     def _schedule_is_one(self) -> Self:
         """Refuse schedules that contradict each other, and keys that would do nothing."""
@@ -218,10 +250,13 @@ class EvaluationSpec(BaseModel):
         description="maximum tokens per generated answer (instructions and messages only); "
         "default: no answers are generated",
     )
-    metric: Literal["perplexity", "accuracy", "exact_match", "rouge_l"] | None = Field(
+    metric: (
+        Literal["perplexity", "accuracy", "exact_match", "rouge_l", "reward_accuracy"] | None
+    ) = Field(
         default=None,
         description="metric in tables and plots; default: accuracy if answers are chosen from "
-        "a list, else rouge_l if they are generated, else perplexity",
+        "a list, else rouge_l if they are generated, reward_accuracy of preferences, else "
+        "perplexity",
     )
 
     @model_validator(mode="after")

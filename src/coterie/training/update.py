@@ -21,8 +21,8 @@ class Piece:
     """A part of a step's batch, small enough to be in memory as a whole."""
 
     loss: Callable[[], Tensor]
-    """The mean loss over its counted tokens: a scalar with a gradient."""
-    tokens: int
+    """The mean loss over its counted tokens, or its pairs: a scalar with a gradient."""
+    terms: int
     """How many those are."""
 
 
@@ -48,17 +48,17 @@ class Updater:
     ) -> float:
         """One step down the gradient of loss and penalty; the loss, in nats per token.
 
-        A loss in pieces is their mean over tokens. The penalty is then the mean of what it is after
-        each piece: for one of the parameters alone that is the penalty itself, and load balance is
-        over a piece's tokens. Raises Diverged if a sum is not finite, before anything is
+        A loss in pieces is their mean over tokens, or pairs. The penalty is then the mean of what
+        it is after each piece: for one of the parameters alone that is the penalty itself, and load
+        balance is over a piece's tokens. Raises Diverged if a sum is not finite, before anything is
         changed; `where` says at which point, for people.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
-        training, tokens = self.context.training, sum(piece.tokens for piece in pieces)
+        training, terms = self.context.training, sum(piece.terms for piece in pieces)
         self.adapter.require_grad(*self.roles)
         try:
             with enough_memory("a training step", self._helps):
-                shares = [self._add_gradient(p, p.tokens / tokens, penalty, where) for p in pieces]
+                shares = [self._add_gradient(p, p.terms / terms, penalty, where) for p in pieces]
         except CoterieError:
             self.optimiser.zero_grad()  # of the pieces before
             raise

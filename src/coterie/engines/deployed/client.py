@@ -88,6 +88,9 @@ class Site:
         match data.get("chat_template"):
             case str(template) if not is_text(template):
                 raise MessageError("The server named a file of this machine as the template.")
+        match described.get("training"):
+            case {"dpo": {"reference": reference}} if reference != "base":
+                raise MessageError("The server named a run of this machine as the reference.")
         if self.base is None and is_folder(name):
             raise CoterieError(
                 f"The run's base {name!r} is a folder on this machine, too; if it is the one that "

@@ -247,6 +247,7 @@ class Actor:
             entries.append((client, name, value, round))
 
         part = ClientPart(self.config, base, participant, log)
+        self.participants[client] = part.participant  # what it knows takes time to compute
         upload = part.hello()
         if do == "hello":
             return upload, entries

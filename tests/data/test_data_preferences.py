@@ -1,0 +1,176 @@
+"""Records of a prompt with a chosen and a rejected answer, and the pairs of samples they become."""
+
+from typing import Any
+
+import pytest
+import torch
+from questions import records
+
+from coterie.bases import context_token, load_tokenizer
+from coterie.data.chat import Conversation, Turn, chat_template
+from coterie.data.examples import Instruction, chats, examples, joined
+from coterie.data.pairs import Pairs, Reference, joined_pairs, pairs
+from coterie.data.preferences import Preference, preferences
+from coterie.data.preferences_spec import PreferenceSpec
+from coterie.data.spec import DataSpec
+from coterie.data.tokens import bare_encoder
+from coterie.errors import CoterieError
+
+TOKENIZER = load_tokenizer("tiny-gpt2")
+ENCODER, END = bare_encoder(TOKENIZER)
+FIRST = context_token(TOKENIZER)
+TEMPLATE = chat_template(TOKENIZER, None)
+ASKED = {"role": "user", "content": "Is it so?"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No, never."))
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def read(record: dict[str, Any], **spec: Any) -> Preference:
+    [found] = preferences(records(record), PreferenceSpec(**spec))
+    return found
+
+
+def made(items: list[Preference], window: int = 60, limit: int | None = None) -> Pairs:
+    return pairs(items, ENCODER, (FIRST, END), TEMPLATE, window, limit, "Ada: its text")
+
+
+def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
+    item = read({"prompt": "Is it so? ", "chosen": " Yes.", "rejected": "No, never."})
+    assert item.chosen == Instruction("Is it so? ", "Yes.")
+    found = made([item])
+    wanted = [Instruction("Is it so?", "Yes."), Instruction("Is it so?", "No, never.")]
+    alike = examples(wanted, ENCODER, FIRST, END, 60, None, "Ada")
+    assert torch.equal(found.both.ids, alike.ids)
+    assert torch.equal(found.both.counted, alike.counted)
+    assert (len(found), found.bytes, found.chosen.bytes) == (1, 14, 4)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
+        {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
+        {"chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]},
+        {"prompt": "Is it so?", "chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]},
+        {
+            "prompt": [SYSTEM, ASKED],
+            "chosen": [SYSTEM, ASKED, YES],
+            "rejected": [SYSTEM, ASKED, NO],
+        },
+    ],
+    ids=["texts", "turns", "whole", "whole with the question", "whole with the prompt"],
+)
+def test_messages_go_through_the_chat_template(record) -> None:
+    item = read(record)
+    turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
+    both = [(*turns, Turn("assistant", text)) for text in ("Yes.", "No, never.")]
+    assert [item.chosen, item.rejected] == [Conversation(t, "line 1 of x.jsonl") for t in both]
+    wanted = chats([Conversation(t) for t in both], ENCODER, TEMPLATE, 60, None, "Ada")
+    found = made([item]).both
+    for name in ("ids", "starts", "answers", "counted", "sizes"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_a_text_prompt_can_be_a_users_turn() -> None:
+    fields = {"prompt": "Is it so?", "chosen": "Yes.", "rejected": "No, never."}
+    whole = {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}
+    assert read(fields, template="chat") == read(whole)
+    assert read({**fields, "chosen": [YES], "rejected": [NO]}) == read(whole)
+
+
+def test_only_the_last_answer_counts() -> None:
+    before = [ASKED, YES, {"role": "user", "content": "Sure?"}]
+    found = made([read({"prompt": before, "chosen": [YES], "rejected": [NO]})]).both
+    for row, answer in enumerate(("Yes.", "No, never.")):
+        ids = found.ids[found.starts[row] : found.starts[row + 1]]
+        said = ids[found.counted[found.starts[row] : found.starts[row + 1]]]
+        assert answer in str(TOKENIZER.decode(said))
+        assert len(said) < len(ids) / 2
+
+
+FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chosen": "c "}, "same answer"),
+        ({"prompt": " "}, "not a text"),
+        ({"rejected": ""}, "not a text"),
+        ({"rejected": None}, "not a text"),
+        ({"prompt": []}, "no messages"),
+        ({"chosen": [{"role": "assistant"}]}, "not a message"),
+        ({"chosen": ["b"]}, "not a message"),
+        ({"chosen": [{"role": "tool", "content": "b"}]}, "not a message"),
+        ({"chosen": [ASKED]}, "one turn of the assistant's"),
+        ({"prompt": [ASKED, YES]}, "ends with a turn of the assistant's"),
+        ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
+        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
+        ({"chosen": [ASKED, YES]}, "one turn of the assistant's"),
+    ],
+)
+def test_a_wrong_record_is_named(changes, message) -> None:
+    with pytest.raises(CoterieError, match=rf"^line 1 of x.jsonl.*{message}"):
+        read(FINE | changes)
+
+
+@pytest.mark.parametrize("field", ["prompt", "chosen", "rejected"])
+def test_a_missing_field_is_named(field) -> None:
+    with pytest.raises(CoterieError, match=f"line 1 of x.jsonl has no field {field}"):
+        read({key: value for key, value in FINE.items() if key != field})
+
+
+def some(count: int) -> list[Preference]:
+    return [
+        Preference(Instruction(f"{n}:", "yes " * n), Instruction(f"{n}:", "no"))
+        for n in range(1, count)
+    ]
+
+
+def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
+    items = some(9)
+    found = made(items, window=8)
+    assert 0 < len(found) < 8
+    assert (found.items, found.too_long) == (tuple(items[: len(found)]), 8 - len(found))
+    assert len(made(items, limit=3)) == 3
+    with pytest.raises(CoterieError, match=r"Ada: its text has no pair .*\(1 are longer"):
+        made(items[-1:], window=3)
+    with pytest.raises(CoterieError, match="has no pairs"):
+        made([])
+
+
+def known(found: Pairs) -> Pairs:
+    numbers = torch.arange(2.0 * len(found), dtype=torch.float64).view(-1, 2)
+    return Pairs(found.both, found.items, found.too_long, Reference(numbers, 0.1, 0.0))
+
+
+def test_some_pairs_keep_their_reference() -> None:
+    found = known(made(some(7)))
+    part = found.only([4, 1])
+    alone = made([found.items[4], found.items[1]])
+    assert torch.equal(part.ids, alone.ids)
+    assert part.items == alone.items
+    batch = part.batch(range(2))
+    assert batch.reference.logprobs.tolist() == [[8, 9], [2, 3]]
+    short = batch.by_length()
+    assert short.reference.logprobs.tolist() == [[2, 3], [8, 9]]
+    assert torch.equal(short.both.ids, part.batch(torch.tensor([1, 0])).both.ids)
+    pieces = list(known(made(some(6))).batch(range(5)).split(2))
+    assert [p.reference.logprobs[:, 0].tolist() for p in pieces] == [[0, 2], [4, 6], [8]]
+    assert [len(p.both.ids) for p in pieces] == [4, 4, 2]
+
+
+def test_pairs_of_several_clients_are_one_clients() -> None:
+    items = some(6)
+    parts = [made(items[:2]), made(items[2:])]
+    found = joined_pairs(parts, joined([part.both for part in parts]))
+    assert torch.equal(found.ids, made(items).ids)
+    assert found.items == tuple(items)
+
+
+def test_settings_exclude_one_another() -> None:
+    assert DataSpec.model_validate({"preferences": True}).preferences == PreferenceSpec()
+    assert DataSpec.model_validate({"preferences": False}).preferences is None
+    for other in ({"instructions": {}}, {"public": "x.jsonl"}):
+        with pytest.raises(ValueError, match=r"data\.preferences"):
+            DataSpec.model_validate({"preferences": True, **other})

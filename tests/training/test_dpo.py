@@ -1,0 +1,148 @@
+"""DPO's loss, gradient and rewards beside the slow way and beside TRL's."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from coterie.data.batch import Batch
+from coterie.data.pairs import PairBatch, Reference
+from coterie.training import loss as loss_module
+from coterie.training.dpo import dpo_loss, figures
+
+ROWS = [
+    ([3, 1, 4], [15, 9, 2, 0], [6, 5, 0]),
+    ([8, 9, 7, 9], [3, 2, 0], [38, 46, 26, 43, 0]),
+    ([3, 3], [8, 32, 0], [7, 0]),
+]
+"""Prompts, chosen and rejected answers; the end of text is 0."""
+TRL = {
+    "loss": 0.6661281585693359,
+    "chosen": 0.1460229903459549,
+    "rejected": 0.09032869338989258,
+    "margin": 0.05569429323077202,
+    "accuracy": 1.0,
+}
+"""What TRL 1.16.0's `DPOTrainer.compute_loss` makes of ROWS with `waves(0.0)` as the model,
+`waves(0.5)` as `ref_model`, and beta 0.3 (torch 2.13.0, transformers 5.23.0, fp32, CPU). The ids
+were given to its `DataCollatorForPreference`; the rewards are those that it logs."""
+TRL_GRADIENT = 0.011467511765658855
+"""The norm of its loss's gradient at the first layer's `mlp.c_fc.weight`."""
+
+
+def waves(phase: float) -> Any:
+    """A GPT-2 whose weights are written down, not drawn."""
+    rates: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, **sizes, **rates)).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            place = torch.arange(parameter.numel(), dtype=torch.float64)
+            wave = (place * 0.37 + number + phase).sin().view(parameter.shape)
+            parameter.copy_(wave * 0.4)
+    return model
+
+
+def logprob(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """The sum over an answer's tokens, from all logits of one sample."""
+    ids = torch.tensor([prompt + answer])
+    logits = model(input_ids=ids).logits[0, :-1]
+    shares = F.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    return shares.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
+
+
+def naive(model: Any, reference: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
+    """The mean loss, and the rewards (n, 2)."""
+    found = torch.stack(
+        [torch.stack([logprob(model, p, c), logprob(model, p, r)]) for p, c, r in ROWS]
+    )
+    rewards = beta * (found - reference)
+    h = rewards[:, 0] - rewards[:, 1]
+    p = 1 / (1 + (-h).exp())
+    return -((1 - eps) * p.log() + eps * (1 - p).log()).mean(), rewards
+
+
+@torch.no_grad()
+def referred(model: Any) -> Tensor:
+    return naive(model, torch.zeros(()), 1.0, 0.0)[1].double()
+
+
+def batch_of(reference: Tensor, beta: float, eps: float = 0.0) -> PairBatch:
+    rows = [(prompt, answer) for prompt, *answers in ROWS for answer in answers]
+    longest = max(len(p) + len(a) for p, a in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    counted = torch.zeros(len(rows), longest, dtype=torch.bool)
+    real = counted.clone()
+    for n, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[n, :end] = torch.tensor(prompt + answer)
+        counted[n, len(prompt) : end] = True
+        real[n, :end] = True
+    return PairBatch(Batch(ids, counted[:, 1:], real[:, 1:]), Reference(reference, beta, eps))
+
+
+def only_the_mlp(model: Any) -> Tensor:
+    """Everything frozen but one weight, which is returned."""
+    model.requires_grad_(False)
+    return model.transformer.h[0].mlp.c_fc.weight.requires_grad_(True)
+
+
+def test_it_is_the_loss_of_trl() -> None:
+    model = waves(0.0)
+    weight = only_the_mlp(model)
+    loss, rewards = dpo_loss(model, batch_of(referred(waves(0.5)), 0.3))
+    loss.backward()
+    assert weight.grad is not None
+    assert loss.item() == pytest.approx(TRL["loss"], abs=2e-6)
+    assert weight.grad.norm().item() == pytest.approx(TRL_GRADIENT, rel=1e-4)
+    found = figures([rewards[:2], rewards[2:]])
+    assert found == {k: pytest.approx(TRL[k], abs=2e-6) for k in found}
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
+    dtype, eps, frozen, monkeypatch
+) -> None:
+    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 200)
+    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 0)  # samples are read apart
+    model, reference = waves(0.0).to(dtype), referred(waves(0.5).double())
+    weight = only_the_mlp(model)
+    model.lm_head.weight.requires_grad_(not frozen)
+    wanted, rewards = naive(model, reference.to(dtype), 0.7, eps)
+    wanted.backward()
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    loss, found = dpo_loss(model, batch_of(reference, 0.7, eps))
+    loss.backward()
+    near = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
+    torch.testing.assert_close(found, rewards.detach(), rtol=near, atol=10 * near)
+    torch.testing.assert_close(weight.grad, gradient, rtol=near, atol=near)
+
+
+def test_the_pieces_gradients_add_up_to_the_wholes() -> None:
+    model = waves(0.0).double()
+    weight = only_the_mlp(model)
+    batch = batch_of(referred(waves(0.5)), 0.3)
+    dpo_loss(model, batch)[0].backward()
+    assert weight.grad is not None
+    whole, weight.grad = weight.grad, None
+    parts = list(batch.by_length().split(2))
+    assert [part.terms for part in parts] == [2, 1]
+    for part in parts:
+        (dpo_loss(model, part)[0] * part.terms / batch.terms).backward()
+    torch.testing.assert_close(weight.grad, whole)
+
+
+def test_under_the_reference_itself_a_pair_is_half_right() -> None:
+    model = waves(0.0)
+    loss, rewards = dpo_loss(model, batch_of(referred(model), 0.3, 0.1))
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
+    assert rewards.abs().max() < 1e-5
+    assert figures([torch.zeros(4, 2)])["accuracy"] == 0.5
