@@ -29,15 +29,15 @@ def speaker(base: Base, manner: Manner = GREEDY, model: Any = None, **more: Any)
     return Speaker(base, lambda: model or base.model, template, manner, **more)
 
 
-def ids_of(base: Base, text: str) -> list[int]:
-    found: Any = base.tokenizer(text, add_special_tokens=False)
-    return found["input_ids"]
+def ids_of(base: Base, *parts: str) -> list[int]:
+    found: Any = base.tokenizer([*parts], add_special_tokens=False)
+    return [id for ids in found["input_ids"] for id in ids]
 
 
 @torch.no_grad()
 def slowly(base: Base, turns: list[Turn], model: Any = None) -> str:
     """The likeliest token after all that there is, until the end."""
-    ids = ids_of(base, chat_template(base.tokenizer, None).opening(turns))
+    ids = ids_of(base, *chat_template(base.tokenizer, None).opening(turns))
     before = len(ids)
     model = model or base.model
     while len(ids) < before + GREEDY.tokens and ids[-1] != base.tokenizer.eos_token_id:
@@ -116,7 +116,7 @@ def test_a_model_stops_at_a_marker_of_several_tokens(base, monkeypatch) -> None:
     whole = slowly(base, [Turn("user", "Name a sea.")])
     talk = speaker(base)
     marker = " ".join(whole.split()[3:5])
-    talk.template.last_end = marker  # the inner one stays as it is
+    monkeypatch.setattr(ChatTemplate, "markers", (marker, "<|endoftext|>"))
     assert talk.answer("Name a sea.", lambda piece: None) == whole.partition(marker)[0].strip()
     assert len(ids_of(base, " " + whole.partition(marker)[0])) < lengths[0] < GREEDY.tokens
 
@@ -170,10 +170,10 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
         fits = [
             n
             for n in range(0, len(said), 2)
-            if len(ids_of(base, template.opening([system, *said[n:]]))) + 12 <= 91
+            if len(ids_of(base, *template.opening([system, *said[n:]]))) + 12 <= 91
         ]
         expected = template.opening([system, *said[fits[0] :]])
-        assert model.read[-1] == ids_of(base, expected)
+        assert model.read[-1] == ids_of(base, *expected)
         assert talk.left_out == fits[0] // 2
     assert talk.left_out > 2
     assert len(talk.turns) == 19  # all is remembered
@@ -201,4 +201,4 @@ def test_with_thinking_the_model_reads_what_stands_before_it(base) -> None:
     model = Scripted([ids_of(base, "<think>Hm.</think>Yes.")])
     talk = speaker(base, Manner(9, 0, 1, 0, thinking=True), model)
     assert talk.answer("Well?", lambda piece: None) == "<think>Hm.</think>Yes."
-    assert model.read == [ids_of(base, talk.template.opening([Turn("user", "Well?")], True))]
+    assert model.read == [ids_of(base, *talk.template.opening([Turn("user", "Well?")], True))]

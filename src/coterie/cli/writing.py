@@ -56,7 +56,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     begun, markers = [context_token(encoder)], ()
     if instructions["template"] == CHAT:
         chat = chat_template(encoder, data.get("chat_template"))
-        prompt, markers = chat.opening((Turn("user", prompt.strip()),)), chat.markers
+        [prompt], markers = chat.opening((Turn("user", prompt.strip()),)), chat.markers
         begun = []  # as the template begins
     else:
         prompt, _ = split(Instruction(prompt, ""))

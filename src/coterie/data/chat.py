@@ -146,18 +146,15 @@ class ChatTemplate:
         """What ends answers, the last and, where that is another, those before."""
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
 
-    def opening(self, turns: Sequence[Turn], thinking: bool = False) -> str:
-        """What a base reads before it answers these turns; before it thinks, with `thinking`.
+    def opening(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
+        """What a base reads before it answers these turns, in parts; before it thinks, with
+        `thinking`.
 
         It is what `rendered` gives before the answer, which in some templates is not what they
         write with `add_generation_prompt`.
         """
-        answer = f"<think>{_mark('t', 0)}</think>{_mark('a', 0)}" if thinking else _mark("a", 0)
-        text = self._render((*turns, Turn("assistant", answer)), "The conversation")
-        found = _MARK.search(text)
-        assert found is not None, "the template was tried"
-        start = found.start()
-        return text[: _tag(text, start) if thinking else start].removesuffix(" ")
+        answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
+        return [text for text, _ in self.rendered(Conversation((*turns, answer))).parts[:-1]]
 
     def _around(self) -> tuple[str, str, str]:
         """A space before answers, or none; what ends them inside a conversation, and at its end

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -179,61 +179,64 @@ def chats(
     with the system prompt; exchanges that are too long are dropped and counted. `limit` keeps so
     many samples at most. Raises CoterieError, which begins with `owner`, if none is left.
     """
-    onwards = continuing(encoder)
-    chosen: list[Conversation] = []
-    rows: list[list[tuple[list[int], bool]]] = []
-    sizes: list[int] = []
+    ids_of = in_parts(encoder)
+    chosen: list[_Sample] = []
     cut = too_long = 0
 
-    def read(item: Conversation) -> tuple[list[tuple[list[int], bool]], int] | None:
-        """Tokens of its parts, and bytes of its answers, unless it is too long."""
+    def read(item: Conversation) -> _Sample | None:
+        """The conversation with its tokens, unless it is too long."""
         rendered = template.rendered(item)
-        row = [
-            ((onwards if n else encoder).encode(text, add_special_tokens=False).ids, said)
-            for n, (text, said) in enumerate(rendered.parts)
-        ]
-        return (row, rendered.bytes) if sum(len(ids) for ids, _ in row) <= window + 1 else None
+        texts, said = zip(*rendered.parts, strict=True)
+        row = list(zip(ids_of(texts), said, strict=True))
+        fits = sum(len(ids) for ids, _ in row) <= window + 1
+        return _Sample(row, item, rendered.bytes) if fits else None
 
     for item in items:
-        if limit is not None and len(rows) >= limit:
+        if limit is not None and len(chosen) >= limit:
             break
-        pieces, lost = _cut(item, lambda piece: read(piece) is not None)
+        pieces, lost = _cut(item, read)
         cut, too_long = cut + (len(pieces) > 1), too_long + lost
-        for piece in pieces:
-            found = read(piece)
-            assert found is not None
-            chosen.append(piece)
-            rows.append(found[0])
-            sizes.append(found[1])
-    if not rows:
+        chosen += pieces
+    if not chosen:
         raise CoterieError(
             f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
             "data.window."
             if items
             else f"{owner} has no conversations; add some or raise its data.fractions."
         )
-    found = samples_of(rows[:limit], chosen[:limit], sizes[:limit], too_long, cut)
-    return replace(found, around=template.around, markers=template.markers)
+    rows, kept, sizes = zip(*chosen[:limit], strict=True)
+    return replace(
+        samples_of(rows, kept, sizes, too_long, cut),
+        around=template.around,
+        markers=template.markers,
+    )
+
+
+class _Sample(NamedTuple):
+    """A conversation that fits: its parts' tokens and whether they count, and bytes of answers."""
+
+    row: list[tuple[list[int], bool]]
+    item: Conversation
+    bytes: int
 
 
 def _cut(
-    item: Conversation, fits: Callable[[Conversation], bool]
-) -> tuple[list[Conversation], int]:
+    item: Conversation, read: Callable[[Conversation], _Sample | None]
+) -> tuple[list[_Sample], int]:
     """A conversation in pieces that fit, each as long as it can be; and how many exchanges do
     not."""
-    if fits(item):
-        return [item], 0
+    if whole := read(item):
+        return [whole], 0
     system, exchanges = item.exchanges()
-    pieces: list[Conversation] = []
+    pieces: list[_Sample] = []
     lost = 0
     open = False
     for exchange in exchanges:
-        longer = replace(pieces[-1], turns=pieces[-1].turns + exchange) if open else None
         alone = replace(item, turns=system + exchange)
-        if longer is not None and fits(longer):
+        if open and (longer := read(replace(item, turns=pieces[-1].item.turns + exchange))):
             pieces[-1] = longer
-        elif fits(alone):
-            pieces.append(alone)
+        elif piece := read(alone):
+            pieces.append(piece)
             open = True
         else:
             lost += 1
@@ -263,6 +266,18 @@ def samples_of(
         too_long,
         cut,
     )
+
+
+def in_parts(encoder: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
+    """Encodes the parts of a text, each on its own."""
+    onwards = continuing(encoder)
+
+    def ids(parts: Sequence[str]) -> list[list[int]]:
+        encoders = [encoder, *[onwards] * (len(parts) - 1)]
+        pairs = zip(encoders, parts, strict=True)
+        return [one.encode(part, add_special_tokens=False).ids for one, part in pairs]
+
+    return ids
 
 
 def continuing(encoder: Tokenizer) -> Tokenizer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate, Conversation
-from coterie.data.examples import Examples, Instruction, continuing, samples_of, split
+from coterie.data.examples import Examples, Instruction, in_parts, samples_of, split
 from coterie.data.preferences import Preference
 from coterie.errors import CoterieError
 
@@ -160,7 +160,7 @@ def pairs(
     keeps so many pairs at most, from the start. `owner` begins an error: "Client anna: its train
     text". Raises CoterieError if none is left.
     """
-    onwards = continuing(encoder)
+    ids_of = in_parts(encoder)
 
     def read(item: Instruction | Conversation) -> tuple[Parts, int]:
         """A sample's parts, and UTF-8 bytes of its answer."""
@@ -171,10 +171,7 @@ def pairs(
             texts = tuple(text for text, _ in template.rendered(item).parts)
             size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
             before = after = None
-        ids = [
-            (onwards if n else encoder).encode(text, add_special_tokens=False).ids
-            for n, text in enumerate(texts)
-        ]
+        ids = ids_of(texts)
         ids[0] = ids[0] if before is None else [before, *ids[0]]
         ids[-1] = ids[-1] if after is None else [*ids[-1], after]
         return [(part, n == len(ids) - 1) for n, part in enumerate(ids)], size
