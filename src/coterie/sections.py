@@ -231,7 +231,10 @@ class Sections(BaseModel):
     def _preferences_are_learnt(self) -> Self:
         if self.data.preferences is None:
             if self.training.dpo is not None:
-                raise ValueError("training.dpo has no effect without data.preferences; set it")
+                raise ValueError(
+                    "the section training.dpo has no effect without data.preferences; add that or "
+                    "remove training.dpo"
+                )
         elif self.server is not None or (self.divide is not None and self.divide.public):
             what = "divide.public" if self.server is None else "a server with a model of its own"
             raise ValueError(
@@ -248,7 +251,7 @@ class Sections(BaseModel):
                 raise ValueError("reward_accuracy is of preferences; set data.preferences")
         elif metric not in (None, "perplexity") or generate is not None:
             what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
-            if not self.data.samples:
+            if self.data.instructions is None and self.data.messages is None:
                 raise ValueError(
                     f"{what} needs answers; set data.instructions for prompts with answers, or "
                     "data.messages for conversations"

@@ -245,3 +245,32 @@ def test_the_table_of_templates_is_right() -> None:
             alternate = pytest.raises(CoterieError, match="refuses it")
         with alternate:
             template(name).rendered(Conversation(turns))
+
+
+@needs_templates
+@pytest.mark.parametrize("name", NAMES)
+def test_empty_thinking_counts_where_the_template_leaves_it_in(name: str) -> None:
+    """Templates that write an empty block themselves would write it for any answer."""
+    said = "<think>\n\n</think>\n\nIt is."
+    chat = template(name)
+    _, (answer, counts) = chat.rendered(
+        Conversation((Turn("user", "Is it?"), Turn("assistant", said)))
+    ).parts
+    lead, marker = chat.around
+    kept = answer.removeprefix(lead).removesuffix(marker).strip()
+    assert counts
+    assert kept in (said, "It is.")
+    opening = "".join(chat.opening([Turn("user", "Is it?")]))
+    assert (kept == said) == ("<think>" not in opening and name != "deepseekv3")
+
+
+@needs_templates
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_goes_on_whatever_a_model_said_before(name: str) -> None:
+    chat = template(name)
+    for said in ("foo</think>bar", "x <think>y</think> z", "It is."):
+        turns = [Turn("user", "Is it?"), Turn("assistant", said), Turn("user", "Why?")]
+        for thinking in (False, True):
+            opening = "".join(chat.opening(turns, thinking))
+            assert "\ue000" not in opening
+            assert opening.rindex("Why?") > opening.rindex("Is it?")

@@ -160,7 +160,7 @@ def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizer
     spec = ClientSpec(name="anna", path=".")
     data = DataSpec(instructions=SHORT, public="notes.txt")
     wanted = (
-        r"notes\.txt is plain text without the fields that data\.instructions and data\.messages "
+        r"notes\.txt is plain text without the fields that data\.instructions and its kin "
         r"need; give \.jsonl"
     )
     with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):

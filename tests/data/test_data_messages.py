@@ -138,7 +138,7 @@ def test_a_record_that_is_no_conversation_is_named(fields: dict[str, Any], sente
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ({"messages": True, "instructions": {}}, "data.messages and data.instructions are mutual"),
+        ({"messages": True, "instructions": {}}, "data.instructions and data.messages are mutual"),
         ({"chat_template": "{{ messages }}"}, "data.chat_template has no effect without convers"),
         (
             {"chat_template": "{{ messages }}", "instructions": {"template": "plain"}},

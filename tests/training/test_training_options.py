@@ -88,7 +88,8 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     method: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}}
     make = partial(config, method=method, rounds=2, clients=POET)
-    known = {key.partition(",")[0] for key in CHANGES} | {"checkpointing"}  # memory alone
+    known = {key.partition(",")[0] for key in CHANGES}
+    known |= {"checkpointing", "dpo"}  # memory alone; and what acts on preferences alone
     assert known == TrainingSpec.model_fields.keys()
     plain = trained(make(training=BASICS))
     explicit: dict[str, Any] = {

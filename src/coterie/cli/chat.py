@@ -45,7 +45,12 @@ def chat(
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Sampling seed.")] = 0,
     think: Annotated[
-        bool, typer.Option("--think", help="Let answers begin with thinking (<think>).")
+        bool,
+        typer.Option(
+            "--think",
+            help="Let answers begin with thinking (`<think>`), "
+            "where the template has a place for it.",
+        ),
     ] = False,
     plugins: Plugins = None,
     debug: Debug = False,

@@ -1,6 +1,7 @@
 """A conversation in the terminal, with one model or several side by side."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ HELP = """\
 /save FILE   add the conversation (with the first model) to a .jsonl file, for data.messages
 /help        show this
 /quit        end, as Ctrl-D does
-Ctrl-C stops an answer."""
+Ctrl-C stops an answer, of which the conversation keeps what there is."""
 BASE = "base"
 """What a run's base without an adapter is called beside clients."""
 
@@ -37,9 +38,6 @@ class Talk:
     def take(self, line: str) -> bool:
         """Answer a line, or do what it commands; False: it ends the conversation."""
         text = line.strip()
-        if not text.startswith("/"):
-            self._answer(text)
-            return True
         command, _, argument = text.partition(" ")
         match command, argument.strip():
             case "/quit", "":
@@ -47,15 +45,24 @@ class Talk:
             case "/reset", "":
                 for speaker in self.speakers.values():
                     speaker.reset()
+                terminal.complain("Forgotten.")
             case "/help", "":
                 terminal.say(HELP)
-            case "/save", file if file:
+            case "/save", "":
+                raise CoterieError("/save needs a file, such as /save talk.jsonl.")
+            case "/save", file:
                 self._save(Path(file))
-            case _:
+            case _ if re.fullmatch("/[a-z]+", command):
                 raise CoterieError(f"There is no command {text!r}; /help lists all.")
+            case _:
+                self._answer(text)
         return True
 
     def _answer(self, question: str) -> None:
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:
+            raise CoterieError("The question is not UTF-8 text.") from error
         for name, speaker in self.speakers.items():
             if len(self.speakers) > 1:
                 terminal.console.print(f"\n{name}", style="bold", highlight=False, markup=False)
@@ -72,8 +79,8 @@ class Talk:
         if speaker.left_out and not self._told:
             self._told = True
             terminal.complain(
-                f"Note: the conversation no longer fits in the context of {name}; from now on, the "
-                "oldest exchanges are left out. /reset begins anew."
+                f"Note: the conversation no longer fits in the context of {name}'s base; from now "
+                "on, the oldest exchanges are left out. /reset begins anew."
             )
 
     def _save(self, file: Path) -> None:

@@ -27,6 +27,7 @@ TODAY = datetime(2024, 7, 26)
 
 
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
 """Stands for the thinking or the answer of the assistant's turn of that number."""
 
@@ -154,7 +155,14 @@ class ChatTemplate:
         write with `add_generation_prompt`.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
-        return [text for text, _ in self.rendered(Conversation((*turns, answer))).parts[:-1]]
+        whole = Conversation((*turns, answer))
+        try:
+            return [text for text, _ in self.rendered(whole).parts[:-1]]
+        except CoterieError:  # what a model said before cannot be found; else it is raised again
+            *_, last = _marked(whole.turns)
+            text = self._render((*turns, last), whole.where)
+            at = {mark[1]: mark.start() for mark in _MARK.finditer(text)}
+            return [text[: _tag(text, at["t"]) if "t" in at else at["a"]].removesuffix(" ")]
 
     def _around(self) -> tuple[str, str, str]:
         """A space before answers, or none; what ends them inside a conversation, and at its end
@@ -183,6 +191,8 @@ class ChatTemplate:
             return _compile_jinja_template(self.source).render(
                 messages=messages,
                 add_generation_prompt=False,
+                tools=None,
+                documents=None,
                 strftime_now=TODAY.strftime,
                 **self.tokenizer.special_tokens_map,
             )
@@ -213,25 +223,30 @@ class ChatTemplate:
         self, text: str, marked: str, turns: Sequence[Turn], where: str
     ) -> list[tuple[int, int]]:
         """Where each answer is in a rendered conversation, with its thinking if that is there."""
-        contents = [parted(turn.content) for turn in turns if turn.role == "assistant"]
+        contents = [turn.content for turn in turns if turn.role == "assistant"]
         (_, first), *rest = self._gaps(marked, len(contents), where)
-        pattern = [re.escape(first)]
+        right, at = text.startswith(first), len(first)
+        starts: dict[int, int] = {}
+        ends: dict[int, int] = {}
         for (kind, number), gap in rest:
-            thinking, answer = contents[number]
+            thinking, answer = parted(contents[number])
+            begin = _after_space(text, at)
             said = thinking or "" if kind == "t" else answer.strip()
-            pattern += [rf"(\s*{re.escape(said)}\s*)", re.escape(gap)]
-        found = re.fullmatch("".join(pattern), text)
-        if found is None:
+            if thinking == "" and text.startswith(contents[number].strip(), begin):
+                said = contents[number].strip()  # a template that leaves empty thinking in
+            end = begin + len(said)
+            # Space after an answer is its own, but for what the template writes.
+            after = range(_after_space(text, end), end, -1)
+            gap_at = next((place for place in after if text.startswith(gap, place)), end)
+            right = right and text.startswith(said, begin) and text.startswith(gap, gap_at)
+            starts.setdefault(number, _tag(text, at) if kind == "t" else at)
+            ends[number], at = gap_at, gap_at + len(gap)
+        if not right or at != len(text):
             raise CoterieError(
                 f"{where}: the chat template ({self.name}) changes what the assistant says, so it "
                 "cannot be found in what the base reads; change the conversation or give another "
                 "data.chat_template."
             )
-        starts: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        for group, ((kind, number), _) in enumerate(rest, start=1):
-            start, ends[number] = found.span(group)
-            starts.setdefault(number, _tag(text, start) if kind == "t" else start)
         return [(starts[number], ends[number]) for number in starts]
 
 
@@ -240,7 +255,13 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> Chat
     if given is not None:
         return ChatTemplate(tokenizer, given, "data.chat_template")
     if tokenizer.chat_template:
-        own = tokenizer.get_chat_template()
+        try:
+            own = tokenizer.get_chat_template()
+        except ValueError as error:  # several, and none of them is the default
+            raise CoterieError(
+                f"The base {tokenizer.name_or_path} has several chat templates; give one as "
+                "data.chat_template."
+            ) from error
         return ChatTemplate(tokenizer, own, f"that of {tokenizer.name_or_path}")
     return ChatTemplate(tokenizer, OURS.read_text(encoding="utf-8"), "Coterie's")
 
@@ -252,11 +273,17 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
     for turn in turns:
         if turn.role == "assistant":
             thinking, _ = parted(turn.content)
-            tag = "" if thinking is None else f"<think>{thinking and _mark('t', number)}</think>"
-            turn = turn._replace(content=tag + _mark("a", number))
+            before = f"<think>{_mark('t', number)}</think>" if thinking else ""
+            turn = turn._replace(content=before + _mark("a", number))
             number += 1
         marked.append(turn)
     return marked
+
+
+def _after_space(text: str, start: int) -> int:
+    """Where the first character is, from `start` on, that is no space."""
+    found = _SPACE.match(text, start)
+    return start if found is None else found.end()
 
 
 def _mark(kind: Literal["t", "a"], number: int) -> str:

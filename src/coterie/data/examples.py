@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from coterie.bases import context_token
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate, Conversation
 from coterie.errors import CoterieError
@@ -179,7 +180,7 @@ def chats(
     with the system prompt; exchanges that are too long are dropped and counted. `limit` keeps so
     many samples at most. Raises CoterieError, which begins with `owner`, if none is left.
     """
-    ids_of = in_parts(encoder)
+    ids_of, first = in_parts(encoder), context_token(template.tokenizer)
     chosen: list[_Sample] = []
     cut = too_long = 0
 
@@ -187,7 +188,9 @@ def chats(
         """The conversation with its tokens, unless it is too long."""
         rendered = template.rendered(item)
         texts, said = zip(*rendered.parts, strict=True)
-        row = list(zip(ids_of(texts), said, strict=True))
+        ids = ids_of(texts)
+        ids[0] = ids[0] or [first]  # an answer that nothing comes before
+        row = list(zip(ids, said, strict=True))
         fits = sum(len(ids) for ids, _ in row) <= window + 1
         return _Sample(row, item, rendered.bytes) if fits else None
 
@@ -269,12 +272,17 @@ def samples_of(
 
 
 def in_parts(encoder: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Encodes the parts of a text, each on its own."""
+    """Encodes the parts of a text, each on its own.
+
+    After a token such as <|user|> a tokenizer begins anew, with a space if it puts one first.
+    """
     onwards = continuing(encoder)
+    added = tuple(token.content for token in encoder.get_added_tokens_decoder().values())
 
     def ids(parts: Sequence[str]) -> list[list[int]]:
-        encoders = [encoder, *[onwards] * (len(parts) - 1)]
-        pairs = zip(encoders, parts, strict=True)
+        anew = [True, *(part.endswith(added) for part in parts)]
+        encoders = [encoder if begins else onwards for begins in anew]
+        pairs = zip(encoders, parts, strict=False)
         return [one.encode(part, add_special_tokens=False).ids for one, part in pairs]
 
     return ids

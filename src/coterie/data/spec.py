@@ -198,8 +198,8 @@ class DataSpec(Spec):
     @property
     def chats(self) -> bool:
         """Whether records are rendered through a chat template."""
-        how = self.instructions
-        return self.messages is not None or (how is not None and how.template == CHAT)
+        given = (self.instructions, self.preferences)
+        return self.messages is not None or any(how and how.template == CHAT for how in given)
 
     def of(self, name: str) -> "DataSpec":
         """A client's: with limits of its own and without `limits_of`."""

@@ -81,17 +81,17 @@ def encoded(
     """
     encoder, end = bare_encoder(tokenizer)
     limit = getattr(data.limits, split)
+    if data.preferences is not None:
+        ends = context_token(tokenizer), end
+        chat = any(isinstance(item.chosen, Conversation) for item in items)
+        template = chat_template(tokenizer, data.chat_template) if chat else None
+        return pairs(items, encoder, ends, template, data.window, limit, owner)
     if data.chats:
         template = chat_template(tokenizer, data.chat_template)
         return chats(items, encoder, template, data.window, limit, owner)
     if data.instructions is not None:
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
-    if data.preferences is not None:
-        ends = context_token(tokenizer), end
-        chat = any(isinstance(item.chosen, Conversation) for item in items)
-        template = chat_template(tokenizer, data.chat_template) if chat else None
-        return pairs(items, encoder, ends, template, data.window, limit, owner)
     tokens = _encode(items, encoder, end, limit)
     remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
     if limit is not None or split == "public":

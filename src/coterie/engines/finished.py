@@ -14,6 +14,7 @@ from coterie.bases.devices import Device, available
 from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
 from coterie.config import RunConfig, parse
+from coterie.data.chat import chat_template
 from coterie.data.tokens import ClientData
 from coterie.engines.kept import bring_back
 from coterie.errors import CoterieError
@@ -150,10 +151,16 @@ def _quiet(*_: object) -> None:
 
 
 def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
-    """The tokenizer of a run's base; of a client's (or the server's), where that may be another."""
+    """The tokenizer of a run's base; of a client's (or the server's), where that may be another.
+
+    Its chat template is the one that the run rendered conversations with, if it did.
+    """
     values = RunFolder(Path(path)).description["config"]
     config = parse({**values, "method": "local", "baselines": []})  # they may not be registered
-    return load_tokenizer(config.base_of(client or EVERYONE), config.root)
+    found = load_tokenizer(config.base_of(client or EVERYONE), config.root)
+    if config.data.chats:
+        found.chat_template = chat_template(found, config.data.chat_template).source
+    return found
 
 
 def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
