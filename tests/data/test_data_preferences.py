@@ -71,6 +71,14 @@ def test_messages_go_through_the_chat_template(record) -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
+def test_sharegpts_form_and_answers_that_differ_in_thinking_alone() -> None:
+    asked = {"from": "human", "value": "Is it so?"}
+    said = [{"from": "gpt", "value": f"<think>{text}</think>Yes."} for text in ("Hm.", "Oh.")]
+    item = read({"prompt": [asked], "chosen": said[:1], "rejected": said[1:]})
+    assert item.chosen.answer == item.rejected.answer == "Yes."
+    assert item.chosen != item.rejected
+
+
 def test_a_text_prompt_can_be_a_users_turn() -> None:
     fields = {"prompt": "Is it so?", "chosen": "Yes.", "rejected": "No, never."}
     whole = {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}
@@ -98,12 +106,15 @@ FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ({"prompt": " "}, "not a text"),
         ({"rejected": ""}, "not a text"),
         ({"rejected": None}, "not a text"),
-        ({"prompt": []}, "no messages"),
-        ({"chosen": [{"role": "assistant"}]}, "not a message"),
-        ({"chosen": ["b"]}, "not a message"),
-        ({"chosen": [{"role": "tool", "content": "b"}]}, "not a message"),
+        ({"prompt": []}, "is an empty list"),
+        ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
+        ({"chosen": ["b"]}, "not a mapping"),
+        ({"chosen": [{"role": "tool", "content": "b"}]}, "calls of tools"),
+        ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "put thinking at the beginning"),
+        ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
+        ({"prompt": [SYSTEM]}, "does not end with a turn of the user's"),
         ({"chosen": [ASKED]}, "one turn of the assistant's"),
-        ({"prompt": [ASKED, YES]}, "ends with a turn of the assistant's"),
+        ({"prompt": [ASKED, YES]}, "does not end with a turn of the user's"),
         ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
         ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
         ({"chosen": [ASKED, YES]}, "one turn of the assistant's"),

@@ -182,6 +182,10 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] >= 0
+    (done.path / "result.json").unlink()
+    coterie.run(run(method="local", seed=1, **last), out=first.path, force=True)
+    with pytest.raises(CoterieError, match=r"dpo.reference names has changed since the run in"):
+        coterie.resume(done.path)
     nowhere = training | {"dpo": {"reference": str(tmp_path / "nowhere")}}
     with pytest.raises(CoterieError, match=r"nowhere is not the folder of a run"):
         joined(run(training=nowhere))

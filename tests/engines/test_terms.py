@@ -141,6 +141,11 @@ def a_chat_template(told: dict[str, Any], path: Path) -> None:
     told["data"] |= {"messages": {}, "chat_template": str(path / "diary.txt")}
 
 
+def an_earlier_run(told: dict[str, Any], path: Path) -> None:
+    told["data"] |= {"preferences": {}}
+    told["training"] |= {"dpo": {"reference": str(path)}}
+
+
 def the_texts(told: dict[str, Any], path: Path) -> None:
     told["clients"] = [{"name": "poet", "path": str(path)}]
 
@@ -161,7 +166,7 @@ def a_root(told: dict[str, Any], path: Path) -> None:
     "name",
     [
         *(diary, the_base, a_base_beside_those_that_ship, a_template, a_chat_template),
-        *(the_texts, a_division, the_servers_test, a_root),
+        *(an_earlier_run, the_texts, a_division, the_servers_test, a_root),
     ],
 )
 def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monkeypatch) -> None:

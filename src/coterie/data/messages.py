@@ -36,11 +36,28 @@ def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Convers
 def _conversation(record: Record, field: str | None) -> Conversation:
     if field is None:
         field = next((name for name in FIELDS if record.fields.get(name) is not None), FIELDS[0])
+    turns = turns_of(record, field)
+    while turns and turns[-1].role != "assistant":
+        turns.pop()
+    if not turns:
+        raise CoterieError(
+            f"{record.where}: the conversation has no answer of the assistant's; add one or remove "
+            "the record."
+        )
+    return Conversation(tuple(turns), record.where)
+
+
+def turns_of(record: Record, field: str) -> list[Turn]:
+    """The turns that a field of a record lists; raises CoterieError as `conversations` does."""
     messages = record[field]
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
         raise CoterieError(
             f"{record.where}: field {field} contains {messages!r:.60}, not a list of turns; fix "
-            "the record or set data.messages.field."
+            "the record or name another field."
+        )
+    if not messages:
+        raise CoterieError(
+            f"{record.where}: field {field} is an empty list; add turns or remove the record."
         )
     for key in TOOLS:
         if not _is_nothing(record.fields.get(key)):
@@ -54,14 +71,7 @@ def _conversation(record: Record, field: str | None) -> Conversation:
     for number, turn in enumerate(turns[1:], start=2):
         if turn.role == "system":
             _refuse(record, number, "is a system prompt; only the first turn may be one")
-    while turns and turns[-1].role != "assistant":
-        turns.pop()
-    if not turns:
-        raise CoterieError(
-            f"{record.where}: the conversation has no answer of the assistant's; add one or remove "
-            "the record."
-        )
-    return Conversation(tuple(turns), record.where)
+    return turns
 
 
 def _turn(record: Record, number: int, turn: Any) -> Turn:
@@ -72,6 +82,8 @@ def _turn(record: Record, number: int, turn: Any) -> Turn:
     speaker = "from" if "from" in held else "role"
     said = FORMS[speaker]
     role, content = held.pop(speaker, None), held.pop(said, "")
+    if role is None:
+        _refuse(record, number, "has no role, which says who speaks; add one")
     if role in TOOL_ROLES:
         _refuse(record, number, f"has the role {role}: {NO_TOOLS}")
     if not isinstance(role, str) or role not in ROLES:
@@ -82,6 +94,8 @@ def _turn(record: Record, number: int, turn: Any) -> Turn:
             why = NO_TOOLS
         elif key in THINKING:
             why = f"put thinking at the beginning of {said}, as <think>...</think>"
+        elif content == "":
+            why = f"what is said belongs in the key {said}"
         else:
             why = "Coterie does not use it; remove it"
         _refuse(record, number, f"has the key {key}: {why}")

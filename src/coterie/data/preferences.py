@@ -1,16 +1,16 @@
 """From records to preferences: a prompt, the answer that was chosen, and one that was rejected."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from coterie.data.chat import Conversation, Turn
 from coterie.data.examples import Instruction
 from coterie.data.files import Record
+from coterie.data.messages import turns_of
 from coterie.data.preferences_spec import PreferenceSpec
 from coterie.errors import CoterieError
 
-ROLES = get_args(get_type_hints(Turn)["role"])
 ANSWERS = ("chosen", "rejected")
 
 
@@ -51,12 +51,12 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
     else:
         text, answers = _text(record, "prompt"), [_text(record, field) for field in ANSWERS]
         if spec.template == "chat":
-            turns = (Turn("user", text),)
+            turns = [Turn("user", text)]
             found = [_conversation(record, turns, answer) for answer in answers]
         else:
             found = [Instruction(text, answer.strip()) for answer in answers]
     chosen, rejected = found
-    if chosen.answer == rejected.answer:
+    if chosen == rejected:
         raise CoterieError(
             f"{record.where}: chosen and rejected are the same answer; correct or remove the "
             "record."
@@ -67,13 +67,13 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
 def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversation]:
     """Both conversations of a record with messages; `whole`: its answers begin with the prompt."""
     if not whole:
-        turns = _turns(record, "prompt") if isinstance(prompt, list) else ()
-        turns = turns or (Turn("user", _text(record, "prompt")),)
+        asked = [Turn("user", _text(record, "prompt"))] if isinstance(prompt, str) else None
+        turns = turns_of(record, "prompt") if asked is None else asked
         return [_conversation(record, turns, _answer(record, field)) for field in ANSWERS]
-    chosen, rejected = (_turns(record, field) for field in ANSWERS)
+    chosen, rejected = (turns_of(record, field) for field in ANSWERS)
     before = chosen[:-1]
     if isinstance(prompt, list):
-        alike = _turns(record, "prompt") == before
+        alike = turns_of(record, "prompt") == before
     else:  # some data sets repeat what the user asks
         alike = prompt is None or prompt in (turn.content for turn in before)
     if before != rejected[:-1] or not alike:
@@ -89,46 +89,29 @@ def _is_whole(answer: Any) -> bool:
     return isinstance(answer, list) and len(answer) > 1
 
 
-def _conversation(record: Record, turns: tuple[Turn, ...], answer: str) -> Conversation:
-    if turns[-1].role == "assistant":
+def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Conversation:
+    if not turns or turns[-1].role != "user":
         raise CoterieError(
-            f"{record.where}: the prompt ends with a turn of the assistant's; it must end with the "
-            "turn that is answered."
+            f"{record.where}: the prompt does not end with a turn of the user's; correct it or "
+            "remove the record."
         )
-    return Conversation((*turns, Turn("assistant", answer)), record.where)
+    return Conversation((*turns, Turn("assistant", answer.strip())), record.where)
 
 
 def _answer(record: Record, field: str) -> str:
     """An answer, as a text or as a list of the assistant's turn."""
     if isinstance(record[field], list):
-        return _said(record, _turns(record, field))
+        return _said(record, turns_of(record, field))
     return _text(record, field)
 
 
-def _said(record: Record, turns: tuple[Turn, ...]) -> str:
+def _said(record: Record, turns: Sequence[Turn]) -> str:
     if len(turns) != 1 or turns[0].role != "assistant":
         raise CoterieError(
             f"{record.where}: an answer must be one turn of the assistant's, the last of its "
             "conversation."
         )
     return turns[0].content
-
-
-def _turns(record: Record, field: str) -> tuple[Turn, ...]:
-    """The messages of a field."""
-    found: list[Turn] = []
-    for message in cast(list[Any], record[field]):
-        fields = cast(dict[str, Any], message) if isinstance(message, dict) else {}
-        role, content = cast(Any, fields.get("role")), fields.get("content")
-        if role not in ROLES or not isinstance(content, str) or not content.strip():
-            raise CoterieError(
-                f"{record.where}: field {field} contains {message!r:.60}, not a message with a "
-                f"role ({', '.join(ROLES)}) and a content that is text; fix the record."
-            )
-        found.append(Turn(role, replace(record, fields={field: content}).text([field])))
-    if not found:
-        raise CoterieError(f"{record.where}: field {field} has no messages; fix the record.")
-    return tuple(found)
 
 
 def _text(record: Record, field: str) -> str:

@@ -45,14 +45,30 @@ def with_reference(config: RunConfig, base: Base, one: Participant) -> Participa
     return replace(one, data=data, tests={name: known(text) for name, text in one.tests.items()})
 
 
+def reference_digest(config: RunConfig) -> str | None:
+    """A hash of the earlier run that is the reference, to notice that it changes; None: the base.
+
+    Raises CoterieError if there is no such run.
+    """
+    dpo = config.training.dpo
+    if dpo is None or dpo.reference == "base":
+        return None
+    return _run_folder(config, dpo.reference).digest()
+
+
+def _run_folder(config: RunConfig, path: str) -> RunFolder:
+    folder = RunFolder(config.root / path)
+    if not folder.is_run or not folder.rounds():
+        raise CoterieError(
+            f"training.dpo.reference: {folder.path} is not the folder of a run with a finished "
+            "round; correct the path, or give base."
+        )
+    return folder
+
+
 def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
     """A client's model of an earlier run."""
-    folder = RunFolder(config.root / path)
-    if not folder.is_run:
-        raise CoterieError(
-            f"training.dpo.reference: {folder.path} is not the folder of a run; correct the path, "
-            "or give base."
-        )
+    folder = _run_folder(config, path)
     then = recorded(folder)
     mine, theirs = config.base_of(client), then.base_of(client)
     if mine != theirs:

@@ -12,6 +12,7 @@ from coterie.bases.devices import names_of
 from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.local import LocalRun, Rounds
+from coterie.engines.reference import reference_digest
 from coterie.errors import CoterieError
 from coterie.federation import (
     Federation,
@@ -101,7 +102,14 @@ class Session:
         server = {} if own is None else {SERVER: own.described()}
         tokenizers = {base: loaded.tokenizer for base, loaded in self.bases.items()}
         templates = described_templates(config, tokenizers)
-        more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
+        earlier = {} if (hash := reference_digest(config)) is None else {"reference": hash}
+        more = {
+            **earlier,
+            "engine": self.engine,
+            "device": names_of(config.device),
+            **templates,
+            **server,
+        }
         return describe(config.as_dict(), clients, config.plugins, **more)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
@@ -113,6 +121,11 @@ class Session:
             raise CoterieError(
                 f"The text of {whose} has changed since the run in {folder.path} began; start a "
                 "new run."
+            )
+        if folder.description.get("reference") != reference_digest(config):
+            raise CoterieError(
+                f"The run that training.dpo.reference names has changed since the run in "
+                f"{folder.path} began; start a new run."
             )
         self.start(config, folder, watch()).run()
 

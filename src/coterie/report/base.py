@@ -44,7 +44,10 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
         ("width", f"{text.hidden_size:,}"),
         ("context", "no limit" if window is None else f"{window:,} tokens"),
         ("vocabulary", f"{len(tokenizer):,} tokens"),
-        ("chat template", "yes" if tokenizer.chat_template else "no"),
+        (
+            "chat template",
+            "its own" if tokenizer.chat_template else "none; Coterie's plain one is used",
+        ),
     ]
     return Table(str(spec), ("", "base"), rows)
 

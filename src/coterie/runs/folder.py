@@ -300,6 +300,10 @@ class RunFolder:
         remedy = f"go back with --from-round {earlier[-1]}" if earlier else "start a new run"
         raise CoterieError(f"{path} is damaged ({why}); {remedy}.")
 
+    def digest(self) -> str:
+        """A hash of the newest checkpoint's checksums."""
+        return _checksum((self.checkpoint(self.rounds()) / CHECKSUMS).read_bytes())
+
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
         return json.loads((checkpoint / CHECKSUMS).read_bytes())
 
