@@ -60,7 +60,8 @@ QUICK = ("local",)
     [pytest.param(m, id=name, marks=slow(name not in QUICK)) for name, m in METHODS.items()],
 )
 def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> None:
-    run = run_of(method, values, teachers, rounds=3, training=HIGH)
+    # Higher, FedMKT's losses are not finite on some kinds of processors.
+    run = run_of(method, values, teachers, rounds=3, training=HIGH | {"learning_rate": 0.3})
     done = coterie.run(run, out=tmp_path / "run")
     result = done.results[run.label]
     if method["name"] == "pretrained":
