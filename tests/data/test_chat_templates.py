@@ -164,8 +164,11 @@ def test_what_a_template_refuses_is_a_sentence() -> None:
     ("source", "sentence"),
     [
         ("{% for m in messages %}", r"^The chat template \(mine\) is not valid Jinja, line 1: "),
-        ("{{ messages[0].content }}{{ eos_token }}", "leaves out an answer or repeats one"),
-        ("{% for m in messages %}{{ m.content * 2 }}{{ eos_token }}{% endfor %}", "leaves out an"),
+        (
+            "{{ messages[0].content }}{{ eos_token }}",
+            "does not write every answer once, word for word",
+        ),
+        ("{% for m in messages %}{{ m.content * 2 }}{{ eos_token }}{% endfor %}", "does not write every"),
         (
             "{% for m in messages %}{{ m.content }}\n{% endfor %}",
             "writes no marker after an answer",
@@ -185,7 +188,7 @@ def test_a_template_that_changes_answers_is_refused() -> None:
         CoterieError, match=r"^The conversation: .* changes what the assistant says"
     ):
         shouting.rendered(Talk(None, [Said("u", None, "small")]).conversation())
-    with pytest.raises(CoterieError, match="leaves out an answer or repeats one"):
+    with pytest.raises(CoterieError, match="does not write every answer once, word for word"):
         ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
     chat = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace(" | upper", ""), "mine")
     with pytest.raises(CoterieError, match=r"contains U\+E000"):

@@ -89,7 +89,7 @@ def _splits(found: "Quality") -> "Table":
         "Texts by client and split",
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
-        "Texts: records, prompts with answers, or pieces of text files, within data.limits. "
+        "Texts: records, samples, or pieces of text files, within data.limits. "
         f"Short: less than {SHORT} characters. Duplicates: exact + near (similarity {NEAR} or "
         f"more{looked}), repeated in the same split, or found in the training text of the same "
         f"client or of others. Empty records, left out: {found.empty:,}.",

@@ -114,7 +114,7 @@ def speakers(
             model = Loaded(base, lambda base=base: bare(base))
         else:
             model = loader.load(whose, config, of)
-            if not config.data.chats:
+            if not (config.data.chats or config.data.preferences):
                 untrained.append(name)
         template = chat_template(model.base.tokenizer, config.data.chat_template)
         found[name] = Speaker(*model, template, manner, system)

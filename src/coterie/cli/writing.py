@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.cli import terminal
 from coterie.errors import CoterieError
 
 
@@ -24,7 +25,13 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
     Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
     """
     from coterie.api import tokenizer
+    from coterie.runs import RunFolder
 
+    if RunFolder(run).description["config"]["data"].get("messages") is not None:
+        terminal.complain(
+            "Note: this run is on conversations, and --prompt is continued as plain text. To talk "
+            f"with the model: coterie chat {run} --client {client}"
+        )
     encoder: Any = tokenizer(run, client)
     ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
     found = _continued(run, client, ids, [encoder.eos_token_id], how)

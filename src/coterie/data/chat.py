@@ -214,8 +214,8 @@ class ChatTemplate:
         marks = [(kind, int(number)) for kind, number in zip(rest[::3], rest[1::3], strict=True)]
         if [number for kind, number in marks if kind == "a"] != list(range(answers)):
             raise CoterieError(
-                f"{where}: the chat template ({self.name}) leaves out an answer or repeats one; "
-                "change the conversation or give another data.chat_template."
+                f"{where}: the chat template ({self.name}) does not write every answer once, "
+                "word for word; give another data.chat_template."
             )
         return [(("", -1), first), *zip(marks, rest[2::3], strict=True)]
 

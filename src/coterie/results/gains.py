@@ -39,7 +39,7 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
     ]
     return (
         f"With {method} in place of {ALONE}, {metric.name} is {'; '.join(parts)}. (Differences are "
-        "told apart from chance by the test windows of this one run, at 95 %.)"
+        "told apart from chance by the test texts of this one run, at 95 %.)"
     )
 
 
