@@ -221,3 +221,14 @@ def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
         said = ask(["Hm?"], "--client", "poet", run=run)
         assert said.code == 2
         assert sentence in said.err
+
+
+def test_who_is_not_asked_after_ctrl_c_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Stopped:
+        def answer(self, question: str, show: Callable[[str], None]) -> str:
+            raise KeyboardInterrupt
+
+    both: Any = {"poet": Stopped(), "base": Stopped()}
+    with pytest.raises(KeyboardInterrupt):
+        talk.Talk(both).take("Is it?")
+    assert "Not asked: base." in capsys.readouterr().err

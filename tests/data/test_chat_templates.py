@@ -168,7 +168,10 @@ def test_what_a_template_refuses_is_a_sentence() -> None:
             "{{ messages[0].content }}{{ eos_token }}",
             "does not write every answer once, word for word",
         ),
-        ("{% for m in messages %}{{ m.content * 2 }}{{ eos_token }}{% endfor %}", "does not write every"),
+        (
+            "{% for m in messages %}{{ m.content * 2 }}{{ eos_token }}{% endfor %}",
+            "does not write every",
+        ),
         (
             "{% for m in messages %}{{ m.content }}\n{% endfor %}",
             "writes no marker after an answer",

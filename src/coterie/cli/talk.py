@@ -63,12 +63,18 @@ class Talk:
             question.encode()
         except UnicodeEncodeError as error:
             raise CoterieError("The question is not UTF-8 text.") from error
+        waiting = list(self.speakers)
         for name, speaker in self.speakers.items():
+            waiting.remove(name)
             if len(self.speakers) > 1:
                 terminal.console.print(f"\n{name}", style="bold", highlight=False, markup=False)
             said = None
             try:
                 said = speaker.answer(question, terminal.write)
+            except KeyboardInterrupt:
+                if waiting:
+                    terminal.complain(f"\nNot asked: {', '.join(waiting)}.")
+                raise
             finally:
                 if said is not None:
                     terminal.say("" if said else "(no answer)")
