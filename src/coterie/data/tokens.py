@@ -75,7 +75,7 @@ def tokenise(
 def encoded(
     items: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, split: str, owner: str
 ) -> Split:
-    """Documents, instructions or conversations, up to the limit of a split (or public).
+    """Documents or samples, up to the limit of a split (or public).
 
     Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
@@ -101,7 +101,7 @@ def encoded(
 
 
 def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
-    """All documents, instructions or conversations of a file or folder.
+    """All documents or samples of a file or folder.
 
     Raises `CoterieError`, which begins with `owner`, if it cannot be read.
     """

@@ -332,7 +332,7 @@ class PCLClient(AdapterClient):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Mean loss of everybody's model on samples, in nats per token."""
+        """Mean loss of everybody's model on samples, in nats per token (of pairs, DPO's)."""
         base, model = self.context.base, self.model()
         mine, found = copied(self.shared), {}
         for peer, upload in uploads.items():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import Conversation
-from coterie.data.examples import Examples, Instruction, continuing, joined, split
+from coterie.data.examples import Examples, Instruction, in_parts, joined, split
 from coterie.data.pairs import Pairs
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -20,7 +20,8 @@ from coterie.training.loss import token_losses
 
 @torch.no_grad()
 def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: int) -> Tensor:
-    """Negative log-likelihood of each answer given its prompt, end token included: (n,) float64.
+    """Negative log-likelihood of each one's answers given what comes before them, with what ends
+    them: (n,) float64.
 
     In nats, summed over the answer's tokens. `batch` samples of similar lengths at once.
     """
@@ -47,24 +48,28 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     tokens, which leaves something of any choice.
     """
     encoder, eos = bare_encoder(base.tokenizer)
-    encoder = continuing(encoder)
-    encoded: dict[str, Tensor] = {}
+    ids_of = in_parts(encoder)
+    encoded: dict[tuple[str, str], Tensor] = {}
     items: list[Instruction | Conversation] = []
     owners, rows, answers = [], [], []
     places = zip(samples.starts[:-1].tolist(), samples.answers.tolist(), strict=True)
     for number, (item, (start, answer)) in enumerate(zip(samples.items, places, strict=True)):
+        opens = encoder.id_to_token(int(samples.ids[answer - 1])) or ""  # such as <|assistant|>
         for choice in dict.fromkeys(item.choices):
             if choice == item.answer:
                 continue
             items.append(item)
-            text, last = choice.join(samples.around or ("", "")), []
             if isinstance(item, Instruction):
-                text, last = split(replace(item, answer=choice))[1], [eos]
-            if text not in encoded:
-                ids = encoder.encode(text, add_special_tokens=False).ids + last
-                encoded[text] = torch.tensor(ids, dtype=torch.int32)
+                before, text, last = "", split(replace(item, answer=choice))[1], [eos]
+            else:
+                assert samples.around is not None, "as all conversations"
+                lead, end = samples.around
+                before, text, last = opens, f"{lead}{choice}{end}", []
+            if (before, text) not in encoded:
+                ids = ids_of([before, text])[1] + last
+                encoded[before, text] = torch.tensor(ids, dtype=torch.int32)
             owners.append(number)
-            rows.append(torch.cat([samples.ids[start:answer], encoded[text]])[: window + 1])
+            rows.append(torch.cat([samples.ids[start:answer], encoded[before, text]])[: window + 1])
             answers.append(answer - start)
     if not rows:
         return samples, torch.zeros(0, dtype=torch.int64)

@@ -42,7 +42,7 @@ def continuations(
     """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to one
     of the markers.
 
-    prompts: each (n,) of any lengths, begun by the base's context token. Less is written where the
+    prompts: each (n,) of any lengths, with a first token to begin from. Less is written where the
     model's context ends. How many are worked on at once (`batch`) does not change the text, save
     where rounding decides between two tokens.
     """

@@ -46,7 +46,7 @@ class Updater:
         *,
         where: str,
     ) -> float:
-        """One step down the gradient of loss and penalty; the loss, in nats per token.
+        """One step down the gradient of loss and penalty; the loss, in nats per token, or DPO's.
 
         A loss in pieces is their mean over tokens, or pairs. The penalty is then the mean of what
         it is after each piece: for one of the parameters alone that is the penalty itself, and load
