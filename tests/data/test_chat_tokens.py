@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from talks import TEMPLATES, Said, Talk, needs_templates, talk
+from tokenizers import Tokenizer as Encoder
+from tokenizers import normalizers, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import AddedToken
 
 from coterie.bases import Tokenizer, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, Conversation, chat_template
-from coterie.data.examples import Examples, chats, joined
+from coterie.data.examples import Examples, chats, in_parts, joined
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 
@@ -175,3 +178,24 @@ def test_which_template_is_used() -> None:
     given = chat_template(tokenizer, source("ours"))
     assert given.name == "data.chat_template"
     assert given.digest != found.digest
+
+
+@pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
+def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
+    """Whenever a tokenizer puts a space: before a text, or after every special token, too."""
+    letters = ["<unk>", "<s>", "</s>", "\u2581", "\n", *(chr(code) for code in range(33, 127))]
+    encoder = Encoder(BPE({one: n for n, one in enumerate(letters)}, [], unk_token="<unk>"))
+    if scheme == "prepend":
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        encoder.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        metaspace: Any = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        encoder.pre_tokenizer = metaspace
+    encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
+    parts = ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"]
+    whole = encoder.encode("".join(parts), add_special_tokens=False).ids
+    assert [id for ids in in_parts(encoder)(parts) for id in ids] == whole
+    # An answer in the middle of a text has no space of its own.
+    asked = ["User: Hi\nAnswer:", " Yes</s>"]
+    whole = encoder.encode("".join(asked), add_special_tokens=False).ids
+    assert [id for ids in in_parts(encoder)(asked) for id in ids] == whole

@@ -274,16 +274,22 @@ def samples_of(
 def in_parts(encoder: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
     """Encodes the parts of a text, each on its own.
 
-    After a token such as <|user|> a tokenizer begins anew, with a space if it puts one first.
+    After a token such as <|user|>, some tokenizers begin anew, with a space: a part that follows
+    one is encoded with it.
     """
     onwards = continuing(encoder)
     added = tuple(token.content for token in encoder.get_added_tokens_decoder().values())
 
     def ids(parts: Sequence[str]) -> list[list[int]]:
-        anew = [True, *(part.endswith(added) for part in parts)]
-        encoders = [encoder if begins else onwards for begins in anew]
-        pairs = zip(encoders, parts, strict=False)
-        return [one.encode(part, add_special_tokens=False).ids for one, part in pairs]
+        found: list[list[int]] = []
+        for before, part in zip(["", *parts], parts, strict=False):
+            if found and not before.endswith(added):
+                found.append(onwards.encode(part, add_special_tokens=False).ids)
+                continue
+            token = max((one for one in added if before.endswith(one)), key=len, default="")
+            whole = encoder.encode(token + part, add_special_tokens=False).ids
+            found.append(whole[1:] if token else whole)
+        return found
 
     return ids
 
