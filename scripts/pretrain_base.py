@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -32,12 +33,12 @@ from coterie.chance import generator
 from coterie.data.files import Document
 from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, split_by_fractions
-from coterie.data.tokens import ClientData, tokenise
+from coterie.data.tokens import ClientData, Split, encoded, tokenise
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.exchange import State
 from coterie.files import write_bytes, write_folder
-from coterie.scoring.evaluation import evaluate
+from coterie.scoring.evaluation import Score, evaluate
 from coterie.training.loss import language_model_loss
 
 END = "<|endoftext|>"
@@ -68,6 +69,8 @@ class Recipe:
     batch: int
     learning_rate: float
     seed: int
+    begin: str | None = None
+    """Digest of the weights of the base that is trained further."""
 
     def rate(self, step: int) -> float:
         """Learning rate: linear warm-up for 2 % of the steps, then a cosine down to a tenth."""
@@ -77,18 +80,24 @@ class Recipe:
         return self.learning_rate * min(1.0, (step + 1) / warmup) * falls
 
 
-def read_texts(folder: Path, seed: int) -> Texts:
-    """The .txt and .txt.xz files of a folder, random pieces of them set aside."""
-    documents = []
+def read_files(folder: Path) -> dict[str, str]:
+    """The text of a folder's .txt and .txt.xz files, by their paths in it."""
+    files = {}
     for file in sorted(f for f in folder.rglob("*") if f.name.endswith((".txt", ".txt.xz"))):
         try:
             raw = file.read_bytes()
             text = (lzma.decompress(raw) if file.suffix == ".xz" else raw).decode()
         except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
             raise CoterieError(f"{file} could not be read as UTF-8 text: {error}.") from error
-        documents.append(Document(text, divisible=True))
-    if not documents:
+        files[str(file.relative_to(folder))] = text
+    if not files:
         raise CoterieError(f"There is no .txt or .txt.xz file in {folder}.")
+    return files
+
+
+def divided(files: dict[str, str], seed: int) -> Texts:
+    """Random pieces of the texts set aside, the rest for training."""
+    documents = [Document(text, divisible=True) for text in files.values()]
     return Texts(**split_by_fractions(documents, HELD_OUT, generator(seed, "split")))
 
 
@@ -174,6 +183,11 @@ def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
+def load_model(base: Path) -> PreTrainedModel:
+    """A base's model in fp32, to be trained further."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
+
+
 class Training:
     """A model, its optimiser and the steps done; all of it fits into one checkpoint."""
 
@@ -192,7 +206,8 @@ class Training:
 
     def step(self) -> float:
         """One update; returns its loss in nats per token."""
-        chance = generator(self.recipe.seed, "batch", self.done)
+        of = [] if self.recipe.begin is None else [self.recipe.begin]  # other windows than before
+        chance = generator(self.recipe.seed, "batch", *of, self.done)
         ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance).ids
         with autocast(self.base.precision, self.base.device.type):
             loss = language_model_loss(self.model, ids.to(self.base.device))
@@ -207,10 +222,19 @@ class Training:
         self.done += 1
         return loss.item()
 
-    def perplexity(self, split: Literal["validation", "test"]) -> float:
+    def score(self, tokens: Split) -> Score:
         """On text that is not trained on."""
-        tokens = getattr(self.data, split)
-        return evaluate(self.base, self.model, tokens, self.recipe.context).perplexity
+        return evaluate(self.base, self.model, tokens, self.recipe.context)
+
+    def bits_per_byte(self, files: dict[str, str], held_out: list[str]) -> dict[str, float]:
+        """Of each file's share of the held-out text, where it fills a window."""
+        spec, scores = DataSpec(window=self.recipe.context), {}
+        for name, text in files.items():
+            pieces = [piece for piece in held_out if piece in text]
+            with suppress(CoterieError):  # fewer tokens than a window
+                tokens = encoded(pieces, self.base.tokenizer, spec, "test", name)
+                scores[name] = self.score(tokens).bits_per_byte
+        return scores
 
     def export(self, folder: Path) -> None:
         """The base's files, weights in bf16; training is over then.
@@ -244,19 +268,29 @@ class Training:
         self.done = state.values["done"]
 
 
-def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
+def digest_of(base: Path) -> str:
+    """What tells a base's weights from others."""
+    try:
+        return blake2b((base / "model.safetensors").read_bytes(), digest_size=8).hexdigest()
+    except OSError as error:
+        raise CoterieError(f"{base} is no base of this script: {error}.") from error
+
+
+def begin(split: Texts, recipe: Recipe, base: Path | None, checkpoint: State | None) -> Training:
     """Everything ready for the next step: the first, or the one after a checkpoint."""
-    split = read_texts(texts, recipe.seed)
     text = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
     identity = {"recipe": asdict(recipe), "text": text}
-    if checkpoint is None:
+    if base is not None:
+        bpe = Tokenizer.from_file(str(base / "tokenizer.json"))
+    elif checkpoint is None:
         byte_level = recipe.tokenizer == "byte-level"
         train_tokenizer = train_byte_level if byte_level else train_sentencepiece
         bpe = train_tokenizer(split.train, recipe.vocabulary)
-    elif any(checkpoint.values[key] != value for key, value in identity.items()):
-        raise CoterieError("The training began with other options or texts; give those again.")
     else:
         bpe = Tokenizer.from_str(checkpoint.values["tokenizer"])
+    if checkpoint is not None:
+        if any(checkpoint.values[key] != value for key, value in identity.items()):
+            raise CoterieError("The training began with other options or texts; give those again.")
         torch.set_num_threads(checkpoint.values["threads"])
     identity |= {"tokenizer": bpe.to_str(), "threads": torch.get_num_threads()}
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END)
@@ -265,20 +299,21 @@ def begin(texts: Path, recipe: Recipe, checkpoint: State | None) -> Training:
         data = tokenise(split, tokenizer, DataSpec(window=recipe.context), "base")
     except CoterieError as error:
         raise CoterieError(
-            f"The texts in {texts} are too few: {HELD_OUT['test']:.1%} of them, which is set aside "
+            f"The texts are too few: {HELD_OUT['test']:.1%} of them, which is set aside "
             f"for a test, must hold more than {recipe.context} tokens (--context)."
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
-        model = new_model(recipe, len(tokenizer))
-    base = Base(model, tokenizer, "bf16", device)
-    training = Training(recipe, base, data, identity)
+        model = new_model(recipe, len(tokenizer)) if base is None else load_model(base)
+    training = Training(recipe, Base(model, tokenizer, "bf16", device), data, identity)
     if checkpoint is not None:
         training.restore(checkpoint)
     return training
 
 
-def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -> None:
+def pretrain(
+    texts: Path, out: Path, recipe: Recipe, base: Path | None, every: int, resume: bool
+) -> None:
     """Train from the start, or from the checkpoint beside `out`; `out` appears when it is done."""
     if out.exists():
         raise CoterieError(f"{out} is there already; choose another folder with --out.")
@@ -286,7 +321,9 @@ def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -
     if resume != path.exists():
         advice = "leave out --resume" if resume else "go on with --resume, or remove it"
         raise CoterieError(f"There is {'no' if resume else 'a'} checkpoint {path}; {advice}.")
-    training = begin(texts, recipe, State.decode(path.read_bytes()) if resume else None)
+    files = read_files(texts)
+    split = divided(files, recipe.seed)
+    training = begin(split, recipe, base, State.decode(path.read_bytes()) if resume else None)
     size = sum(p.numel() for p in training.parameters.values())
     console.print(f"{size:,} parameters, {len(training.data.train.ids):,} training tokens")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -303,8 +340,11 @@ def pretrain(texts: Path, out: Path, recipe: Recipe, every: int, resume: bool) -
             losses.clear()
         if done % every == 0 and done < recipe.steps:
             write_bytes(path, training.state().encode())
-            console.print(f"  held-out perplexity {training.perplexity('validation'):.2f}; saved")
-    console.print(f"test perplexity {training.perplexity('test'):.2f}")
+            perplexity = training.score(training.data.validation).perplexity
+            console.print(f"  held-out perplexity {perplexity:.2f}; saved")
+    console.print(f"test perplexity {training.score(training.data.test).perplexity:.2f}")
+    for name, bits in training.bits_per_byte(files, split.test).items():
+        console.print(f"  {bits:.3f} bits per byte  {name}")
     write_folder(out, training.export)
     path.unlink(missing_ok=True)
     console.print(f"The base is in {out}; use it with `coterie run --set base={out.resolve()}`.")
@@ -329,6 +369,14 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Windows in a step.")] = 32,
     learning_rate: Annotated[float, typer.Option(min=0, help="Its largest value.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, help="Every random draw comes from it.")] = 0,
+    begin_with: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a base to train further, instead of random weights; it keeps its shape "
+            "and tokenizer. With the texts and seed of its first training, what was held out then "
+            "is held out again."
+        ),
+    ] = None,
     every: Annotated[
         int, typer.Option(min=1, help="Steps between checkpoints, and held-out perplexities.")
     ] = 500,
@@ -344,7 +392,9 @@ def main(
     try:
         if width % (2 * heads):
             raise CoterieError(f"--width must be a multiple of {2 * heads}, twice --heads.")
-        pretrain(texts, out, Recipe(*shape, steps, batch, learning_rate, seed), every, resume)
+        begun = None if begin_with is None else digest_of(begin_with)
+        recipe = Recipe(*shape, steps, batch, learning_rate, seed, begun)
+        pretrain(texts, out, recipe, begin_with, every, resume)
     except CoterieError as error:
         console.print(f"[red]Error:[/] {escape(str(error))}")
         sys.exit(2)
