@@ -33,7 +33,9 @@ class RowSpec(_Spec):
         default=(),
         description="the paper's figure for each column, shares in per cent; null: no figure",
     )
-
+    paper_std: tuple[float | None, ...] = Field(
+        default=(), description="the standard deviations that the paper gives with its figures"
+    )
     point: Literal["trained", "aggregated"] | None = Field(
         default=None, description="evaluation that is scored, in place of the table's"
     )
@@ -60,6 +62,17 @@ class ColumnSpec(_Spec):
     note: str = Field(default="", description="note under the table")
 
 
+class FigureSpec(_Spec):
+    """`figure`: how a table is drawn."""
+
+    kind: Literal["lines", "heat map", "curves"] = Field(
+        description="lines: a line for each row over the columns; heat map: rows by columns; "
+        "curves: scores over rounds by client, a line for each row (needs evaluation.every)"
+    )
+    x: str = Field(default="", description="what the columns are, such as number of clients")
+    y: str = Field(default="", description="what the rows are; heat maps only")
+
+
 class TableSpec(_Spec):
     """A table file."""
 
@@ -80,6 +93,12 @@ class TableSpec(_Spec):
         default=None, description="evaluation that is scored; default: the one each method reports"
     )
     run: dict[str, Any] = Field(default={}, description="keys of a run file for all columns")
+    regimes: dict[str, dict[str, Any]] = Field(
+        default={},
+        description="other settings in which the whole table can be run, by name: keys of a run "
+        "file, merged over those of every column",
+    )
+    figure: FigureSpec | None = Field(default=None, description="how the table is drawn")
     columns: tuple[ColumnSpec, ...] = Field(
         min_length=1, description="columns: data sets or settings"
     )
@@ -104,11 +123,12 @@ class TableSpec(_Spec):
                         f"two `{what}` have the same or a similar name {name!r}; rename one"
                     )
         for row in self.rows:
-            if row.paper and len(row.paper) != len(self.columns):
-                raise ValueError(
-                    f"the row {row.label!r} has {len(row.paper)} paper figures for "
-                    f"{len(self.columns)} columns; give one per column, null for none"
-                )
+            for what, given in (("figures", row.paper), ("deviations", row.paper_std)):
+                if given and len(given) != len(self.columns):
+                    raise ValueError(
+                        f"the row {row.label!r} has {len(given)} paper {what} for "
+                        f"{len(self.columns)} columns; give one per column, null for none"
+                    )
         known = [row.label for row in self.rows]
         for column in self.columns:
             for name in column.methods.keys() - set(known):
