@@ -21,6 +21,7 @@ from coterie.results.messages import MessagesTable, traffic
 from coterie.results.overlap import OverlapTable, jaccard
 from coterie.results.pages import markdown
 from coterie.results.paper import PaperTable
+from coterie.results.rounds import by_round
 from coterie.runs import Watch
 from coterie.table_file import (
     ColumnRuns,
@@ -73,6 +74,8 @@ def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
             f"In {where}: {spec.shows} scores generated answers; set evaluation.generate to "
             "their maximum number of tokens."
         )
+    if spec.figure and spec.figure.kind == "curves" and common.evaluation.every is None:
+        raise CoterieError(f"In {where}: curves need scores by round; set evaluation.every.")
     return Column(runs.spec, common, cells)
 
 
@@ -199,6 +202,7 @@ def _empty(
         command=command,
         against=against or spec.against,
         tuned={column.spec.name: {} for column, _ in sessions},
+        figure=spec.figure.model_dump() if spec.figure else None,
     )
 
 
@@ -232,7 +236,10 @@ def _fill_in(
         for seed in range(column.run.seed, column.run.seed + seeds):
             for row, run in runs.items():
                 named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
-                outcome = cells.outcome(session, run.model_copy(update=named), path)
+                run = run.model_copy(update=named)
+                result, outcome = cells.finished(session, run, path)
                 point = points[row] or outcome["reports"]
+                if spec.figure is not None and spec.figure.kind == "curves":
+                    outcome["rounds"] = by_round(result.metrics(), point)
                 shown.results[name][row].append({**outcome, "reports": point})
                 write_table(shown, folder)
