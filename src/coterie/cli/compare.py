@@ -177,7 +177,9 @@ def _page(summary: Mapping[str, Any], docs: Path) -> Path:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        terminal.say("It has no picture: matplotlib is missing (pip install 'coterie[report]').")
+        terminal.say(
+            "The page has no picture, which needs matplotlib: pip install 'coterie[report]'."
+        )
     else:
         write_pictures(summary, docs)
         write_pages(docs)

@@ -29,10 +29,10 @@ def figures(summary: Summary, name: str) -> dict[str, str]:
 
     A table's only picture has this name; of curves, there is one for each column.
     """
-    columns = [column["name"] for column in summary["columns"]]
     kind = kind_of(summary)
     if kind is None:
         return {}
+    columns = [column["name"] for column in summary["columns"]]
     labels = dict.fromkeys(METRICS[column["metric"]].label for column in summary["columns"])
     what = f"{kind.capitalize()} of mean {summary['split']} {listed(labels)}"
     if kind == "curves":
