@@ -25,10 +25,11 @@ def plain_log(axis: Axis, count: int) -> None:
     """A few evenly spaced round numbers on a logarithmic axis that holds its data already."""
     low, high = axis.get_view_interval()
     edge = (high / low) ** 0.12
-    digits = 2 if high > 1.5 * low else 3
-    ticks = np.geomspace(low * edge, high / edge, count)
-    axis.set_ticks(sorted({float(f"{tick:.{digits}g}") for tick in ticks}))
-    axis.set_major_formatter(lambda value, _: number(value))
+    exact = np.geomspace(low * edge, high / edge, count)
+    least = 2 if high > 1.5 * low else 3
+    rounded = ({float(f"{tick:.{n}g}") for tick in exact} for n in range(least, 7))
+    axis.set_ticks(sorted(max(rounded, key=len)))  # as few digits as tell them apart
+    axis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.6g}")
     axis.set_minor_locator(NullLocator())
 
 

@@ -1,6 +1,7 @@
 """Filled-in tables of papers as figures: dots, lines, a heat map, or curves over rounds."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,8 @@ def _dots(summary: Summary) -> Drawn:
     paper = compared(summary)
 
     def draw(canvas: Canvas) -> Figure:
-        across = 1 if canvas.narrow else min(len(columns), 4)
+        lines = ceil(len(columns) / 4)
+        across = 1 if canvas.narrow else ceil(len(columns) / lines)
         x = labels[0] if len(set(labels)) == 1 else ""
         height = 0.22 * len(rows) + 0.75
         figure, axes = canvas.panels(len(columns), height, across, x, sharey=True)
