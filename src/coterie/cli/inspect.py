@@ -77,22 +77,26 @@ def audit(
         terminal.console.print(table)
 
 
+Reported = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        help="Run folders, folders that contain them, or result files of tables (JSON).",
+    ),
+]
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of the report. Default: `report` in the first RUN, or beside it if it is a "
+        "file.",
+        show_default=False,
+    ),
+]
+
+
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN",
-            help="Run folders, folders that contain them, or result files of tables (JSON).",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the report. Default: `report` in the first RUN, or beside it if it is "
-            "a file.",
-            show_default=False,
-        ),
-    ] = None,
+    runs: Reported,
+    out: ReportFolder = None,
     layer: Annotated[
         str | None,
         typer.Option(
