@@ -215,7 +215,7 @@ def _fill_in(
     watch: Callable[[], Watch],
     report: Callable[[str], None],
 ) -> None:
-    """Run column by column, and write the table after every run that it shows."""
+    """Run column by column, and write the table after every run that was not finished before."""
     points = {row.label: row.point or spec.point for row in spec.rows}
     tuners = [Tuner(session, spec.tune) for _, session in sessions]
     trials = [
@@ -223,7 +223,7 @@ def _fill_in(
         for tuner, (column, _) in zip(tuners, sessions, strict=True)
     ]
     total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
-    cells = Cells(total, watch, report)
+    cells, written = Cells(total, watch, report), 0
     for (column, session), tuner, tried in zip(sessions, tuners, trials, strict=True):
         name = column.spec.name
         for text in session.warnings:
@@ -242,4 +242,6 @@ def _fill_in(
                 if spec.figure is not None and spec.figure.kind == "curves":
                     outcome["rounds"] = by_round(result.metrics(), point)
                 shown.results[name][row].append({**outcome, "reports": point})
-                write_table(shown, folder)
+                if cells.worked_on > written:
+                    write_table(shown, folder)
+                    written = cells.worked_on
