@@ -281,6 +281,14 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
         assert last == {client: round(score, 2) for client, score in row["clients"].items()}
     assert averaged["perplexity"] == averaged["aggregated"] == tuned["aggregated"]
     assert tuned["perplexity"] == tuned["trained"] != averaged["perplexity"]
+    # Of a finished table, differences from another row are told without running anything.
+    for against in ("Averaged", "Tuned"):
+        coterie.compare_table(
+            path, settings=every, columns=["two"], out=tmp_path / "out", against=against
+        )
+        page = (tmp_path / "out" / "table.md").read_text()
+        assert f"| method | less {against} | 95 % interval | p |" in page
+    assert counted == ["averaged-seed0"]
 
 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
