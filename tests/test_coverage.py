@@ -20,8 +20,8 @@ def test_every_recipe_is_linked() -> None:
     assert linked == set(RECIPES)
 
 
-def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r"\btests/[\w./-]+\.py", PAGE))
+def test_every_script_that_is_named_exists() -> None:
+    named = set(re.findall(r"\b(?:tests|benchmarks|scripts)/[\w./-]+\.py", PAGE))
     assert named
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
