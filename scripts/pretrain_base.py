@@ -183,11 +183,6 @@ def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
-def load_model(base: Path) -> PreTrainedModel:
-    """A base's model in fp32, to be trained further."""
-    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
-
-
 class Training:
     """A model, its optimiser and the steps done; all of it fits into one checkpoint."""
 
@@ -206,8 +201,8 @@ class Training:
 
     def step(self) -> float:
         """One update; returns its loss in nats per token."""
-        of = [] if self.recipe.begin is None else [self.recipe.begin]  # other windows than before
-        chance = generator(self.recipe.seed, "batch", *of, self.done)
+        before = filter(None, [self.recipe.begin])  # a second training has windows of its own
+        chance = generator(self.recipe.seed, "batch", *before, self.done)
         ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance).ids
         with autocast(self.base.precision, self.base.device.type):
             loss = language_model_loss(self.model, ids.to(self.base.device))
@@ -298,13 +293,12 @@ def begin(split: Texts, recipe: Recipe, base: Path | None, checkpoint: State | N
     try:
         data = tokenise(split, tokenizer, DataSpec(window=recipe.context), "base")
     except CoterieError as error:
-        raise CoterieError(
-            f"The texts are too few: {HELD_OUT['test']:.1%} of them, which is set aside "
-            f"for a test, must hold more than {recipe.context} tokens (--context)."
-        ) from error
+        few = f"The texts are too few: the {HELD_OUT['test']:.1%} that are set aside for a test"
+        raise CoterieError(f"{few} must hold over {recipe.context} tokens (--context).") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
-        model = new_model(recipe, len(tokenizer)) if base is None else load_model(base)
+        made = AutoModelForCausalLM.from_pretrained
+        model = new_model(recipe, len(tokenizer)) if base is None else made(base).float().train()
     training = Training(recipe, Base(model, tokenizer, "bf16", device), data, identity)
     if checkpoint is not None:
         training.restore(checkpoint)
@@ -372,9 +366,8 @@ def main(
     begin_with: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of a base to train further, instead of random weights; it keeps its shape "
-            "and tokenizer. With the texts and seed of its first training, what was held out then "
-            "is held out again."
+            help="Folder of a base to train further, in its own shape and with its tokenizer. "
+            "With the texts and seed of its training, the same text is held out again."
         ),
     ] = None,
     every: Annotated[

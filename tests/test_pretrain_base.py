@@ -200,6 +200,31 @@ def test_resumed_training_ends_with_the_same_bits(
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
 
 
+def test_a_base_is_trained_further_on_other_windows(pretrain, script, tmp_path, monkeypatch):
+    pretrain(tmp_path / "first")
+    real, read = script.language_model_loss, []
+
+    def seen(model, ids):
+        read.append((ids, {name: p.detach().clone() for name, p in model.named_parameters()}))
+        return real(model, ids)
+
+    monkeypatch.setattr(script, "language_model_loss", seen)
+    pretrain(tmp_path / "again")
+    first = [ids for ids, _ in read]
+    read.clear()
+    code, output = pretrain(tmp_path / "more", "--begin-with", str(tmp_path / "first"))
+    assert code == 0, output
+    began = AutoModelForCausalLM.from_pretrained(tmp_path / "first").float()
+    assert all(torch.equal(p, read[0][1][name]) for name, p in began.named_parameters())
+    assert not any(torch.equal(ids, other) for ids, _ in read for other in first)
+    tokenizers = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("first", "more")]
+    assert tokenizers[0] == tokenizers[1]
+    told = re.findall(r"^  ([\d.]+) bits per byte  (\w+)\.txt\.xz$", output, re.MULTILINE)
+    assert {name for _, name in told} <= {"one", "two"}  # so small a share may be of one alone
+    assert told
+    assert all(0 < float(bits) < 8 for bits, _ in told)
+
+
 def test_learning_rate_warms_up_and_falls_to_a_tenth(script):
     recipe = script.Recipe("gpt2", 1, 16, 2, "byte-level", 300, 16, 500, 8, 1e-2, 0)
     rates = [recipe.rate(step) for step in range(500)]

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import Trainable
+from coterie.adapters import Role, Trainable
 from coterie.chance import generator
 from coterie.data.pairs import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
@@ -116,5 +116,5 @@ class LocalTraining:
 
     def _left_on(self) -> Mapping[str, Tensor]:
         """Parameters on which a level may leave gradients, by name."""
-        roles = {role for level in self.levels for role in level.leaves}
+        roles: set[Role] = {role for level in self.levels for role in level.leaves}
         return self.adapter.parameters(*roles) if roles else {}

@@ -39,7 +39,8 @@ class Updater:
         roles: Sequence[Role],
         leaves: Sequence[Role] = (),
     ) -> None:
-        self.context, self.adapter, self.roles = context, adapter, (*roles, *leaves)
+        self.context, self.adapter = context, adapter
+        self.roles: tuple[Role, ...] = (*roles, *leaves)
         self.parameters = adapter.parameters(*roles)
         self.reset()
 
