@@ -341,11 +341,30 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
 
 
 @pytest.mark.parametrize("clip", some({0.05}, [None, 0.05]))
-@pytest.mark.parametrize(("task", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.3, 2.0)])
-def test_distillation_is_plain_training_on_both_losses(base, make, task, temperature, clip) -> None:
-    """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual."""
-    training = TRAINING.model_copy(update={"max_grad_norm": clip})
-    distiller = make(training=training, task_weight=task, epochs=2, temperature=temperature)
+@pytest.mark.parametrize(
+    ("task", "temperature", "own"),
+    [
+        (1.0, 1.0, "labels"),
+        (0.3, 1.0, "labels"),
+        (0.3, 2.0, "labels"),
+        (0.3, 1.0, "none"),
+        (0.3, 2.0, "none"),
+        (0.0, 1.0, "none"),
+    ],
+)
+def test_distillation_is_plain_training_on_both_losses(
+    base, make, task, temperature, own, clip
+) -> None:
+    """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual.
+
+    As published (own: none), the teachers' part is a mean over the samples that are taught; also
+    where a batch is computed in pieces.
+    """
+    training = TRAINING.model_copy(
+        update={"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
+    )
+    settings = {"task_weight": task, "temperature": temperature, "own": own}
+    distiller = make(training=training, epochs=2, **settings)
     distiller.begin(made_up(base, 0, [2.0] * 5))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
     loss = distiller.distil(1)
@@ -368,8 +387,12 @@ def test_distillation_is_plain_training_on_both_losses(base, make, task, tempera
                 ]
                 logits = model(batch.ids[:, :-1]).logits[batch.counted]
                 logprobs = (logits / temperature).log_softmax(-1)
-                taught = -(wanted[rows] * logprobs).sum(-1).mean()
-                found = task * found + (1 - task) * taught
+                taught = -(wanted[rows] * logprobs).sum(-1)
+                if own == "none":
+                    sizes = distiller.positions.starts.diff()[chosen]
+                    by = (distiller.teachers[chosen] != NOBODY).repeat_interleave(sizes)
+                    taught = taught[by] if by.any() else 0 * taught
+                found = task * found + (1 - task) * taught.mean()
             found.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip)
