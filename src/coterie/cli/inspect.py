@@ -92,7 +92,8 @@ def report(
         str | None,
         typer.Option(
             metavar="N|first|last",
-            help="Layer whose experts colour the texts. Default: first and last.",
+            help="Layer whose experts are shown with --texts and --samples. Default: first and "
+            "last.",
             show_default=False,
         ),
     ] = None,
@@ -101,6 +102,14 @@ def report(
         typer.Option(
             "--texts/--no-texts",
             help="Include clients' texts, with each token coloured by its expert.",
+        ),
+    ] = False,
+    samples: Annotated[
+        bool,
+        typer.Option(
+            "--samples/--no-samples",
+            help="Include a point for each of some training samples of each client, by its "
+            "relevance to the experts (FedAMoLE).",
         ),
     ] = False,
     plugins: Plugins = None,
@@ -118,7 +127,7 @@ def report(
         if not run.is_dir():
             raise CoterieError(f"{run} is neither a run's folder nor one that holds runs.")
     try:
-        from coterie.report.page import PRIVATE, write_report
+        from coterie.report.page import PRIVATE, SINGLE, write_report
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "jinja2"):
             raise
@@ -126,13 +135,15 @@ def report(
             f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
         ) from None
 
-    written = write_report(runs, out or runs[0] / "report", texts, layer)
+    written = write_report(runs, out or runs[0] / "report", texts, layer, samples)
     for section in written.sections:
         terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
     if texts:
         terminal.say(PRIVATE)
+    if samples:
+        terminal.say(SINGLE)
     terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 
 

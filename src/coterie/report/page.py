@@ -15,6 +15,7 @@ from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
 from coterie.report.division import division
+from coterie.report.relevance import relevance
 from coterie.report.routing import routing
 from coterie.report.style import (
     DARK,
@@ -45,6 +46,10 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     operations,
 )
 PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
+SINGLE = (
+    "This page contains points that stand for single samples of clients; use --no-samples to "
+    "exclude them."
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,19 @@ class Report:
 
 
 def write_report(
-    paths: Sequence[Path], out: Path, with_texts: bool = False, layer: str | None = None
+    paths: Sequence[Path],
+    out: Path,
+    with_texts: bool = False,
+    layer: str | None = None,
+    with_samples: bool = False,
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
-    Figures that an earlier report left in figures/ are removed. Raises CoterieError if a folder
-    holds no run.
+    Clients' texts, and points that stand for single samples, are in it where asked for. Figures
+    that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
+    run.
     """
-    sections = [_section(one, with_texts, layer) for one in experiments(paths)]
+    sections = [_section(one, with_texts, with_samples, layer) for one in experiments(paths)]
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -89,7 +99,8 @@ def write_report(
                 write_bytes(figures / f"{name}.svg", _svg(picture, theme))
                 write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
-    write_text(page, _html(sections, with_texts))
+    notes = [PRIVATE] * with_texts + [SINGLE] * with_samples
+    write_text(page, _html(sections, " ".join(notes)))
     return Report(page, figures, sections)
 
 
@@ -97,8 +108,11 @@ def _prefix(section: Section, sections: Sequence[Section]) -> str:
     return f"{path_part(section.experiment.name)}-" if len(sections) > 1 else ""
 
 
-def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:
+def _section(
+    experiment: Experiment, with_texts: bool, with_samples: bool, layer: str | None
+) -> Section:
     found = [item for figures in FIGURES for item in figures(experiment)]
+    found += relevance(experiment, layer) if with_samples else ()
     found += texts(experiment, layer) if with_texts else ()
     comparison = Comparison(
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
@@ -136,7 +150,7 @@ def _named(base: Any) -> str:
     return str(BaseSpec.model_validate(base))
 
 
-def _html(sections: Sequence[Section], with_texts: bool) -> str:
+def _html(sections: Sequence[Section], private: str) -> str:
     environment = Environment(
         loader=PackageLoader("coterie", "report"),
         autoescape=True,
@@ -148,7 +162,7 @@ def _html(sections: Sequence[Section], with_texts: bool) -> str:
     return environment.get_template("page.html").render(
         sections=sections,
         title=f"Report on {listed(section.experiment.name for section in sections)}",
-        private=PRIVATE if with_texts else "",
+        private=private,
         light=LIGHT,
         dark=DARK,
         tints=TINTS,
