@@ -1,6 +1,7 @@
 """Figure 8 of FedAMoLE: samples by their relevance to experts, against the equations one by one."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
         found = token_embeddings(base, side.adapter, samples, 2)[path]  # pyright: ignore
         model, router = side.model(), side.state()["adapter"][f"projection/{path}"]
         for piece, embedding in zip(pieces[:3], found[:3], strict=True):
-            read: list[torch.Tensor] = []
+            read: Any = []
             module = model.get_submodule(path)
             hook = module.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
             with torch.no_grad():
