@@ -77,6 +77,16 @@ def audit(
         terminal.console.print(table)
 
 
+Samples = Annotated[
+    bool,
+    typer.Option(
+        "--samples/--no-samples",
+        help="Include a point for each of some training samples of each client, by its relevance "
+        "to the experts (FedAMoLE).",
+    ),
+]
+
+
 def report(
     runs: Annotated[
         list[Path],
@@ -104,14 +114,7 @@ def report(
             help="Include clients' texts, with each token coloured by its expert.",
         ),
     ] = False,
-    samples: Annotated[
-        bool,
-        typer.Option(
-            "--samples/--no-samples",
-            help="Include a point for each of some training samples of each client, by its "
-            "relevance to the experts (FedAMoLE).",
-        ),
-    ] = False,
+    samples: Samples = False,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
