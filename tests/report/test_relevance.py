@@ -11,6 +11,7 @@ import coterie
 from coterie.config import parse
 from coterie.data.tokens import Tokens
 from coterie.federation import participants_of
+from coterie.methods.fedamole import FedAMoLEClient
 from coterie.report import page, relevance
 from coterie.report.page import write_report
 from coterie.report.relevance import SAMPLES, in_the_plane, relevance_to, some_of
@@ -43,12 +44,17 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
         pieces = one.data.train.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
         assert torch.equal(samples.ids, pieces)  # there are fewer than SAMPLES: all of them
         base, side = relevance.Loader().side(folder, config, one.name)
-        found = token_embeddings(base, side.adapter, samples, 2)[path]  # pyright: ignore
+        assert isinstance(side, FedAMoLEClient)
+        found = token_embeddings(base, side.adapter, samples, 2)[path]
         model, router = side.model(), side.state()["adapter"][f"projection/{path}"]
         for piece, embedding in zip(pieces[:3], found[:3], strict=True):
-            read: Any = []
+            read: list[Any] = []
             module = model.get_submodule(path)
-            hook = module.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
+
+            def keep(module: Any, args: Any, to: list[Any] = read) -> None:
+                to.append(args[0])
+
+            hook = module.register_forward_pre_hook(keep)
             with torch.no_grad():
                 model(input_ids=piece[None, :-1])
             hook.remove()

@@ -143,10 +143,8 @@ def report(
         terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
-    if texts:
-        terminal.say(PRIVATE)
-    if samples:
-        terminal.say(SINGLE)
+    for note in [PRIVATE] * texts + [SINGLE] * samples:
+        terminal.say(note)
     terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 
 
