@@ -69,7 +69,8 @@ VOCABULARY = (
 
 
 class FedMKT(AdapterMethod):
-    """Clients and the server learn from one another's predictions; defaults are the paper's."""
+    """Clients and the server learn from one another's predictions; defaults are the paper's, but
+    for `own`."""
 
     name: ClassVar[str] = "fedmkt"
     paper: ClassVar[str] = "arXiv 2406.02224"
