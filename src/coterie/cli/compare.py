@@ -1,6 +1,6 @@
 """The command `coterie compare`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,11 +39,20 @@ Against = Annotated[
         show_default=False,
     ),
 ]
+Regime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="For a table file: one of its `regimes`, in which the whole table is run.",
+        show_default=False,
+    ),
+]
 WriteDocs = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="For a table file: also save the results as JSON and a generated page in this folder.",
+        help="For a table file: also save the results in this folder, as JSON and as a generated "
+        "page with a picture.",
         show_default=False,
     ),
 ]
@@ -70,11 +79,13 @@ def compare(
     ] = None,
     tune: Tune = None,
     against: Against = None,
+    regime: Regime = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the runs. Default: runs/compare-NAME; for tables, runs/FOLDER-NAME.",
+            help="Folder of the runs. Default: runs/compare-NAME; for tables, runs/FOLDER-NAME, "
+            "with -REGIME if one is given.",
             show_default=False,
         ),
     ] = None,
@@ -100,12 +111,12 @@ def compare(
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
     if file is not None and is_table(file):
-        _fill_in(file, _listed(methods), _listed(columns), seeds, write_docs, common)
+        _fill_in(file, _listed(methods), _listed(columns), seeds, regime, write_docs, common)
         return
-    if columns is not None:
-        raise CoterieError("--columns needs a table file; this is a run file.")
-    if write_docs is not None:
-        raise CoterieError("--write-docs needs a table file; this is a run file.")
+    given = {"--columns": columns, "--regime": regime, "--write-docs": write_docs}
+    for option, value in given.items():
+        if value is not None:
+            raise CoterieError(f"{option} needs a table file; this is a run file.")
     _compare(file, METHODS if methods is None else _listed(methods), seeds or 1, common)
 
 
@@ -124,6 +135,7 @@ def _fill_in(
     methods: list[str],
     columns: list[str],
     seeds: int | None,
+    regime: str | None,
     docs: Path | None,
     common: _Common,
 ) -> None:
@@ -132,8 +144,8 @@ def _fill_in(
     from coterie.table_file import read_table, table_folder
 
     # Told at once, what is wrong outside the methods.
-    read_table(file, common.settings, methods, columns, common.tune)
-    folder = common.out or table_folder(file)
+    read_table(file, common.settings, methods, columns, common.tune, regime)
+    folder = common.out or table_folder(file, regime)
     with terminal.stoppable():
         shown = coterie.compare_table(
             file,
@@ -143,6 +155,7 @@ def _fill_in(
             seeds=seeds,
             tune=common.tune,
             against=common.against,
+            regime=regime,
             out=folder,
             watch=terminal.watch,
             report=terminal.say,
@@ -151,9 +164,26 @@ def _fill_in(
         terminal.console.print(table)
     terminal.say(f"\nSaved to {folder}/table.md and table.json.")
     if docs is not None:
-        from coterie.results.pages import write_docs
+        terminal.say(f"Page: {_page(shown.summary(), docs)}")
 
-        terminal.say(f"Page: {write_docs(shown.summary(), docs)}")
+
+def _page(summary: Mapping[str, Any], docs: Path) -> Path:
+    """Write the page of a table, with its pictures if matplotlib is installed."""
+    from coterie.results.pages import write_docs, write_pages
+
+    page = write_docs(summary, docs)
+    try:
+        from coterie.report.tables import write_pictures
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        terminal.say(
+            "The page has no picture, which needs matplotlib: pip install 'coterie[report]'."
+        )
+    else:
+        write_pictures(summary, docs)
+        write_pages(docs)
+    return page
 
 
 def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:

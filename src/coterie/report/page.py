@@ -27,12 +27,14 @@ from coterie.report.style import (
     Theme,
 )
 from coterie.report.sweep import sweep
+from coterie.report.tables import pictures
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
-from coterie.results.tables import Table, listed
+from coterie.results.pages import TABLES, page_name, read_result
+from coterie.results.tables import Summary, Table, listed
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,
@@ -54,11 +56,10 @@ SINGLE = (
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment on the page."""
+    """One experiment, or one table of a paper, on the page."""
 
-    experiment: Experiment
-    about: Table
-    summary: Table | None
+    name: str
+    tables: Sequence[Table]
     pictures: Sequence[Picture]
     left_out: Sequence[LeftOut]
 
@@ -81,11 +82,15 @@ def write_report(
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
+    A path may also be a result file of a table of a paper; the folder of such a table has one, too.
     Clients' texts, and points that stand for single samples, are in it where asked for. Figures
     that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
     run.
     """
-    sections = [_section(one, with_texts, with_samples, layer) for one in experiments(paths)]
+    results = [path / "table.json" if path.is_dir() else path for path in paths]
+    sections = [_table(read_result(path)) for path in results if path.exists()]
+    folders = experiments(path for path in paths if path.is_dir())
+    sections += [_section(one, with_texts, with_samples, layer) for one in folders]
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -105,7 +110,12 @@ def write_report(
 
 
 def _prefix(section: Section, sections: Sequence[Section]) -> str:
-    return f"{path_part(section.experiment.name)}-" if len(sections) > 1 else ""
+    return f"{path_part(section.name)}-" if len(sections) > 1 else ""
+
+
+def _table(summary: Summary) -> Section:
+    shown, *_ = TABLES[summary["shows"]](summary)
+    return Section(page_name(summary), [shown], pictures(summary), [])
 
 
 def _section(
@@ -118,9 +128,8 @@ def _section(
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
     )
     return Section(
-        experiment,
-        _about(experiment),
-        comparison.table() if experiment.finished else None,
+        experiment.name,
+        [_about(experiment), *([comparison.table()] if experiment.finished else [])],
         [item for item in found if isinstance(item, Picture)],
         [item for item in found if isinstance(item, LeftOut)],
     )
@@ -161,7 +170,7 @@ def _html(sections: Sequence[Section], private: str) -> str:
     environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
     return environment.get_template("page.html").render(
         sections=sections,
-        title=f"Report on {listed(section.experiment.name for section in sections)}",
+        title=f"Report on {listed(section.name for section in sections)}",
         private=private,
         light=LIGHT,
         dark=DARK,
