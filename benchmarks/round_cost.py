@@ -8,9 +8,9 @@ aggregation with all that is neither of the others, such as messages, FedAMoLE's
 the assignment of experts (of the whole round, not per client); and scoring, with FDLoRA's search
 of weights. `bf16` is an upload's values on Llama-3.2-1B's shape, at two bytes each.
 
-    python benchmarks/overhead.py                     # on an embedded base
-    python benchmarks/overhead.py --base llama-1b     # random weights of that shape, 2.5 GB
-    python benchmarks/overhead.py --base moe          # table 2: a mixture of experts
+    python benchmarks/round_cost.py                     # on an embedded base
+    python benchmarks/round_cost.py --base llama-1b     # random weights of that shape, 2.5 GB
+    python benchmarks/round_cost.py --base moe          # table 2: a mixture of experts
 
 Table 2's Switch Transformer is an encoder-decoder, and Coterie's bases are causal. `moe` stands for
 it: Mixtral with Switch-base's width, heads and eight experts, and as many blocks as its encoder and

@@ -13,13 +13,13 @@ PAIR = 8 * (2048 + 2048) + 8 * (2048 + 512)
 
 
 @pytest.fixture
-def overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def round_cost(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location("overhead", FOLDER / "overhead.py")
+    spec = importlib.util.spec_from_file_location("round_cost", FOLDER / "round_cost.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "overhead", module)
+    monkeypatch.setitem(sys.modules, "round_cost", module)
     spec.loader.exec_module(module)
     return module
 
@@ -28,24 +28,24 @@ def overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(
     "row", ["FedIT-FT", "FDLoRA", "FedAMoLE, 15 experts", "FedAMoLE, 30 experts"]
 )
-def test_uploads_are_the_papers_but_for_its_packing(overhead, row) -> None:
+def test_uploads_are_the_papers_but_for_its_packing(round_cost, row) -> None:
     """16 layers in bf16. FedAMoLE: E k_c / C domain experts and a shared one, two routers, and
     the mean embeddings of the experts and the tokens."""
-    method, (_, up, *_) = overhead.LLAMA[row]
+    method, (_, up, *_) = round_cost.LLAMA[row]
     values = PAIR
     if "experts" in method:
         held = method["experts"] * 2 / 10
         values = (held + 1) * PAIR + 2 * 8 * 2048 + 2 * 8 * held
     expected = 16 * values * 2 / 2**20
-    found = overhead.by_shape({"name": "fedamole", **method})
+    found = round_cost.by_shape({"name": "fedamole", **method})
     assert found == pytest.approx(expected)
     assert found == pytest.approx(up, rel=0.015)
     assert found < up
 
 
-def test_work_inside_other_work_counts_once(overhead, monkeypatch) -> None:
+def test_work_inside_other_work_counts_once(round_cost, monkeypatch) -> None:
     ticks = iter([0.0, 1.0, 4.0, 6.0])
-    monkeypatch.setattr(overhead, "now", lambda: next(ticks))
+    monkeypatch.setattr(round_cost, "now", lambda: next(ticks))
 
     class Worker:
         def outer(self) -> None:
@@ -53,7 +53,7 @@ def test_work_inside_other_work_counts_once(overhead, monkeypatch) -> None:
 
         def inner(self) -> None: ...
 
-    worker, clock = Worker(), overhead.Clock()
+    worker, clock = Worker(), round_cost.Clock()
     clock.time(worker, "outer", "rest")
     clock.time(worker, "inner", "train")
     worker.outer()
