@@ -223,6 +223,23 @@ def test_fedmkts_samples_of_s_ni_have_long_outputs(file) -> None:
         assert kept == list(range(11, 20))
 
 
+@pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
+def test_fedmkts_data_is_dealt_in_five_parts_and_learnt_as_published(file) -> None:
+    """One part is public, and one each client's; a round of 4 samples a step is a pass over one."""
+    records = {"RTE": 2490, "WiC": 5428, "BoolQ": 9427, "CommonsenseQA": 9741, "ARC-E": 2251}
+    records |= {"ARC-C": 1119, "DialogSum": 12460, "S-NI": 10_000}
+    _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
+    for column in columns:
+        divide = column.run.divide
+        assert divide is not None
+        assert divide.public is True
+        assert (divide.parts or divide.taken) == 5
+        steps = records[column.spec.name.split()[-1]] / 5 / 4
+        assert abs(column.run.training.steps - steps) < 1
+        for row in ("LLM2SLM", "FedMKT"):
+            assert column.cells[row].method.model_dump()["own"] == "none"
+
+
 def test_fedmkts_settings_differ_in_who_takes_part() -> None:
     """Everybody's base and learning rate, as the paper has them; ARC-E has rates of its own."""
     llama, opt = "princeton-nlp/Sheared-LLaMA-1.3B", "facebook/opt-1.3b"

@@ -66,6 +66,25 @@ def test_the_public_part_is_one_more_of_the_same_size(root: Path) -> None:
     assert len(used) == len(set(used)) == RECORDS - 3
 
 
+def test_one_client_can_take_one_of_five_parts(root: Path) -> None:
+    """FedMKT's one-to-one setting: the same parts as with four clients, of which three are left."""
+    one, four = divide(root, clients=1, parts=5, public=True), divide(root, public=True)
+    assert list(one) == ["client-1"]
+    assert one["client-1"] == four["client-1"]
+    assert one.public is not None
+    assert len(one.public.train) == 17
+    assert one.public.train == four["client-2"].train
+
+
+def test_parts_are_for_all_who_take_one_and_for_even_divisions() -> None:
+    even = {"source": "x", "by": "even", "clients": 4}
+    with pytest.raises(ValidationError, match="clients and the public set take 5; set it to that"):
+        DivideSpec.model_validate({**even, "parts": 4, "public": True})
+    with pytest.raises(ValidationError, match="by label does not use parts; remove it"):
+        DivideSpec.model_validate({"source": "x", "by": "label", "parts": 4})
+    assert DivideSpec.model_validate({**even, "parts": 4}).taken == 4
+
+
 def test_fractions_are_of_all_records_however_many_clients(root: Path) -> None:
     data = DataSpec(fractions=Fractions(validation=0.25, test=0.5))
     for clients in (1, 3, 27):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from every_method import some
+from naive_distillation import TOP, counterpart, dense, naive
 from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
-from coterie.alignment.transfer import SoftTargets
 from coterie.bases import Base, load_base
 from coterie.chance import generator
 from coterie.data.examples import Examples, Instruction, examples
@@ -25,7 +25,6 @@ from coterie.training.loss import language_model_loss, soft_target_loss
 from coterie.training.schedule import learning_rate
 from coterie.training.spec import TrainingSpec
 
-TOP = 4
 ITEMS = [
     Instruction("Who purrs?\n", "the cat"),
     Instruction("Who trumpets? ", "a very old elephant"),
@@ -143,78 +142,6 @@ def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
     assert distiller.teachers.tolist() == [0, NOBODY, 0]
     learns, starts = dense(distiller.learns, base), distiller.positions.starts
     assert torch.equal(learns[: starts[1]], learns[starts[2] :])
-
-
-def as_dict(
-    theirs: Knowledge, place: int, ids: Tensor | None, temperature: float
-) -> dict[int, float]:
-    """A prediction in the distiller's tokens: the first of equal ones is kept."""
-    kept: dict[int, float] = {}
-    for token, logprob in zip(
-        theirs.tokens[place, :TOP].tolist(), theirs.logprobs[place, :TOP].tolist(), strict=True
-    ):
-        mine = token if ids is None else int(ids[token])
-        if mine >= 0:
-            kept.setdefault(mine, logprob)
-    total = sum(math.exp(value / temperature) for value in kept.values())
-    return {token: math.exp(value / temperature) / total for token, value in kept.items()}
-
-
-def counterpart(distiller: Distiller, sample: int, end: int, theirs: Knowledge) -> int | None:
-    """The teacher's position in this sample at which so many characters have been read."""
-    keys = theirs.samples.tolist()
-    key = int(distiller.positions.samples[sample])
-    if key not in keys or end < 0:
-        return None
-    span = range(*theirs.starts[keys.index(key) : keys.index(key) + 2].tolist())
-    return next((place for place in span if theirs.ends[place] == end), None)
-
-
-def naive(
-    distiller: Distiller,
-    teachers: list[int],
-    offers: dict[int, Knowledge],
-    own: Knowledge,
-    ids: Tensor | None = None,
-) -> Tensor:
-    """What is to be learnt at each position, (p, vocabulary)."""
-    rows = []
-    method, size = distiller.method, len(distiller.context.base.tokenizer)
-
-    def said(by: Knowledge, sample: int, place: int, ids: Tensor | None) -> Tensor:
-        there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
-        found = {} if there is None else as_dict(by, there, ids, method.temperature)
-        found = found or {int(distiller.targets[place]): 1.0}
-        return spread(found, size)
-
-    keys = own.samples.tolist()
-    for sample, teacher in enumerate(teachers):
-        key = int(distiller.positions.samples[sample])
-        loss = own.losses[keys.index(key)].item() if key in keys else math.inf
-        for place in range(*distiller.positions.starts[sample : sample + 2].tolist()):
-            label = spread({int(distiller.targets[place]): 1.0}, size)
-            mine = label if method.own == "labels" else said(own, sample, place, None)
-            if teacher == NOBODY:
-                rows.append(mine)
-                continue
-            theirs = said(offers[teacher], sample, place, ids)
-            if method.own == "mean":
-                a, b = math.exp(-loss), math.exp(-distiller.best[sample].item())
-                theirs = (a * mine + b * theirs) / (a + b)
-            rows.append(theirs)
-    return torch.stack(rows)
-
-
-def spread(found: dict[int, float], size: int) -> Tensor:
-    row = torch.zeros(size)
-    for token, share in found.items():
-        row[token] = share
-    return row
-
-
-def dense(shares: SoftTargets, base: Base) -> Tensor:
-    size = len(base.tokenizer)
-    return torch.zeros(len(shares.mass), size).scatter_add_(1, shares.tokens, shares.probs)
 
 
 @pytest.mark.parametrize("own", ["labels", "self", "mean"])
@@ -341,11 +268,30 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
 
 
 @pytest.mark.parametrize("clip", some({0.05}, [None, 0.05]))
-@pytest.mark.parametrize(("task", "temperature"), [(1.0, 1.0), (0.3, 1.0), (0.3, 2.0)])
-def test_distillation_is_plain_training_on_both_losses(base, make, task, temperature, clip) -> None:
-    """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual."""
-    training = TRAINING.model_copy(update={"max_grad_norm": clip})
-    distiller = make(training=training, task_weight=task, epochs=2, temperature=temperature)
+@pytest.mark.parametrize(
+    ("task", "temperature", "own"),
+    [
+        (1.0, 1.0, "labels"),
+        (0.3, 1.0, "labels"),
+        (0.3, 2.0, "labels"),
+        (0.3, 1.0, "none"),
+        (0.3, 2.0, "none"),
+        (0.0, 1.0, "none"),
+    ],
+)
+def test_distillation_is_plain_training_on_both_losses(
+    base, make, task, temperature, own, clip
+) -> None:
+    """AdamW, step by step; the teachers' part by all logits. With labels alone: as usual.
+
+    As published (own: none), the teachers' part is a mean over the samples that are taught; also
+    where a batch is computed in pieces.
+    """
+    training = TRAINING.model_copy(
+        update={"max_grad_norm": clip, "micro_batch": 1 if own == "none" else None}
+    )
+    settings = {"task_weight": task, "temperature": temperature, "own": own}
+    distiller = make(training=training, epochs=2, **settings)
     distiller.begin(made_up(base, 0, [2.0] * 5))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
     loss = distiller.distil(1)
@@ -368,8 +314,12 @@ def test_distillation_is_plain_training_on_both_losses(base, make, task, tempera
                 ]
                 logits = model(batch.ids[:, :-1]).logits[batch.counted]
                 logprobs = (logits / temperature).log_softmax(-1)
-                taught = -(wanted[rows] * logprobs).sum(-1).mean()
-                found = task * found + (1 - task) * taught
+                taught = -(wanted[rows] * logprobs).sum(-1)
+                if own == "none":
+                    sizes = distiller.positions.starts.diff()[chosen]
+                    by = (distiller.teachers[chosen] != NOBODY).repeat_interleave(sizes)
+                    taught = taught[by] if by.any() else 0 * taught
+                found = task * found + (1 - task) * taught.mean()
             found.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip)

@@ -101,7 +101,7 @@ ROWS: dict[str, Row] = {
     "task_weight": to(0.5),
     "temperature": to(2.0),
     "epochs": to(2),
-    "own": to("self", "mean"),
+    "own": to("none", "self", "mean"),
     "align": to("warping"),
     "experts": to(6),
     "clients_per_expert": to(1),

@@ -18,7 +18,7 @@ from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report
-from coterie.report.texts import TextPicture, _beginning, _layers, _pieces, texts
+from coterie.report.texts import TextPicture, _beginning, _pieces, chosen_layers, texts
 from coterie.report.trust import trust
 from coterie.results.experiments import experiments
 from coterie.runs import RunFolder
@@ -106,10 +106,15 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
 
 
 def test_layers_are_named_or_numbered() -> None:
-    assert [_layers(layer, 6) for layer in (None, "first", "last", "3")] == [[0, 5], [0], [5], [2]]
+    assert [chosen_layers(layer, 6) for layer in (None, "first", "last", "3")] == [
+        [0, 5],
+        [0],
+        [5],
+        [2],
+    ]
     for layer in ("0", "7", "middle"):
         with pytest.raises(coterie.CoterieError, match="from 1 to 6"):
-            _layers(layer, 6)
+            chosen_layers(layer, 6)
 
 
 def test_pieces_are_the_text_and_whole_characters(runs) -> None:

@@ -77,6 +77,14 @@ def audit(
         terminal.console.print(table)
 
 
+Samples = Annotated[
+    bool,
+    typer.Option(
+        "--samples/--no-samples",
+        help="Include a point for each of some training samples of each client, by its relevance "
+        "to the experts (FedAMoLE).",
+    ),
+]
 Reported = Annotated[
     list[Path],
     typer.Argument(
@@ -101,7 +109,8 @@ def report(
         str | None,
         typer.Option(
             metavar="N|first|last",
-            help="Layer whose experts colour the texts. Default: first and last.",
+            help="Layer whose experts are shown with --texts and --samples. Default: first and "
+            "last.",
             show_default=False,
         ),
     ] = None,
@@ -112,6 +121,7 @@ def report(
             help="Include clients' texts, with each token coloured by its expert.",
         ),
     ] = False,
+    samples: Samples = False,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
@@ -133,7 +143,7 @@ def report(
                 "file (.json)."
             )
     try:
-        from coterie.report.page import PRIVATE, write_report
+        from coterie.report.page import PRIVATE, SINGLE, write_report
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "jinja2"):
             raise
@@ -142,13 +152,13 @@ def report(
         ) from None
 
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    written = write_report(runs, out or first / "report", texts, layer)
+    written = write_report(runs, out or first / "report", texts, layer, samples)
     for section in written.sections:
         terminal.say(f"{section.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
-    if texts:
-        terminal.say(PRIVATE)
+    for note in [PRIVATE] * texts + [SINGLE] * samples:
+        terminal.say(note)
     terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 
 

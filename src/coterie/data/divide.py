@@ -154,14 +154,15 @@ def _evenly(
     fractions: Mapping[str, float],
     own: Mapping[str, list[Any]],
 ) -> Division:
-    """Deal shuffled items in parts of one size: one per client and, if asked for, a public one.
+    """Deal shuffled items in parts of one size: one per client and, if asked for, a public one;
+    with more `parts` than that, the others are unused.
 
     Validation and test are the data set's `own`, or fractions of all items, set aside first. They
     are everybody's, as FedMKT scores all models alike. Fewer items than there are parts are left
     over, unused.
     """
     names = _client_names(spec, [])
-    parts = len(names) + bool(spec.public)
+    parts = spec.parts or spec.taken
     held = dict(own)
     start = 0
     for split, fraction in fractions.items():
@@ -172,11 +173,12 @@ def _evenly(
     if not size or not all(held.values()):
         raise CoterieError(
             f"divide: {len(items)} records are too few for {parts} parts with the validation "
-            "and test splits of data.fractions; add records or lower divide.clients."
+            "and test splits of data.fractions; add records, or lower divide.clients or "
+            "divide.parts."
         )
     dealt = [
         Texts(train=list(items[first : first + size]), **held)
-        for first in range(start, start + parts * size, size)
+        for first in range(start, start + spec.taken * size, size)
     ]
     public = dealt.pop() if spec.public else None
     return Division(dict(zip(names, dealt, strict=True)), {}, public)

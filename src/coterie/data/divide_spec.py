@@ -56,6 +56,12 @@ class DivideSpec(Spec):
     clients: int | None = Field(
         default=None, ge=1, description="number of clients (dirichlet and even only)"
     )
+    parts: int | None = Field(
+        default=None,
+        ge=1,
+        description="equal parts that records are dealt in, of which each client and the public "
+        "set take one; default: as many as these take (even only)",
+    )
     alpha: float | None = Field(
         default=None,
         gt=0,
@@ -96,6 +102,11 @@ class DivideSpec(Spec):
         "labels",
     )
 
+    @property
+    def taken(self) -> int:
+        """Equal parts that are used: one for each client, and one for the public set."""
+        return (self.clients or 0) + bool(self.public)
+
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
         needed = {
@@ -113,10 +124,16 @@ class DivideSpec(Spec):
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
         for option, refused in (
             ("balanced", self.balanced and self.by != "dirichlet"),
+            ("parts", self.parts is not None and self.by != "even"),
             ("held_out", self.held_out != "own" and self.by == "even"),
         ):
             if refused:
                 raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
+        if self.parts is not None and self.parts < self.taken:
+            raise ValueError(
+                f"divide.parts is {self.parts}, but clients and the public set take {self.taken}; "
+                "set it to that or more"
+            )
         if self.public is not False and (self.public is True) != (self.by == "even"):
             wanted = "true" if self.by == "even" else "a fraction, such as 0.1"
             raise ValueError(f"dividing by {self.by} needs divide.public to be {wanted}")

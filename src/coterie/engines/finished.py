@@ -19,7 +19,7 @@ from coterie.data.tokens import ClientData
 from coterie.engines.kept import bring_back
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
-from coterie.methods.contract import SERVER, Method
+from coterie.methods.contract import SERVER, ClientSide, Method
 from coterie.methods.plugins import check_plugins
 from coterie.runs import RunFolder
 
@@ -112,18 +112,22 @@ class Loader:
         name = EVERYONE if config.pooled else client
         if name == SERVER and config.server is not None:
             return self._load_server(folder, config)
+        base, side = self.side(folder, config, name)
+        if (kept := folder.find(f"kept-{name}")) is not None:
+            return Loaded(base, bring_back(base, side, kept))
+        return Loaded(base, side.model)
+
+    def side(self, folder: RunFolder, config: RunConfig, client: str) -> tuple[Base, ClientSide]:
+        """A client's base, and its side as the last round left it, whatever model it keeps."""
         known = sorted(folder.description["clients"])
-        if name not in known:
+        if client not in known:
             raise CoterieError(
                 f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
             )
-        state, kept = folder.load(f"client-{name}"), folder.find(f"kept-{name}")
-        base = self.base(config, name)
-        side = config.method.client(client_context(config, base, _empty(name, base), _quiet))
-        if kept is not None:
-            return Loaded(base, bring_back(base, side, kept))
-        side.restore(state)
-        return Loaded(base, side.model)
+        base = self.base(config, client)
+        side = config.method.client(client_context(config, base, _empty(client, base), _quiet))
+        side.restore(folder.load(f"client-{client}"))
+        return base, side
 
     def _load_server(self, folder: RunFolder, config: RunConfig) -> Loaded:
         state = folder.load("server")

@@ -36,6 +36,8 @@ ROLES: tuple[Role, ...] = ("dense",)
 """What is trained of both sides' adapters."""
 LEAST = -60_000.0
 """The smallest log-probability that travels, in half precision."""
+TINY = 1e-30
+"""Divides where nothing is learnt: neither the label nor a teacher counts."""
 MOST_NAMED = 20
 """Samples that a warning names."""
 
@@ -105,7 +107,7 @@ class Distiller:
         self.best, self.teachers = self.own.clone(), torch.full_like(known, NOBODY)
         """(n,) the lowest loss so far, and the number of the teacher whose it is, or NOBODY."""
         self.learns = SoftTargets.of(self.targets, self.method.logits)
-        if self.method.own != "labels":
+        if self.method.own in ("self", "mean"):
             self.learns = self._taken(own, torch.arange(len(self.targets)))
         if self.method.own == "mean":
             self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
@@ -149,8 +151,9 @@ class Distiller:
     def distil(self, round: int) -> float:
         """Pass over the public samples, with a fresh optimiser; the mean loss, in nats per token.
 
-        lambda * cross-entropy to the labels + (1 - lambda) * that to what was taken over. Samples
-        of which this side predicts nothing finite are left out.
+        lambda * cross-entropy to the labels + (1 - lambda) * that to what was taken over, each a
+        mean over a batch (the paper's objectives 2 and 3). Samples of which this side predicts
+        nothing finite are left out.
         """
         context, training = self.context, self.context.training
         model, learns = self.model(), self._with_own()
@@ -163,9 +166,10 @@ class Distiller:
         ]
         rate = learning_rate_beside(training, context.rounds, round, len(batches))
         for number, batch in enumerate(batches):
+            shares = self._shares(batch)
             pieces = [
                 Piece(
-                    partial(self._loss, model, part, learns, ("public", round, number, i)),
+                    partial(self._loss, model, part, learns, shares, ("public", round, number, i)),
                     len(self.positions.of_samples(part)),
                 )
                 for i, part in enumerate(batch.split(training.at_once))
@@ -178,23 +182,44 @@ class Distiller:
         chance = generator(self.context.seed, "public", self.context.name, round, turn)
         return samples[torch.randperm(len(samples), generator=chance)]
 
+    def _shares(self, batch: Tensor) -> Tensor:
+        """How much the distillation of each sample counts in a batch, (n,): 1, or with `own: none`
+        what makes its mean one over the batch's taught positions, and 0 without a teacher."""
+        if self.method.own != "none":
+            return torch.ones(len(self.samples))
+        taught = self.teachers >= 0
+        positions = self.positions.starts.diff()[batch]
+        among = positions[taught[batch]].sum().clamp(min=1)
+        return taught * (positions.sum() / among)
+
     def _loss(
-        self, model: PreTrainedModel, chosen: Tensor, learns: SoftTargets, purpose: Purpose
+        self,
+        model: PreTrainedModel,
+        chosen: Tensor,
+        learns: SoftTargets,
+        shares: Tensor,
+        purpose: Purpose,
     ) -> Tensor:
-        """Of some samples, by their numbers."""
+        """Of some samples, by their numbers; shares as `_shares` gives them."""
         method, device = self.method, self.context.base.device
         rows = self.positions.of_samples(chosen)
         batch, learns = self.samples.batch(chosen).to(device), learns[rows]
         labels, task = self.targets[rows][:, None].to(device), method.task_weight
         one = torch.ones(labels.shape, device=device)
         tokens, probs = learns.tokens.to(device), learns.probs.to(device)
+        sizes = self.positions.starts.diff()[chosen]
+        share = (1 - task) * shares[chosen].repeat_interleave(sizes).to(device)
         with training_pass(self.context, *purpose):
             if method.temperature == 1:  # then both are one cross-entropy
+                both = task + share
                 tokens = torch.cat([labels, tokens], 1)
-                probs = torch.cat([task * one, (1 - task) * probs], 1)
-                return soft_target_loss(model, batch, tokens, probs)
-            distilled = soft_target_loss(model, batch, tokens, probs, method.temperature)
-            return task * soft_target_loss(model, batch, labels, one) + (1 - task) * distilled
+                probs = torch.cat([task * one, share[:, None] * probs], 1)
+                probs = probs / both.clamp(min=TINY)[:, None]
+                return soft_target_loss(model, batch, tokens, probs, weights=both)
+            label_loss = soft_target_loss(model, batch, labels, one)
+            return task * label_loss + soft_target_loss(
+                model, batch, tokens, probs, method.temperature, share
+            )
 
     def _with_own(self) -> SoftTargets:
         """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""

@@ -69,7 +69,8 @@ VOCABULARY = (
 
 
 class FedMKT(AdapterMethod):
-    """Clients and the server learn from one another's predictions; defaults are the paper's."""
+    """Clients and the server learn from one another's predictions; defaults are the paper's, but
+    for `own`."""
 
     name: ClassVar[str] = "fedmkt"
     paper: ClassVar[str] = "arXiv 2406.02224"
@@ -97,9 +98,10 @@ class FedMKT(AdapterMethod):
         default=1.0, gt=0, description="temperature of the teachers' distributions"
     )
     epochs: int = Field(default=1, ge=1, description="passes over the public set per round")
-    own: Literal["labels", "self", "mean"] = Field(
+    own: Literal["none", "labels", "self", "mean"] = Field(
         default="labels",
-        description="target where no teacher is better: labels, or the model's own predictions "
+        description="target of distillation where no teacher is better: none (the paper's form: "
+        "its mean is over the other samples of a batch), labels, or the model's own predictions "
         "(self); mean: as self, and elsewhere a mean of own and teacher's "
         "predictions weighted by exp(-loss)",
     )

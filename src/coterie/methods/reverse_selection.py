@@ -134,13 +134,16 @@ class FedAMoLEServer(ServerSide):
         tokens = [self.token_means.get(c, {}).get(path) for c in participants]
         if self.method.chooses and any(mean is not None for mean in tokens):
             experts = [self.expert_means.get(expert_name(path, j)) for j in range(self.experts)]
-            rank, width = self.values[f"projection/{path}"].shape
-            dim = rank if self.method.router.score_scale == "rank" else width
-            return relevance_of_known(experts, tokens, dim)
+            return relevance_of_known(experts, tokens, self.relevance_dim(path))
         round = 0 if self.method.assignment == "random-once" else self.round
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
         draws = [torch.rand(self.experts, generator=chance) for chance in chances]
         return torch.stack(draws, dim=1).numpy()
+
+    def relevance_dim(self, path: str) -> int:
+        """What scores of a layer are divided by the root of: r, or the layer's width (d)."""
+        rank, width = self.values[f"projection/{path}"].shape
+        return rank if self.method.router.score_scale == "rank" else width
 
     def state(self) -> State:
         """All experts, and what is known of them and of clients."""

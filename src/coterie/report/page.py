@@ -15,6 +15,7 @@ from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
 from coterie.report.division import division
+from coterie.report.relevance import relevance
 from coterie.report.routing import routing
 from coterie.report.style import (
     DARK,
@@ -47,6 +48,10 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     operations,
 )
 PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
+SINGLE = (
+    "This page contains points that stand for single samples of clients; use --no-samples to "
+    "exclude them."
+)
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,23 @@ class Report:
 
 
 def write_report(
-    paths: Sequence[Path], out: Path, with_texts: bool = False, layer: str | None = None
+    paths: Sequence[Path],
+    out: Path,
+    with_texts: bool = False,
+    layer: str | None = None,
+    with_samples: bool = False,
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
     A path may also be a result file of a table of a paper; the folder of such a table has one, too.
-    Figures that an earlier report left in figures/ are removed. Raises CoterieError if a folder
-    holds no run.
+    Clients' texts, and points that stand for single samples, are in it where asked for. Figures
+    that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
+    run.
     """
     results = [path / "table.json" if path.is_dir() else path for path in paths]
     sections = [_table(read_result(path)) for path in results if path.exists()]
     folders = experiments(path for path in paths if path.is_dir())
-    sections += [_section(one, with_texts, layer) for one in folders]
+    sections += [_section(one, with_texts, with_samples, layer) for one in folders]
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -94,7 +104,8 @@ def write_report(
                 write_bytes(figures / f"{name}.svg", _svg(picture, theme))
                 write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
-    write_text(page, _html(sections, with_texts))
+    notes = [PRIVATE] * with_texts + [SINGLE] * with_samples
+    write_text(page, _html(sections, " ".join(notes)))
     return Report(page, figures, sections)
 
 
@@ -107,8 +118,11 @@ def _table(summary: Summary) -> Section:
     return Section(page_name(summary), [shown], pictures(summary), [])
 
 
-def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:
+def _section(
+    experiment: Experiment, with_texts: bool, with_samples: bool, layer: str | None
+) -> Section:
     found = [item for figures in FIGURES for item in figures(experiment)]
+    found += relevance(experiment, layer) if with_samples else ()
     found += texts(experiment, layer) if with_texts else ()
     comparison = Comparison(
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
@@ -145,7 +159,7 @@ def _named(base: Any) -> str:
     return str(BaseSpec.model_validate(base))
 
 
-def _html(sections: Sequence[Section], with_texts: bool) -> str:
+def _html(sections: Sequence[Section], private: str) -> str:
     environment = Environment(
         loader=PackageLoader("coterie", "report"),
         autoescape=True,
@@ -157,7 +171,7 @@ def _html(sections: Sequence[Section], with_texts: bool) -> str:
     return environment.get_template("page.html").render(
         sections=sections,
         title=f"Report on {listed(section.name for section in sections)}",
-        private=PRIVATE if with_texts else "",
+        private=private,
         light=LIGHT,
         dark=DARK,
         tints=TINTS,

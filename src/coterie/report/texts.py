@@ -116,7 +116,7 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
             ids, chosen = _read(model, _beginning(tests[text_of], context_token(encoder)))
             if not chosen:  # it keeps the base as it came, which has no experts
                 break
-            for number in _layers(layer, len(chosen)):
+            for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
                 count = run.by_client(PREFIX + path).loc[client].iloc[-1].count()
                 yield Coloured(
@@ -157,7 +157,7 @@ def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict
     return torch.cat(ids), {path: torch.cat([one[path] for one in chosen]) for path in chosen[0]}
 
 
-def _layers(layer: str | None, count: int) -> list[int]:
+def chosen_layers(layer: str | None, count: int) -> list[int]:
     """Which of so many layers are shown, from 0; raises CoterieError if there is no such layer."""
     if not count:
         return []  # a client with one expert has no router

@@ -46,15 +46,22 @@ def language_model_loss(
 
 
 def soft_target_loss(
-    model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
+    model: PreTrainedModel,
+    batch: Batch,
+    targets: Tensor,
+    probs: Tensor,
+    temperature: float = 1.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mean cross-entropy to soft targets, in nats per token: a scalar with a gradient.
 
     For n counted tokens, targets: (n, k) int64; probs: (n, k) float32, which sum to one in each
     row, or a scalar. -sum_j share_j log softmax(logits / temperature)_j takes k logits and their
-    log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens.
+    log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens. weights: (n,), by which
+    each token's loss is multiplied before the mean.
     """
-    return _soft_target_losses(model, batch, targets, probs, temperature).mean()
+    losses = _soft_target_losses(model, batch, targets, probs, temperature)
+    return (losses if weights is None else losses * weights.to(losses.device)).mean()
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
