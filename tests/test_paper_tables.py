@@ -284,6 +284,26 @@ def test_what_a_table_cannot_be_tuned_by_is_told_with_its_column(table) -> None:
         CoterieError, match=r"column 'All Three': training\.batch should be a whole"
     ):
         load_table(table(), tune={"training.batch": ["x"]})
+    row = {"method": "local", "tune": {"data.window": [8]}}
+    with pytest.raises(CoterieError, match=r"row 'local': data\.window cannot be"):
+        load_table(table(rows=[row]))
+
+
+@pytest.mark.slow
+def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) -> None:
+    rows = [{"method": "hetlora", "tune": {"method.gamma": [0.5, 0.9]}}, {"method": "local"}]
+    shown = coterie.compare_table(table(rows=rows), columns=["two"], out=tmp_path / "out")
+    assert counted == ["hetlora-trial1", "hetlora-trial2", "hetlora-seed0", "local-seed0"]
+    hetlora, local = shown.summary()["columns"][0]["rows"]
+    assert hetlora["tuned"]["settings"].keys() == {"method.gamma"}
+    assert "tuned" not in local
+
+
+def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
+    with pytest.raises(CoterieError, match="give the paper's scores in `rows`"):
+        load_table(
+            table(columns=[{"name": "one", "paper": {"most": "0.4"}}], rows=[{"method": "local"}])
+        )
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:

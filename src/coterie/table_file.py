@@ -39,6 +39,9 @@ class RowSpec(_Spec):
     point: Literal["trained", "aggregated"] | None = Field(
         default=None, description="evaluation that is scored, in place of the table's"
     )
+    tune: dict[str, list[Any]] = Field(
+        default={}, description="values by dotted key to try this row with, beside the table's"
+    )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,6 +63,11 @@ class ColumnSpec(_Spec):
         default={}, description="method settings by row, merged over the row's method"
     )
     note: str = Field(default="", description="note under the table")
+    paper: dict[str, str] = Field(
+        default={},
+        description="the paper's figures, as text; jaccard: `most` and `least`, the ranges of "
+        "clients with the most and the least topics in common; messages: by field of an upload",
+    )
 
 
 class FigureSpec(_Spec):
@@ -131,6 +139,11 @@ class TableSpec(_Spec):
                     )
         known = [row.label for row in self.rows]
         for column in self.columns:
+            if column.paper and self.shows not in ("jaccard", "messages"):
+                raise ValueError(
+                    f"the column {column.name!r} has `paper`, which is for tables that show "
+                    "jaccard or messages; give the paper's scores in `rows`"
+                )
             for name in column.methods.keys() - set(known):
                 raise ValueError(
                     f"the column {column.name!r} has settings for the unknown row {name!r} "
@@ -214,6 +227,8 @@ def _runs(
     cells = {}
     for row in spec.rows:
         if row.label in rows:
+            with told_where(f"row {row.label!r}"):
+                check_trials(run, row.tune)
             method = merged(row.settings, column.methods.get(row.label, {}))
             cells[row.label] = {**run, "name": slug(row.label), "method": method}
     return ColumnRuns(column, run, cells)
