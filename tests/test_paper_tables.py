@@ -16,7 +16,7 @@ from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.paper_tables import load_table
 from coterie.runs import RunFolder, Watch
-from coterie.table_file import is_table, merged, slug
+from coterie.table_file import is_table, merged, slug, table_folder
 
 Make = Callable[..., Path]
 
@@ -91,6 +91,26 @@ def test_columns_merge_over_the_common_run_and_settings_over_both(table) -> None
     assert cell.name == "low-rank"
 
 
+def test_a_regime_is_merged_over_every_columns_run(table) -> None:
+    regimes = {"little text": {"training": {"steps": 2}, "rounds": 5}}
+    clients = [{"name": "x", "path": "x.txt"}]
+    path = table(
+        regimes=regimes,
+        columns=[{"name": "A", "run": {"clients": clients, "training": {"steps": 7, "batch": 3}}}],
+        rows=[{"method": "local"}],
+    )
+    assert load_table(path)[1][0].run.training.steps == 7
+    spec, (column,) = load_table(path, ["rounds=6"], regime="little text")
+    training = column.cells["local"].training
+    assert (training.steps, training.batch, column.run.rounds) == (2, 3, 6)
+    assert spec.table == "Two by two: little text"
+    with pytest.raises(CoterieError, match=r"no regime 'much' \(regimes: little text\)\.$"):
+        load_table(path, regime="much")
+    with pytest.raises(CoterieError, match=r"no regime 'much' \(regimes: none\)\.$"):
+        load_table(table(), regime="much")
+    assert table_folder(path, "little text").name.endswith("-table-little-text")
+
+
 def test_relative_data_start_at_the_files_folder(table, tmp_path) -> None:
     column = {"name": "A", "run": {"clients": [{"name": "x", "path": "x.txt"}]}}
     path = table(columns=[column], rows=[{"method": "local"}], run={"data_root": "texts"})
@@ -128,6 +148,12 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
             {"rows": [{"method": "local", "paper": [1]}]},
             "'local' has 1 paper figures for 2 columns",
         ),
+        (
+            {"rows": [{"method": "local", "paper_std": [1]}]},
+            "'local' has 1 paper deviations for 2 columns",
+        ),
+        ({"against": "locla"}, r"^`against` names no row: 'locla' \(rows: pretrained, Low rank"),
+        ({"regimes": {"a": {}, "A": {}}}, "Two `regimes` have the same or a similar name 'A'"),
         ({"rows": [{"method": "local", "paper": [1, "x"]}]}, "should be a number"),
         ({"rows": [{"method": "local"}] * 2}, "Two `rows` have the same or a similar name 'local'"),
         ({"columns": []}, "columns"),
@@ -246,9 +272,13 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
 
 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
-    path = table(rows=[{"method": "pretrained", "paper": [9, None]}], shows="accuracy")
-    for column in coterie.compare_table(path, out=tmp_path / "out").summary()["columns"]:
-        assert column["metric"] == "perplexity"
+    rows = [{"method": "pretrained", "paper": [9, None], "paper_std": [0.5, None]}]
+    path = table(rows=rows, shows="accuracy", regimes={"two": {"seed": 2}}, against="pretrained")
+    shown = coterie.compare_table(path, regime="two", out=tmp_path / "out").summary()
+    assert [column["metric"] for column in shown["columns"]] == ["perplexity"] * 2
+    assert [column["rows"][0]["paper_std"] for column in shown["columns"]] == [0.5, None]
+    assert shown["command"] == f"coterie compare {path} --regime two"
+    assert [path.name[:13] for path in (tmp_path / "out" / "two").iterdir()] == ["pretrained-se"]
 
 
 @pytest.mark.slow

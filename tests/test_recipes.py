@@ -56,6 +56,22 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
                 check(cell, clients, public)
 
 
+@pytest.mark.parametrize("recipe", SMALL, ids=name)
+def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> None:
+    spec, columns = load_table(recipe)
+    if spec.shows is not None or recipe.stem == "opposite" or "-figures" in recipe.stem:
+        return  # opposite pairs are few, and these figures are of unequal amounts of text
+    _, quarters = load_table(recipe, regime="quarter")
+    for column, quarter in zip(columns, quarters, strict=True):
+        for row, cell in column.cells.items():
+            limits = cell.data.limits
+            assert limits is not None
+            assert limits.train is not None
+            less = limits.model_copy(update={"train": limits.train // 4})
+            data = cell.data.model_copy(update={"limits": less})
+            assert quarter.cells[row] == cell.model_copy(update={"data": data})
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
     """Those of the last round, whatever the default is."""

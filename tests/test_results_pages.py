@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.results.pages import pages, table_file
+from coterie.results.pages import page_name, pages, table_file
 from coterie.table_file import is_table
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +26,6 @@ def test_every_page_has_a_result_file() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
 def test_a_result_file_is_named_after_its_table_file(path) -> None:
-    file = table_file(json.loads(path.read_text(encoding="utf-8")))
-    assert file.stem == path.stem
-    assert is_table(ROOT / file)
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    assert page_name(summary) == path.stem
+    assert is_table(ROOT / table_file(summary))

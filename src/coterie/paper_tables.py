@@ -5,7 +5,7 @@ Every cell is a run folder as `compare` makes them, so a stopped table is contin
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,10 @@ def load_table(
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
     tune: Tune | None = None,
+    regime: str | None = None,
 ) -> tuple[TableSpec, list[Column]]:
     """A table file whose runs are valid, methods and all; see `read_table`."""
-    spec, found = read_table(path, settings, methods, columns, tune)
+    spec, found = read_table(path, settings, methods, columns, tune, regime)
     return spec, [_column(spec, runs) for runs in found]
 
 
@@ -84,21 +85,23 @@ def compare_table(
     seeds: int | None = None,
     tune: Tune | None = None,
     against: str | None = None,
+    regime: str | None = None,
     out: str | Path | None = None,
     watch: Callable[[], Watch] = Watch,
     report: Callable[[str], None] = lambda text: None,
 ) -> Shown:
     """Fill a paper's table in: run what is not there yet, and set it beside the paper's figures.
 
-    `settings`, `methods` and `columns` as in `read_table`; `seeds` and `tune` in place of the
-    file's; `against` as in `compare`. Runs are in `out/COLUMN` (see `table_folder` for the
-    default). The table is left in `out` as table.md and table.json, anew after every cell.
+    `settings`, `methods`, `columns` and `regime` as in `read_table`; `seeds`, `tune` and `against`
+    in place of the file's. Runs are in `out/COLUMN` (see `table_folder` for the default).
+    The table is left in `out` as table.md and table.json, anew after every cell.
     """
     path = Path(path)
-    spec, found = load_table(path, settings, methods, columns, tune)
+    spec, found = load_table(path, settings, methods, columns, tune, regime)
     check_against(against, found[0].cells)
-    folder = Path(out) if out is not None else table_folder(path)
-    command = _command(path, settings, methods, columns, seeds, tune, against)
+    folder = Path(out) if out is not None else table_folder(path, regime)
+    options = _options(settings, methods, columns, seeds, tune, against, regime)
+    command = shlex.join(["coterie", "compare", str(path), *options])
     sessions = _sessions(found)
     figures = {column.spec.name: column.spec.paper for column, _ in sessions}
     match spec.shows:
@@ -128,27 +131,27 @@ def write_table(shown: Shown, folder: Path) -> None:
     write_json(folder / "table.json", summary)
 
 
-def _command(
-    path: Path,
+def _options(
     settings: Sequence[str],
     methods: Sequence[str],
     columns: Sequence[str],
     seeds: int | None,
     tune: Tune | None,
     against: str | None,
-) -> str:
-    """The command that fills a table in; the folder of the data, which differs, is called DATA."""
-    words = ["coterie", "compare", str(path)]
+    regime: str | None,
+) -> Iterator[str]:
+    """Of the command that fills a table in; the folder of the data, which differs, is DATA."""
+    if regime:
+        yield from ("--regime", regime)
     for setting in settings:
-        words += ["--set", "data_root=DATA" if setting.startswith("data_root=") else setting]
+        yield from ("--set", "data_root=DATA" if setting.startswith("data_root=") else setting)
     for key, values in (tune or {}).items():
         texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-        words += ["--tune", f"{key}={','.join(texts)}"]
+        yield from ("--tune", f"{key}={','.join(texts)}")
     chosen = {"--methods": ",".join(methods), "--columns": ",".join(columns), "--seeds": seeds}
     chosen["--against"] = against
     for option, value in chosen.items():
-        words += [option, str(value)] if value else []
-    return shlex.join(words)
+        yield from (option, str(value)) if value else ()
 
 
 def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
@@ -189,11 +192,15 @@ def _empty(
             column.name: {row.label: row.paper[i] for row in spec.rows if row.paper}
             for i, column in enumerate(spec.columns)
         },
+        deviations={
+            column.name: {row.label: row.paper_std[i] for row in spec.rows if row.paper_std}
+            for i, column in enumerate(spec.columns)
+        },
         notes={column.spec.name: column.spec.note for column, _ in sessions},
         results={c.spec.name: {name: [] for name in c.cells} for c, _ in sessions},
         asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
         command=command,
-        against=against,
+        against=against or spec.against,
         tuned={column.spec.name: {} for column, _ in sessions},
     )
 

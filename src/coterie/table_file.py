@@ -106,6 +106,10 @@ class TableSpec(_Spec):
         description="other settings in which the whole table can be run, by name: keys of a run "
         "file, merged over those of every column",
     )
+    against: str | None = Field(
+        default=None,
+        description="the row that the others are compared with; default: the best of each column",
+    )
     figure: FigureSpec | None = Field(default=None, description="how the table is drawn")
     columns: tuple[ColumnSpec, ...] = Field(
         min_length=1, description="columns: data sets or settings"
@@ -121,6 +125,7 @@ class TableSpec(_Spec):
         for what, names in (
             ("rows", [row.label for row in self.rows]),
             ("columns", [column.name for column in self.columns]),
+            ("regimes", list(self.regimes)),
         ):
             slugs = [slug(name) for name in names]
             for name, short in zip(names, slugs, strict=True):
@@ -138,6 +143,8 @@ class TableSpec(_Spec):
                         f"{len(self.columns)} columns; give one per column, null for none"
                     )
         known = [row.label for row in self.rows]
+        if self.against is not None and self.against not in known:
+            raise ValueError(f"`against` names no row: {self.against!r} (rows: {', '.join(known)})")
         for column in self.columns:
             if column.paper and self.shows not in ("jaccard", "messages"):
                 raise ValueError(
@@ -173,9 +180,17 @@ def slug(name: str) -> str:
     return path_part(name.lower())
 
 
-def table_folder(path: Path) -> Path:
-    """Where a table's runs are kept by default: recipes/pcl/table4.yaml -> runs/pcl-table4."""
-    return Path("runs") / slug(f"{path.resolve().parent.name}-{path.stem}")
+def table_folder(path: Path, regime: str | None = None) -> Path:
+    """Where a table's runs are kept by default: recipes/pcl/table4.yaml -> runs/pcl-table4.
+
+    In a regime: runs/pcl-table4-quarter.
+    """
+    return Path("runs") / slug(f"{path.resolve().parent.name}-{in_regime(path.stem, regime)}")
+
+
+def in_regime(name: str, regime: str | None) -> str:
+    """The name of a table as part of a path: table4-quarter."""
+    return name if regime is None else f"{name}-{slug(regime)}"
 
 
 def read_table(
@@ -184,21 +199,38 @@ def read_table(
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
     tune: Mapping[str, Sequence[Any]] | None = None,
+    regime: str | None = None,
 ) -> tuple[TableSpec, list[ColumnRuns]]:
     """Read a table file; `settings` (`key=value`) change the run of every column.
 
     `tune` takes the place of the file's. `methods` keeps the rows of those names or methods only,
-    `columns` the columns of those names. Raises CoterieError, in one sentence, for anything that is
-    not valid outside the methods.
+    `columns` the columns of those names. In a regime, its keys are part of every column's run and
+    its name of the title. Raises CoterieError, in one sentence, for anything that is not valid
+    outside the methods.
     """
     values = read_mapping(path)
     spec = validated(TableSpec, values)
     if tune:
         spec = spec.model_copy(update={"tune": tune})
+    if regime is not None:
+        spec = _in_regime(spec, regime)
     rows = _chosen("row", methods, {r.label: (r.label, r.settings.get("name")) for r in spec.rows})
     kept = _chosen("column", columns, {c.name: (c.name,) for c in spec.columns})
     chosen = [column for column in spec.columns if column.name in kept]
     return spec, [_runs(spec, column, path, settings, rows) for column in chosen]
+
+
+def _in_regime(spec: TableSpec, regime: str) -> TableSpec:
+    """The table in another setting: every column's run has the regime's keys."""
+    if regime not in spec.regimes:
+        known = ", ".join(spec.regimes) or "none"
+        raise CoterieError(f"The table has no regime {regime!r} (regimes: {known}).")
+    columns = tuple(
+        column.model_copy(update={"run": merged(column.run, spec.regimes[regime])})
+        for column in spec.columns
+    )
+    title = f"{spec.table}: {regime}"
+    return spec.model_copy(update={"table": title, "columns": columns})
 
 
 def _chosen(what: str, asked: Sequence[str], names: Mapping[str, Sequence[Any]]) -> list[str]:

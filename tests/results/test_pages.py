@@ -62,6 +62,13 @@ def test_a_table_is_kept_with_its_page_and_listed(tmp_path) -> None:
     assert all(path.read_text() == text for path, text in pages(folder).items())
 
 
+def test_a_regime_has_a_page_of_its_own(tmp_path) -> None:
+    page = write_docs(scores("recipes/one.yaml --regime Quarter").summary(), tmp_path)
+    assert page == tmp_path / "one-quarter.md"
+    assert write_docs(scores("recipes/one.yaml").summary(), tmp_path) == tmp_path / "one.md"
+    assert "](one-quarter.md)" in (tmp_path / INDEX).read_text()
+
+
 def test_what_is_written_around_the_list_stays(tmp_path) -> None:
     (tmp_path / INDEX).write_text("# Ours\n\nBefore.\n")
     write_docs(scores("one.yaml").summary(), tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coterie.results.paper import PaperTable, correlation
+from coterie.results.paper import PaperTable, correlation, score_tables
 
 
 def result(*perplexities: float) -> dict[str, Any]:
@@ -143,6 +143,21 @@ def test_the_layout(example) -> None:
     assert "X: other texts." in layout.note
     assert x.title == "X: test perplexity, mean (standard deviation) over 1 to 2 seeds"
     assert x.rows[0][:3] == ["a", "10.50 (3.54)", "13.50 (2.12)"]  # each client's
+
+
+def test_the_papers_deviations_stand_beside_its_figures(example) -> None:
+    with_them = replace(example, deviations={"X": {"a": 0.3, "b": None}})
+    rows = {row[0]: row[1:] for row in with_them.tables()[0].rows}
+    assert rows["a"][:4] == ["12.00 (2.83)", "1", "5.00 (0.30)", "1"]
+    assert [rows[name][2] for name in "bd"] == ["7.00", ""]
+    found = with_them.summary()["columns"][0]["rows"]
+    assert [row["paper_std"] for row in found] == [0.3, None, None, None, None]
+    for row in found:
+        del row["paper_std"]  # as in files of earlier versions
+    summary = with_them.summary() | {
+        "columns": [{**with_them.summary()["columns"][0], "rows": found}]
+    }
+    assert score_tables(summary)[0].rows[0][3] == "5.00"
 
 
 def test_without_any_figure_of_the_paper_there_are_ours_alone() -> None:

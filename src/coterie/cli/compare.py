@@ -39,6 +39,14 @@ Against = Annotated[
         show_default=False,
     ),
 ]
+Regime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="For a table file: one of its `regimes`, in which the whole table is run.",
+        show_default=False,
+    ),
+]
 WriteDocs = Annotated[
     Path | None,
     typer.Option(
@@ -70,11 +78,13 @@ def compare(
     ] = None,
     tune: Tune = None,
     against: Against = None,
+    regime: Regime = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the runs. Default: runs/compare-NAME; for tables, runs/FOLDER-NAME.",
+            help="Folder of the runs. Default: runs/compare-NAME; for tables, runs/FOLDER-NAME, "
+            "with -REGIME if one is given.",
             show_default=False,
         ),
     ] = None,
@@ -100,12 +110,12 @@ def compare(
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
     if file is not None and is_table(file):
-        _fill_in(file, _listed(methods), _listed(columns), seeds, write_docs, common)
+        _fill_in(file, _listed(methods), _listed(columns), seeds, regime, write_docs, common)
         return
-    if columns is not None:
-        raise CoterieError("--columns needs a table file; this is a run file.")
-    if write_docs is not None:
-        raise CoterieError("--write-docs needs a table file; this is a run file.")
+    given = {"--columns": columns, "--regime": regime, "--write-docs": write_docs}
+    for option, value in given.items():
+        if value is not None:
+            raise CoterieError(f"{option} needs a table file; this is a run file.")
     _compare(file, METHODS if methods is None else _listed(methods), seeds or 1, common)
 
 
@@ -124,6 +134,7 @@ def _fill_in(
     methods: list[str],
     columns: list[str],
     seeds: int | None,
+    regime: str | None,
     docs: Path | None,
     common: _Common,
 ) -> None:
@@ -132,8 +143,8 @@ def _fill_in(
     from coterie.table_file import read_table, table_folder
 
     # Told at once, what is wrong outside the methods.
-    read_table(file, common.settings, methods, columns, common.tune)
-    folder = common.out or table_folder(file)
+    read_table(file, common.settings, methods, columns, common.tune, regime)
+    folder = common.out or table_folder(file, regime)
     with terminal.stoppable():
         shown = coterie.compare_table(
             file,
@@ -143,6 +154,7 @@ def _fill_in(
             seeds=seeds,
             tune=common.tune,
             against=common.against,
+            regime=regime,
             out=folder,
             watch=terminal.watch,
             report=terminal.say,

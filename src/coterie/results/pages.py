@@ -15,6 +15,7 @@ from coterie.results.messages import message_tables
 from coterie.results.overlap import overlap_tables
 from coterie.results.paper import score_tables
 from coterie.results.tables import Summary, Table
+from coterie.table_file import in_regime
 
 TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
     "scores": score_tables,
@@ -35,6 +36,13 @@ def markdown(summary: Summary) -> str:
 def table_file(summary: Summary) -> Path:
     """The table file that the summary's command names."""
     return Path(shlex.split(summary["command"])[2])
+
+
+def page_name(summary: Summary) -> str:
+    """What a page and its result file are called: as the table file, and the regime if any."""
+    words = shlex.split(summary["command"])
+    regime = words[words.index("--regime") + 1] if "--regime" in words else None
+    return in_regime(table_file(summary).stem, regime)
 
 
 def page(name: str, summary: Summary) -> str:
@@ -70,10 +78,10 @@ def write_pages(folder: Path) -> None:
 def write_docs(summary: Summary, folder: Path) -> Path:
     """Keep a filled-in table in a folder of results; returns the path of its page.
 
-    It is named after its table file. Raises CoterieError if the name is another table file's.
+    See `page_name`. Raises CoterieError if the name is another table file's.
     """
     file = table_file(summary)
-    path = folder / f"{file.stem}.json"
+    path = folder / f"{page_name(summary)}.json"
     if path.exists() and (other := table_file(_read(path))) != file:
         raise CoterieError(
             f"{path} holds the results of {other}; choose another folder for the results of "

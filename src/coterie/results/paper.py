@@ -39,6 +39,8 @@ class PaperTable:
     """What fills the table in."""
     against: str | None = None
     """The row from which the others' differences are told; default: the best of each column."""
+    deviations: Mapping[str, Figures] = field(default_factory=dict)
+    """By column and row, the standard deviations that the paper gives with its figures."""
     tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
     """By column, how settings of rows were chosen; see `Comparison.tuned`."""
 
@@ -80,6 +82,7 @@ class PaperTable:
     def _rows(self, column: str, comparison: Comparison) -> list[dict[str, Any]]:
         """All rows; those that have results with ranks among those that can be compared."""
         metric, paper = comparison.metric, self.figures[column]
+        deviations = self.deviations.get(column, {})
         measured = {row.pop("method"): row for row in comparison.summary()}
         ours = {name: row[metric.key] for name, row in measured.items()}
         found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(measured), dtype=float)
@@ -95,6 +98,7 @@ class PaperTable:
                 "rank_of_all": measured[name]["rank"] if name in measured else None,
                 "rank": int(ranks["ours"][name]) or None,
                 "paper": paper.get(name),
+                "paper_std": deviations.get(name),
                 "paper_rank": int(ranks["paper"][name]) or None,
             }
             for name in self.results[column]
@@ -148,6 +152,8 @@ def _cells(row: Summary, metric: Metric, compared: bool) -> list[str]:
     ours = with_spread(row, metric) if row["seeds"] else ""
     rank, paper_rank = (str(row[key] or "") for key in ("rank", "paper_rank"))
     figure = "" if row["paper"] is None else f"{row['paper']:.2f}"
+    if row.get("paper_std") is not None:
+        figure += f" ({row['paper_std']:.2f})"
     return [ours, rank, figure, paper_rank] if compared else [ours, rank]
 
 
