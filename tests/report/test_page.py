@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import drawn
 from rich.console import Console
 
 import coterie
@@ -18,6 +19,7 @@ from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report
+from coterie.report.style import LeftOut
 from coterie.report.texts import TextPicture, _beginning, _layers, _pieces, texts
 from coterie.report.trust import trust
 from coterie.results.experiments import experiments
@@ -77,7 +79,9 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
     with_texts = write_report([runs], tmp_path, with_texts=True, layer="2")
     assert words in shown(with_texts.page)
     assert "This page contains clients' texts" in shown(with_texts.page)
-    assert "diarist's model on poet's test text, layer 2 of 2" in shown(with_texts.page)
+    for client in ("diarist", "poet", "whaler"):
+        assert f"{client}'s model" in shown(with_texts.page)
+    assert "a generalist, layer 2 of 2" in shown(with_texts.page)
     assert "layer 1 of 2" not in shown(with_texts.page)
     assert list(with_texts.figures.glob("texts-*"))
     without = write_report([runs], tmp_path)
@@ -97,7 +101,7 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     ]
     assert [(one.model_of, one.text_of) for one in found] == [
         ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
-        ("whaler", "whaler"), ("whaler", "diarist"),
+        ("whaler", "diarist"), ("whaler", "whaler"),
     ]  # fmt: skip
     whole = (Path(run["data_root"]) / "poet.txt").read_text(encoding="utf-8")
     shown = "".join(piece for piece, _ in found[2].pieces)
@@ -105,9 +109,33 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     assert shown in whole  # read with the poet's tokenizer, not with the run's
 
 
+def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None:
+    coterie.run(values(method="comigs-1g1s", rounds=1), out=tmp_path / "run")
+    (experiment,) = experiments([tmp_path / "run"])
+    (tmp_path / "mine").mkdir()
+    (nothing,) = texts(experiment, "last", tmp_path / "mine")
+    assert isinstance(nothing, LeftOut)
+    assert "no .txt files" in nothing.why
+    words = {"ode": "I sing of arms.", "note": "Buy bread."}
+    for name, text in words.items():
+        (tmp_path / "mine" / f"{name}.txt").write_text(text)
+    (grid,) = texts(experiment, "last", tmp_path / "mine")
+    assert isinstance(grid, TextPicture)
+    assert (grid.rows, grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
+    for model in grid.columns:
+        for name, text in words.items():
+            cell = grid.cell(name, model)
+            assert cell is not None
+            assert "".join(piece for piece, _ in cell.pieces) == text
+    assert grid.table is not None
+    assert [row[0] for row in grid.table.rows] == ["note", "ode"]
+    drawn([grid])
+
+
 def test_layers_are_named_or_numbered() -> None:
-    assert [_layers(layer, 6) for layer in (None, "first", "last", "3")] == [[0, 5], [0], [5], [2]]
-    for layer in ("0", "7", "middle"):
+    named = {None: [0, 2, 5], "first": [0], "middle": [2], "last": [5], "4": [3]}
+    assert {layer: _layers(layer, 6) for layer in named} == named
+    for layer in ("0", "7", "lowest"):
         with pytest.raises(coterie.CoterieError, match="from 1 to 6"):
             _layers(layer, 6)
 

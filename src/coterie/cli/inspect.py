@@ -91,8 +91,8 @@ def report(
     layer: Annotated[
         str | None,
         typer.Option(
-            metavar="N|first|last",
-            help="Layer whose experts colour the texts. Default: first and last.",
+            metavar="N|first|middle|last",
+            help="Layer whose experts colour the texts. Default: first, middle and last.",
             show_default=False,
         ),
     ] = None,
@@ -103,6 +103,14 @@ def report(
             help="Include clients' texts, with each token coloured by its expert.",
         ),
     ] = False,
+    texts_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Colour the .txt files of this folder, in place of clients' texts.",
+            show_default=False,
+        ),
+    ] = None,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
@@ -126,12 +134,12 @@ def report(
             f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
         ) from None
 
-    written = write_report(runs, out or runs[0] / "report", texts, layer)
+    written = write_report(runs, out or runs[0] / "report", texts, layer, texts_from)
     for section in written.sections:
         terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
-    if texts:
+    if texts and texts_from is None:
         terminal.say(PRIVATE)
     terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 

@@ -1,7 +1,7 @@
 """The report: one HTML page that opens offline, and its figures as SVG and PNG files."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,14 +68,22 @@ class Report:
 
 
 def write_report(
-    paths: Sequence[Path], out: Path, with_texts: bool = False, layer: str | None = None
+    paths: Sequence[Path],
+    out: Path,
+    with_texts: bool = False,
+    layer: str | None = None,
+    texts_from: Path | None = None,
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
+    with_texts: with clients' texts, coloured; texts_from: with those of a folder (see `texts`).
     Figures that an earlier report left in figures/ are removed. Raises CoterieError if a folder
     holds no run.
     """
-    sections = [_section(one, with_texts, layer) for one in experiments(paths)]
+    shown = with_texts or texts_from is not None
+    sections = [
+        _section(one, texts(one, layer, texts_from) if shown else ()) for one in experiments(paths)
+    ]
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -89,7 +97,7 @@ def write_report(
                 write_bytes(figures / f"{name}.svg", _svg(picture, theme))
                 write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
-    write_text(page, _html(sections, with_texts))
+    write_text(page, _html(sections, with_texts and texts_from is None))
     return Report(page, figures, sections)
 
 
@@ -97,9 +105,9 @@ def _prefix(section: Section, sections: Sequence[Section]) -> str:
     return f"{path_part(section.experiment.name)}-" if len(sections) > 1 else ""
 
 
-def _section(experiment: Experiment, with_texts: bool, layer: str | None) -> Section:
+def _section(experiment: Experiment, shown: Iterable[TextPicture | LeftOut]) -> Section:
     found = [item for figures in FIGURES for item in figures(experiment)]
-    found += texts(experiment, layer) if with_texts else ()
+    found += shown
     comparison = Comparison(
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
     )
