@@ -346,6 +346,17 @@ def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
     assert not list((tmp_path / "out").glob("*/"))  # nothing is run
 
 
+def test_tokens_are_counted_without_rows_or_runs(table, tmp_path) -> None:
+    path = table(shows="tokens", rows=[])
+    shown = coterie.compare_table(path, settings=["data.limits.train=90"], out=tmp_path / "out")
+    columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
+    assert columns == shown.summary()["columns"]
+    assert columns["two"].keys() == {"diarist", "poet"}
+    assert {splits["train"] for splits in columns["All Three"].values()} == {90}
+    assert "| poet | 90 |" in (tmp_path / "out" / "table.md").read_text()
+    assert not list((tmp_path / "out").glob("*/"))
+
+
 def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
     rows = [{"method": "local"}, {"method": {"name": "pcl-2", "warmup": 2, "every": 1}}]
     path = table(shows="messages", rows=rows)

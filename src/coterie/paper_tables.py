@@ -21,6 +21,7 @@ from coterie.results.messages import MessagesTable, traffic
 from coterie.results.overlap import OverlapTable, jaccard, ranges
 from coterie.results.pages import markdown
 from coterie.results.paper import PaperTable
+from coterie.results.sizes import SizesTable, sizes
 from coterie.runs import Watch
 from coterie.table_file import (
     ColumnRuns,
@@ -34,7 +35,7 @@ from coterie.table_file import (
 
 Tune = Mapping[str, Sequence[Any]]
 """Values by dotted key; see `coterie.compare`."""
-Shown = PaperTable | OverlapTable | MessagesTable
+Shown = PaperTable | OverlapTable | MessagesTable | SizesTable
 """What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
 
 
@@ -110,6 +111,9 @@ def compare_table(
             known = {c.spec.name: c.run.divide.mixtures or {} for c, _ in sessions if c.run.divide}
             found = {name: ranges(shares[name], mixtures) for name, mixtures in known.items()}
             shown = OverlapTable(spec.table, shares, command, found, figures)
+        case "tokens":
+            counts = {c.spec.name: sizes(s.participants(c.run)) for c, s in sessions}
+            shown = SizesTable(spec.table, counts, command, figures)
         case "messages":
             weights = {
                 c.spec.name: {name: traffic(s, cell) for name, cell in c.cells.items()}

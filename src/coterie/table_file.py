@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.run_file import apply_setting, check_trials, located, place_data, read_mapping
 
-Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
+Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages", "tokens"]
 
 
 class _Spec(BaseModel):
@@ -66,7 +66,8 @@ class ColumnSpec(_Spec):
     paper: dict[str, str] = Field(
         default={},
         description="the paper's figures, as text; jaccard: `most` and `least`, the ranges of "
-        "clients with the most and the least topics in common; messages: by field of an upload",
+        "clients with the most and the least topics in common; messages: by field of an upload; "
+        "tokens: by client",
     )
 
 
@@ -120,7 +121,7 @@ class TableSpec(_Spec):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not self.rows and self.shows != "jaccard":
+        if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
         for what, names in (
             ("rows", [row.label for row in self.rows]),
@@ -146,10 +147,10 @@ class TableSpec(_Spec):
         if self.against is not None and self.against not in known:
             raise ValueError(f"`against` names no row: {self.against!r} (rows: {', '.join(known)})")
         for column in self.columns:
-            if column.paper and self.shows not in ("jaccard", "messages"):
+            if column.paper and self.shows not in ("jaccard", "messages", "tokens"):
                 raise ValueError(
                     f"the column {column.name!r} has `paper`, which is for tables that show "
-                    "jaccard or messages; give the paper's scores in `rows`"
+                    "jaccard, messages or tokens; give the paper's scores in `rows`"
                 )
             for name in column.methods.keys() - set(known):
                 raise ValueError(
