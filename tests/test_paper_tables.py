@@ -187,7 +187,7 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ),
         ({"shows": "written"}, r"^shows should be exact_match, not written\.$"),
         ({"seeds": 0}, "seeds should be"),
-        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'messages'"),
+        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'tokens'"),
         ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),
     ],
 )

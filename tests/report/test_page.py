@@ -99,13 +99,15 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
         if isinstance(picture, TextPicture)
         for one in picture.texts
     ]
-    assert [(one.model_of, one.text_of) for one in found] == [
+    read = {(one.model_of, one.text_of): one for one in found}
+    assert len(read) == len(found)
+    assert read.keys() == {
         ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
         ("whaler", "diarist"), ("whaler", "whaler"),
-    ]  # fmt: skip
+    }  # fmt: skip
     whole = (Path(run["data_root"]) / "poet.txt").read_text(encoding="utf-8")
-    shown = "".join(piece for piece, _ in found[2].pieces)
-    assert len(shown) > 100
+    shown = "".join(piece for piece, _ in read["poet", "poet"].pieces)
+    assert len(shown) > 80
     assert shown in whole  # read with the poet's tokenizer, not with the run's
 
 
@@ -151,14 +153,14 @@ def test_pieces_are_the_text_and_whole_characters(runs) -> None:
 
 
 def test_prompts_with_answers_are_read_one_by_one() -> None:
-    starts = torch.tensor([0, 100, 160, 200])
+    starts = torch.tensor([0, 70, 160, 200])
     items = (Instruction("q", "a"),) * 3
     ids, sizes = torch.arange(200, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
     samples = Examples(ids, starts, starts[:-1] + 5, torch.ones(200).bool(), sizes, items)
     parts = _beginning(samples, 7)
-    assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 99), (100, 21)]  # 120 but for firsts
+    assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 69), (70, 21)]  # 90 but for firsts
     (text,) = _beginning(Tokens(torch.arange(200, dtype=torch.int32), 9), 7)
-    assert text.tolist() == [7, *range(120)]
+    assert text.tolist() == [7, *range(90)]
 
 
 def command(monkeypatch, *arguments: object) -> int:
@@ -181,7 +183,7 @@ def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch
     monkeypatch.setattr(page, "FIGURES", ())
     assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
     out = capsys.readouterr().out
-    assert "--layer takes first, last, or a number from 1 to 2" in out
+    assert "--layer takes first, middle, last, or a number from 1 to 2" in out
     assert "This page contains clients' texts" in out
 
 
