@@ -29,6 +29,16 @@ Tokenizer = Annotated[
 ]
 
 
+TextsFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Colour the .txt files of this folder, in place of clients' texts.",
+        show_default=False,
+    ),
+]
+
+
 def methods(
     name: Annotated[
         str | None, typer.Argument(help="Show the settings of this method.", show_default=False)
@@ -103,14 +113,7 @@ def report(
             help="Include clients' texts, with each token coloured by its expert.",
         ),
     ] = False,
-    texts_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Colour the .txt files of this folder, in place of clients' texts.",
-            show_default=False,
-        ),
-    ] = None,
+    texts_from: TextsFrom = None,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
