@@ -1,10 +1,14 @@
-"""Write the pages in docs/results, and the list in its index, anew from the result files there."""
+"""Draw the pictures in docs/results, and write its pages and the list in its index, from the result
+files there."""
 
 from pathlib import Path
 
-from coterie.results.pages import write_pages
+from coterie.report.tables import write_pictures
+from coterie.results.pages import read_result, write_pages
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 
 if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.json")):
+        write_pictures(read_result(path), FOLDER)
     write_pages(FOLDER)

@@ -15,6 +15,7 @@ from coterie import CoterieError
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.paper_tables import load_table
+from coterie.results.experiments import MEAN
 from coterie.runs import RunFolder, Watch
 from coterie.table_file import is_table, merged, slug, table_folder
 
@@ -153,6 +154,11 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
             "'local' has 1 paper deviations for 2 columns",
         ),
         ({"against": "locla"}, r"^`against` names no row: 'locla' \(rows: pretrained, Low rank"),
+        (
+            {"shows": "messages", "figure": {"kind": "lines"}},
+            "A table of messages has no `figure`",
+        ),
+        ({"figure": {"kind": "curves"}}, "column 'All Three': curves .* set evaluation.every"),
         ({"regimes": {"a": {}, "A": {}}}, "Two `regimes` have the same or a similar name 'A'"),
         ({"rows": [{"method": "local", "paper": [1, "x"]}]}, "should be a number"),
         ({"rows": [{"method": "local"}] * 2}, "Two `rows` have the same or a similar name 'local'"),
@@ -263,12 +269,26 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
         {"name": "Averaged", "method": {"name": "fedavg", "mlp": {"rank": 2}}},
         {"name": "Tuned", "method": {"name": "fedavg", "mlp": {"rank": 2}}, "point": "trained"},
     ]
-    path = table(rows=rows)
-    shown = coterie.compare_table(path, columns=["two"], out=tmp_path / "out")
+    path = table(rows=rows, figure={"kind": "curves"})
+    every = ["evaluation.every=1", "rounds=2"]
+    shown = coterie.compare_table(path, settings=every, columns=["two"], out=tmp_path / "out")
     assert counted == ["averaged-seed0"]
     averaged, tuned = shown.summary()["columns"][0]["rows"]
+    for row in (averaged, tuned):  # of each row the scores at its own point
+        assert row["rounds"]["round"] == [1, 2]
+        last = {client: scores[1] for client, scores in row["rounds"]["mean"].items()}
+        assert last.pop(MEAN) == round(row["perplexity"], 2)
+        assert last == {client: round(score, 2) for client, score in row["clients"].items()}
     assert averaged["perplexity"] == averaged["aggregated"] == tuned["aggregated"]
     assert tuned["perplexity"] == tuned["trained"] != averaged["perplexity"]
+    # Of a finished table, differences from another row are told without running anything.
+    for against in ("Averaged", "Tuned"):
+        coterie.compare_table(
+            path, settings=every, columns=["two"], out=tmp_path / "out", against=against
+        )
+        page = (tmp_path / "out" / "table.md").read_text()
+        assert f"| method | less {against} | 95 % interval | p |" in page
+    assert counted == ["averaged-seed0"]
 
 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:

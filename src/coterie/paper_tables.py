@@ -21,6 +21,7 @@ from coterie.results.messages import MessagesTable, traffic
 from coterie.results.overlap import OverlapTable, jaccard, ranges
 from coterie.results.pages import markdown
 from coterie.results.paper import PaperTable
+from coterie.results.rounds import by_round
 from coterie.results.sizes import SizesTable, sizes
 from coterie.runs import Watch
 from coterie.table_file import (
@@ -74,6 +75,8 @@ def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
             f"In {where}: {spec.shows} scores generated answers; set evaluation.generate to "
             "their maximum number of tokens."
         )
+    if spec.figure and spec.figure.kind == "curves" and common.evaluation.every is None:
+        raise CoterieError(f"In {where}: curves need scores by round; set evaluation.every.")
     return Column(runs.spec, common, cells)
 
 
@@ -206,6 +209,7 @@ def _empty(
         command=command,
         against=against or spec.against,
         tuned={column.spec.name: {} for column, _ in sessions},
+        figure=spec.figure.model_dump() if spec.figure else None,
     )
 
 
@@ -218,7 +222,7 @@ def _fill_in(
     watch: Callable[[], Watch],
     report: Callable[[str], None],
 ) -> None:
-    """Run column by column, and write the table after every run that it shows."""
+    """Run column by column, and write the table after every run that was not finished before."""
     points = {row.label: row.point or spec.point for row in spec.rows}
     own = {row.label: row.tune for row in spec.rows}
     tuners = [
@@ -230,7 +234,7 @@ def _fill_in(
         for tuners_of, (column, _) in zip(tuners, sessions, strict=True)
     ]
     total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
-    cells = Cells(total, watch, report)
+    cells, written = Cells(total, watch, report), 0
     for (column, session), tuners_of, tried in zip(sessions, tuners, trials, strict=True):
         name = column.spec.name
         for text in session.warnings:
@@ -243,7 +247,12 @@ def _fill_in(
         for seed in range(column.run.seed, column.run.seed + seeds):
             for row, run in runs.items():
                 named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
-                outcome = cells.outcome(session, run.model_copy(update=named), path)
+                run = run.model_copy(update=named)
+                result, outcome = cells.finished(session, run, path)
                 point = points[row] or outcome["reports"]
+                if spec.figure is not None and spec.figure.kind == "curves":
+                    outcome["rounds"] = by_round(result.metrics(), point)
                 shown.results[name][row].append({**outcome, "reports": point})
-                write_table(shown, folder)
+                if cells.worked_on > written:
+                    write_table(shown, folder)
+                    written = cells.worked_on

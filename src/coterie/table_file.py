@@ -123,6 +123,8 @@ class TableSpec(_Spec):
     def _fits_together(self) -> Self:
         if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
+        if self.figure is not None and self.shows in ("jaccard", "messages"):
+            raise ValueError(f"a table of {self.shows} has no `figure`")
         for what, names in (
             ("rows", [row.label for row in self.rows]),
             ("columns", [column.name for column in self.columns]),

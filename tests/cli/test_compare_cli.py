@@ -1,5 +1,7 @@
 """What `coterie compare` leaves in a folder of results."""
 
+import sys
+
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -33,9 +35,15 @@ def test_a_tables_results_become_a_page(values, tmp_path, monkeypatch) -> None:
     page = (docs / "mine.md").read_text()
     assert f"coterie compare {file} --set data_root=DATA --seeds 2\n" in page
     assert (out / "table.md").read_text() in page
+    assert "](images/mine.png)" in page
+    assert (docs / "images" / "mine.png").read_bytes().startswith(b"\x89PNG")
+    for name in [name for name in sys.modules if name.startswith("coterie.report.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     regime = ("--regime", "one step", "--set", data)
     said = compare(file, *regime, "--out", tmp_path / "other", "--write-docs", docs)
     assert f"Page: {docs}/mine-one-step.md" in said
+    assert "The page has no picture, which needs matplotlib" in said
     page = (docs / "mine-one-step.md").read_text()
     assert f"coterie compare {file} --regime 'one step' --set data_root=DATA\n" in page
     assert page.startswith("# T: one step\n")

@@ -74,6 +74,7 @@ ROWS: dict[str, Row] = {
     "router.every": to(3),
     "router.steps": to(2),
     "router.learning_rate": to(0.1),
+    "router.leftover_gradients": to(True),
     "exact": to(True),
     "mu": to(1.0),
     "gamma": to(0.5),

@@ -1,6 +1,7 @@
 """A paper's table against an example by hand."""
 
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,19 @@ def test_the_papers_deviations_stand_beside_its_figures(example) -> None:
         "columns": [{**with_them.summary()["columns"][0], "rows": found}]
     }
     assert score_tables(summary)[0].rows[0][3] == "5.00"
+
+
+def test_differences_follow_each_columns_scores(example) -> None:
+    summary = json.loads(json.dumps(example.summary()))
+    interval = {"value": 8.5, "low": 2.25, "high": 11, "p": 0.01, "significant": True}
+    rows = summary["columns"][0]["rows"]
+    rows[1]["difference"] = {"from": "a", **interval}
+    rows[2]["difference"] = {"from": "a", "unpaired": "they have no seed in common"}
+    _, clients, differences, _ = score_tables(summary)
+    assert differences.title == "X: differences in mean test perplexity"
+    assert differences.columns == ["method", "less a", "95 % interval", "p", ""]
+    assert differences.rows == [["b", "+8.50", "+2.25 to +11.00", "0.010", ""]]
+    assert "Not compared with a: c; they have no seed in common." in clients.note
 
 
 def test_without_any_figure_of_the_paper_there_are_ours_alone() -> None:

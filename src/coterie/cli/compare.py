@@ -1,6 +1,6 @@
 """The command `coterie compare`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,7 +51,8 @@ WriteDocs = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="For a table file: also save the results as JSON and a generated page in this folder.",
+        help="For a table file: also save the results in this folder, as JSON and as a generated "
+        "page with a picture.",
         show_default=False,
     ),
 ]
@@ -163,9 +164,26 @@ def _fill_in(
         terminal.console.print(table)
     terminal.say(f"\nSaved to {folder}/table.md and table.json.")
     if docs is not None:
-        from coterie.results.pages import write_docs
+        terminal.say(f"Page: {_page(shown.summary(), docs)}")
 
-        terminal.say(f"Page: {write_docs(shown.summary(), docs)}")
+
+def _page(summary: Mapping[str, Any], docs: Path) -> Path:
+    """Write the page of a table, with its pictures if matplotlib is installed."""
+    from coterie.results.pages import write_docs, write_pages
+
+    page = write_docs(summary, docs)
+    try:
+        from coterie.report.tables import write_pictures
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        terminal.say(
+            "The page has no picture, which needs matplotlib: pip install 'coterie[report]'."
+        )
+    else:
+        write_pictures(summary, docs)
+        write_pages(docs)
+    return page
 
 
 def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:

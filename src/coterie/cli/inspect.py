@@ -87,17 +87,26 @@ def audit(
         terminal.console.print(table)
 
 
+Reported = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        help="Run folders, folders that contain them, or result files of tables (JSON).",
+    ),
+]
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of the report. Default: `report` in the first RUN, or beside it if it is a "
+        "file.",
+        show_default=False,
+    ),
+]
+
+
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Run folders, or folders that contain them."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the report. Default: `report` in the first RUN.", show_default=False
-        ),
-    ] = None,
+    runs: Reported,
+    out: ReportFolder = None,
     layer: Annotated[
         str | None,
         typer.Option(
@@ -119,15 +128,21 @@ def report(
 ) -> None:
     """Plot the metrics of runs: one self-contained HTML page, and each figure as SVG and PNG.
 
-    Unfinished runs are included. Runs of a method that differ only in their seed are averaged.
+    Unfinished runs are included. Runs of a method that differ only in their seed are averaged. A
+    table of a paper is drawn as its file says (`figure`), or as dots.
 
-    Example:
+    Examples:
 
         coterie report runs/compare-mine --out report
+
+        coterie report docs/results/comigs-table4.json --out report
     """
     for run in runs:
-        if not run.is_dir():
-            raise CoterieError(f"{run} is neither a run's folder nor one that holds runs.")
+        if not run.is_dir() and not (run.suffix == ".json" and run.exists()):
+            raise CoterieError(
+                f"{run} is neither a run's folder, nor one that holds runs, nor a table's result "
+                "file (.json)."
+            )
     try:
         from coterie.report.page import PRIVATE, write_report
     except ModuleNotFoundError as error:
@@ -137,9 +152,10 @@ def report(
             f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
         ) from None
 
-    written = write_report(runs, out or runs[0] / "report", texts, layer, texts_from)
+    first = runs[0] if runs[0].is_dir() else runs[0].parent
+    written = write_report(runs, out or first / "report", texts, layer, texts_from)
     for section in written.sections:
-        terminal.say(f"{section.experiment.name}: {len(section.pictures)} figures")
+        terminal.say(f"{section.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
     if texts and texts_from is None:

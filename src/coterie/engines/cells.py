@@ -17,16 +17,25 @@ class Cells:
     ) -> None:
         self.total, self.watch, self.report = total, watch, report
         self.number = 0
+        self.worked_on = 0
+        """How many runs were not found finished."""
 
     def outcome(self, session: Session, config: RunConfig, path: Path) -> dict[str, Any]:
         """The outcome of a run, whose folder is in `path`; see `RunFolder.outcome`."""
+        return self.finished(session, config, path)[1]
+
+    def finished(
+        self, session: Session, config: RunConfig, path: Path
+    ) -> tuple[RunFolder, dict[str, Any]]:
+        """The same, with the folder of the run."""
         self.number += 1
         folder = self._folder(session, config, path)
         with folder.lock():
+            self.worked_on += folder.result is None
             session.finish(folder, config, self.watch)
         outcome = folder.outcome
         assert outcome is not None, "the run is finished"
-        return outcome
+        return folder, outcome
 
     def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
         """The folder of a run: found again if it is the same run, or made."""

@@ -45,17 +45,26 @@ class MixtureMethod(AdapterMethod):
             return super().levels(client)
         rate = learning_rate(client.context.training, client.context.rounds)
         experts: tuple[Role, ...] = ("dense", "generalist", "specialist")
-        penalty = self.penalty(client)
+        routers: tuple[Role, ...] = ("router",)
+        penalty, both = self.penalty(client), router.leftover_gradients
         return [
-            Level("experts", experts, "train", rate, penalty=penalty),
+            Level(
+                "experts",
+                experts,
+                "train",
+                rate,
+                penalty=penalty,
+                leaves=routers if both else (),
+            ),
             Level(
                 "routers",
-                ("router",),
+                routers,
                 self.routers_learn,
                 lambda step: router.learning_rate,
                 every=router.every,
                 steps=router.steps,
                 penalty=penalty,
+                leaves=experts if both else (),
             ),
         ]
 

@@ -157,6 +157,12 @@ class PhasedRouter(Router):
     learning_rate: float = Field(
         default=2e-3, gt=0, description="learning rate of router updates (constant)"
     )
+    leftover_gradients: bool = Field(
+        default=False,
+        description="true: a phase also leaves gradients on the experts, which their next step "
+        "adds to its own, and steps of the experts leave some on the routers, as in the released "
+        "code; experts then learn from validation text, too",
+    )
 
 
 class Privacy(Settings):

@@ -16,9 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
+from coterie.report.plots import annotate
 from coterie.report.routing import ASSIGNED
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
-from coterie.report.trust import annotate
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.tables import Table, listed, table_rows
 

@@ -4,20 +4,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
 
 from coterie.methods.contract import SERVER
+from coterie.report.plots import SPREAD, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 from coterie.results.experiments import MEAN, Experiment, ReportedRun
 from coterie.results.frame import Column, Frame
 from coterie.results.tables import Table, listed, table_rows
-from coterie.scoring.metrics import Metric
 
 MOST = 12
 """Lines that one panel can hold and still be read."""
-SPREAD = "Bands and bars: one standard deviation over seeds."
 
 
 def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -69,53 +66,20 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     figures = experiment.series.groupby(["label", "round"]).agg(["mean", "std"])
 
     def draw(canvas: Canvas) -> Figure:
-        figure, axes = canvas.panels(
-            len(panels), 2.1, 2 if canvas.narrow else 3, "round", f"{experiment.split} {what}"
-        )
-        for axis, panel in zip(axes, panels, strict=True):
-            for label in best:
-                # Of one seed there is no deviation.
-                found = figures[panel].loc[label].dropna(subset=["mean"]).fillna(0.0)
-                x, mean, spread = found.index, found["mean"], found["std"]
-                style, colour = look[label], canvas.colour(look[label])
-                axis.plot(
-                    x, mean, color=colour, marker=style.marker, linestyle=style.dash, label=label
-                )
-                axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
-            axis.set_title(panel)
-            if not metric.share:
-                axis.set_yscale("log")
-                _plain_log(axis.yaxis, 4)
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        canvas.legend(figure, axes[0], max(map(len, best)))
-        return figure
+        y = f"{experiment.split} {what}"
+        return over_rounds(canvas, figures, best, panels, look, metric, y)
 
     return Picture(
         metric.key,
         f"{_title(experiment)} over rounds",
         f"Each model on its own {experiment.split} text after every evaluated round, at the "
-        f"point where the method reports its results{_scale(metric)}. {SPREAD} "
+        f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
         f"{metric.better}{_some(experiment, best)}",
         f"Line plot of {what} by round for {listed(best)}, with one panel for the mean and "
         f"one for each of {listed(panels[1:])}. The table lists the means.",
         draw,
         _rounds_table(experiment),
     )
-
-
-def _scale(metric: Metric) -> str:
-    return "" if metric.share else "; logarithmic scale"
-
-
-def _plain_log(axis: Axis, count: int) -> None:
-    """A few evenly spaced round numbers on a logarithmic axis that holds its data already."""
-    low, high = axis.get_view_interval()
-    edge = (high / low) ** 0.12
-    digits = 2 if high > 1.5 * low else 3
-    ticks = np.geomspace(low * edge, high / edge, count)
-    axis.set_ticks(sorted({float(f"{tick:.{digits}g}") for tick in ticks}))
-    axis.set_major_formatter(lambda value, _: number(value))
-    axis.set_minor_locator(NullLocator())
 
 
 def _rounds_table(experiment: Experiment) -> Table:
@@ -152,7 +116,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             axis.margins(x=0.12, y=0.12)
             if not metric.share:
                 axis.set_xscale("log")
-                _plain_log(axis.xaxis, 3)
+                plain_log(axis.xaxis, 3)
         axes[0].invert_yaxis()
         return figure
 
@@ -160,7 +124,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
         metric.key,
         f"{_title(experiment)} after the last round",
         f"Each model on its own {experiment.split} text, at the point where the method "
-        f"reports its results{_scale(metric)}. {SPREAD} "
+        f"reports its results{scale_of(metric)}. {SPREAD} "
         f"{metric.better}{_some(experiment, best)}",
         f"Dot plot of final {what} for {listed(best)}, with one panel for the mean and one "
         f"for each of {listed(panels[1:])}. The summary table lists the values.",

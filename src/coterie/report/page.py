@@ -26,12 +26,14 @@ from coterie.report.style import (
     Theme,
 )
 from coterie.report.sweep import sweep
+from coterie.report.tables import pictures
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
-from coterie.results.tables import Table, listed
+from coterie.results.pages import TABLES, page_name, read_result
+from coterie.results.tables import Summary, Table, listed
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,
@@ -49,11 +51,10 @@ PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment on the page."""
+    """One experiment, or one table of a paper, on the page."""
 
-    experiment: Experiment
-    about: Table
-    summary: Table | None
+    name: str
+    tables: Sequence[Table]
     pictures: Sequence[Picture]
     left_out: Sequence[LeftOut]
 
@@ -77,13 +78,15 @@ def write_report(
     """Write report.html and figures/ for the runs in these folders into `out`.
 
     with_texts: with clients' texts, coloured; texts_from: with those of a folder (see `texts`).
+    A path may also be a result file of a table of a paper; the folder of such a table has one, too.
     Figures that an earlier report left in figures/ are removed. Raises CoterieError if a folder
     holds no run.
     """
     shown = with_texts or texts_from is not None
-    sections = [
-        _section(one, texts(one, layer, texts_from) if shown else ()) for one in experiments(paths)
-    ]
+    results = [path / "table.json" if path.is_dir() else path for path in paths]
+    sections = [_table(read_result(path)) for path in results if path.exists()]
+    folders = experiments(path for path in paths if path.is_dir())
+    sections += [_section(one, texts(one, layer, texts_from) if shown else ()) for one in folders]
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,12 @@ def write_report(
 
 
 def _prefix(section: Section, sections: Sequence[Section]) -> str:
-    return f"{path_part(section.experiment.name)}-" if len(sections) > 1 else ""
+    return f"{path_part(section.name)}-" if len(sections) > 1 else ""
+
+
+def _table(summary: Summary) -> Section:
+    shown, *_ = TABLES[summary["shows"]](summary)
+    return Section(page_name(summary), [shown], pictures(summary), [])
 
 
 def _section(experiment: Experiment, shown: Iterable[TextPicture | LeftOut]) -> Section:
@@ -112,9 +120,8 @@ def _section(experiment: Experiment, shown: Iterable[TextPicture | LeftOut]) -> 
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
     )
     return Section(
-        experiment,
-        _about(experiment),
-        comparison.table() if experiment.finished else None,
+        experiment.name,
+        [_about(experiment), *([comparison.table()] if experiment.finished else [])],
         [item for item in found if isinstance(item, Picture)],
         [item for item in found if isinstance(item, LeftOut)],
     )
@@ -155,7 +162,7 @@ def _html(sections: Sequence[Section], with_texts: bool) -> str:
     environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
     return environment.get_template("page.html").render(
         sections=sections,
-        title=f"Report on {listed(section.experiment.name for section in sections)}",
+        title=f"Report on {listed(section.name for section in sections)}",
         private=PRIVATE if with_texts else "",
         light=LIGHT,
         dark=DARK,

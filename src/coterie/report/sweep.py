@@ -7,8 +7,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.files import path_part
+from coterie.report.plots import heat_map
 from coterie.report.style import Canvas, LeftOut, Picture, number
-from coterie.report.trust import annotate
 from coterie.results.experiments import Experiment
 from coterie.results.frame import Frame
 from coterie.results.tables import Table, mean, table_rows
@@ -43,17 +43,11 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
 
     def draw(canvas: Canvas) -> Figure:
         figure = canvas.figure(0.45 * len(steps) + 1.3)
-        axis = figure.subplots()
-        scaled = (values - low) / max(high - low, 1e-9)
-        image = axis.imshow(values, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
-        axis.set_xticks(range(len(every)), map(str, every))
-        axis.set_yticks(range(len(steps)), map(str, steps))
-        axis.set_xlabel("router.every: steps between router phases")
-        axis.set_ylabel("router.steps: updates per phase")
-        axis.grid(False)
-        axis.spines[:].set_visible(False)
-        annotate(axis, scaled, canvas, np.vectorize("{:.2f}".format)(values))
-        figure.colorbar(image, ax=axis, label=f"mean {metric.label}")
+        named = cells.rename_axis(
+            index="router.steps: updates per phase",
+            columns="router.every: steps between router phases",
+        )
+        heat_map(canvas, figure, figure.subplots(), named, f"mean {metric.label}")
         return figure
 
     heads = ["router.steps \\ router.every", *map(str, every)]

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
+from coterie.report.plots import annotate
 from coterie.report.style import DASHES, Canvas, LeftOut, Picture, number
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.frame import Frame
@@ -42,19 +42,6 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
     means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
     weights = means.reindex(pd.MultiIndex.from_product([rounds, clients])).to_numpy()
     return clients, rounds, weights.reshape(len(rounds), len(clients), len(clients))
-
-
-def annotate(axis: Axes, shades: np.ndarray, canvas: Canvas, words: np.ndarray) -> None:
-    """Write words into a heat map's cells, dark on light or light on dark; shades: 0 to 1."""
-    colours = canvas.heat()
-    for (row, column), shade in np.ndenumerate(shades):
-        if np.isnan(shade):
-            continue
-        red, green, blue, _ = colours(float(shade))
-        bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
-        ink = "#101318" if bright else "#ffffff"
-        word = str(words[row, column])
-        axis.text(column, row, word, color=ink, ha="center", va="center", fontsize=8)
 
 
 def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:

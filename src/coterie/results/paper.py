@@ -2,13 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import isnan
 from typing import Any
 
 import pandas as pd
 
-from coterie.results.comparison import ALIKE, Comparison, clients_table, with_spread
+from coterie.results.comparison import (
+    ALIKE,
+    Comparison,
+    clients_table,
+    differences_table,
+    with_spread,
+)
+from coterie.results.figures import compared as has_paper
 from coterie.results.frame import Frame, Result
+from coterie.results.rounds import curves
 from coterie.results.tables import Summary, Table
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
@@ -43,6 +52,8 @@ class PaperTable:
     """By column and row, the standard deviations that the paper gives with its figures."""
     tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
     """By column, how settings of rows were chosen; see `Comparison.tuned`."""
+    figure: Summary | None = None
+    """How the table is drawn, as `figure` in a table file has it; default: as dots."""
 
     def summary(self) -> dict[str, Any]:
         """By column: what was measured per row, its rank, the paper's figure and rank.
@@ -50,6 +61,7 @@ class PaperTable:
         `metric` is what was measured and the key of our mean, which is from 0 to 1 if it is a
         share; the paper's figures are as they were given. A row that has not run has 0 `seeds`.
         `rank` and `paper_rank` are among the rows that both have, `rank_of_all` among all.
+        `rounds` are the scores by round, where results have them; see `rounds.curves`.
         """
         return {
             "table": self.title,
@@ -57,6 +69,7 @@ class PaperTable:
             "command": self.command,
             "paper": self.paper,
             "split": self.split,
+            **({"figure": dict(self.figure)} if self.figure else {}),
             "columns": [self._column(name) for name in self.results],
         }
 
@@ -84,6 +97,9 @@ class PaperTable:
         metric, paper = comparison.metric, self.figures[column]
         deviations = self.deviations.get(column, {})
         measured = {row.pop("method"): row for row in comparison.summary()}
+        for name, row in measured.items():
+            if all("rounds" in result for result in comparison.results[name]):
+                row["rounds"] = curves(comparison.results[name], metric)
         ours = {name: row[metric.key] for name, row in measured.items()}
         found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(measured), dtype=float)
         both = found.dropna() if found["paper"].notna().any() else found
@@ -116,8 +132,12 @@ def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float |
 
 
 def score_tables(summary: Summary) -> list[Table]:
-    """Of `PaperTable.summary`: the paper's layout; then, per column, each client's scores."""
-    return [_layout(summary), *(_clients(summary, c) for c in summary["columns"] if _scored(c))]
+    """Of `PaperTable.summary`: the paper's layout; then, per column, each client's scores.
+
+    Where rows could be compared, a table says by how much they differ.
+    """
+    own = (_of_column(summary, column) for column in summary["columns"] if _scored(column))
+    return [_layout(summary), *chain.from_iterable(own)]
 
 
 def _scored(column: Summary) -> list[Summary]:
@@ -125,15 +145,22 @@ def _scored(column: Summary) -> list[Summary]:
     return [row for row in column["rows"] if "clients" in row]
 
 
-def _clients(summary: Summary, column: Summary) -> Table:
-    metric = METRICS[column["metric"]]
-    rows = {row["row"]: {**row, "rank": row["rank_of_all"]} for row in _scored(column)}
-    return clients_table(f"{column['name']}: {summary['split']} {metric.label}", metric, rows)
+def _of_column(summary: Summary, column: Summary) -> list[Table]:
+    metric, name = METRICS[column["metric"]], column["name"]
+    rows = {
+        row["row"]: {**row, "method": row["row"], "rank": row["rank_of_all"]}
+        for row in _scored(column)
+    }
+    what = f"{summary['split']} {metric.label}"
+    found = [clients_table(f"{name}: {what}", metric, rows)]
+    differ = [row for row in rows.values() if "value" in (row.get("difference") or {})]
+    if differ:
+        found.append(differences_table(f"{name}: differences in mean {what}", metric, differ))
+    return found
 
 
 def _layout(summary: Summary) -> Table:
-    columns = summary["columns"]
-    compared = any(row["paper"] is not None for column in columns for row in column["rows"])
+    columns, compared = summary["columns"], has_paper(summary)
     lines = [[row["row"]] for row in columns[0]["rows"]]
     last, heads = ["Spearman"], ["method"]
     for column in columns:

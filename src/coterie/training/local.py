@@ -27,7 +27,8 @@ class LocalTraining:
         self.adapter = adapter
         self.levels = [level for level in levels if adapter.parameters(*level.roles)]
         self._updaters = {
-            level.name: Updater(context, adapter, level.roles) for level in self.levels
+            level.name: Updater(context, adapter, level.roles, level.leaves)
+            for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
         """Where a level has a penalty: what is trained, by name, as the round found it."""
@@ -95,10 +96,25 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """The optimisers' moments, by level."""
-        return State(parts={name: updater.state() for name, updater in self._updaters.items()})
+        """The optimisers' moments, by level, and the gradients that levels left for others."""
+        left = {
+            name: parameter.grad.clone()
+            for name, parameter in self._left_on().items()
+            if parameter.grad is not None
+        }
+        parts = {name: updater.state() for name, updater in self._updaters.items()}
+        return State({"leftover": left} if left else {}, parts=parts)
 
     def restore(self, state: State) -> None:
         """Take back what `state` gave."""
         for name, updater in self._updaters.items():
             updater.restore(state.parts.get(name, State()))
+        left = state.groups.get("leftover", {})
+        for name, parameter in self._left_on().items():
+            gradient = left.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+    def _left_on(self) -> Mapping[str, Tensor]:
+        """Parameters on which a level may leave gradients, by name."""
+        roles = {role for level in self.levels for role in level.leaves}
+        return self.adapter.parameters(*roles) if roles else {}

@@ -32,6 +32,8 @@ class Level:
     steps: int = 1
     """Updates in a turn."""
     penalty: Penalty | None = None
+    leaves: tuple[Role, ...] = ()
+    """Roles of other levels on which its backward passes leave gradients, for their next update."""
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:

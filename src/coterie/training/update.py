@@ -27,11 +27,20 @@ class Piece:
 
 
 class Updater:
-    """An optimiser of the parameters that have certain roles."""
+    """An optimiser of the parameters that have certain roles.
 
-    def __init__(self, context: ClientContext, adapter: Trainable, roles: Sequence[Role]) -> None:
-        self.context, self.adapter, self.roles = context, adapter, tuple(roles)
-        self.parameters = adapter.parameters(*self.roles)
+    leaves: other roles, whose gradients grow with each update; their own updater takes them in.
+    """
+
+    def __init__(
+        self,
+        context: ClientContext,
+        adapter: Trainable,
+        roles: Sequence[Role],
+        leaves: Sequence[Role] = (),
+    ) -> None:
+        self.context, self.adapter, self.roles = context, adapter, (*roles, *leaves)
+        self.parameters = adapter.parameters(*roles)
         self.reset()
 
     def reset(self) -> None:

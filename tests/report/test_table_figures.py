@@ -1,0 +1,132 @@
+"""Figures of filled-in tables: what they draw is what the result file holds."""
+
+from typing import Any
+
+import pytest
+from drawing import drawn
+
+from coterie import CoterieError
+from coterie.report.page import write_report
+from coterie.report.style import LIGHT, Canvas
+from coterie.report.tables import pictures, write_pictures
+from coterie.results.experiments import MEAN
+from coterie.results.pages import IMAGES, pages, write_docs
+
+ROWS = ("local", "fedavg", "not run")
+
+
+def summary(kind: str | None = None, paper: bool = True, **row: Any) -> dict[str, Any]:
+    """Two columns of three rows, of which the last has not run; row: more of each row that has."""
+
+    def entry(place: int, name: str) -> dict[str, Any]:
+        figures = {"paper": 90.0 - place if paper else None, "paper_std": 0.5, "paper_rank": 1}
+        ran = {"seeds": 2, "accuracy": 0.1 * place, "std": 0.01, "rank": 1, "rank_of_all": 1}
+        none = {"seeds": 0, "rank": None, "rank_of_all": None}
+        return {"row": name, **(none if name == "not run" else ran | row), **figures}
+
+    columns = [
+        {"name": name, "note": "", "metric": "accuracy", "correlation": None,
+         "rows": [entry(first + place, row) for place, row in enumerate(ROWS)]}
+        for first, name in ((1, "10"), (4, "20"))
+    ]  # fmt: skip
+    figure = {"figure": {"kind": kind, "x": "clients", "y": "method"}} if kind else {}
+    return {
+        "table": "T",
+        "shows": "scores",
+        "command": "coterie compare recipes/one.yaml",
+        "paper": "",
+        "split": "test",
+        **figure,
+        "columns": columns,
+    }
+
+
+def axes_of(found: dict[str, Any]) -> list[Any]:
+    return drawn(pictures(found)).draw(Canvas(LIGHT)).axes
+
+
+def points(line: Any) -> list[tuple[float, float]]:
+    return [(round(float(x), 6), round(float(y), 6)) for x, y in line.get_xydata()]
+
+
+def test_dots_stand_at_the_means_and_hollow_ones_at_the_papers_figures() -> None:
+    first, second = axes_of(summary())
+    assert (first.get_title(), second.get_title()) == ("10", "20")
+    assert [label.get_text() for label in first.get_yticklabels()] == list(ROWS)
+    ours, papers = first.containers
+    assert points(ours.lines[0])[:2] == [(10, 0), (20, 1)]
+    assert points(papers.lines[0]) == [(89, 0), (88, 1), (87, 2)]
+    assert papers.lines[0].get_markerfacecolor() == "none"
+    (bars,) = ours.lines[2]
+    (left, _), (right, _) = bars.get_segments()[0]
+    assert (left, right) == pytest.approx((9, 11))
+    (alone, _) = (axis.containers for axis in axes_of(summary(paper=False)))
+    assert len(alone) == 1
+
+
+def test_lines_run_over_the_columns() -> None:
+    (axis,) = axes_of(summary("lines"))
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["10", "20"]
+    assert axis.get_xlabel() == "clients"
+    lines = {line.get_label(): points(line) for line in axis.lines}
+    assert lines["local"] == [(0, 10), (1, 40)]
+    assert lines["fedavg"] == [(0, 20), (1, 50)]
+    assert "not run" not in lines
+    assert [(0, 89), (1, 86)] in lines.values()  # the paper's
+
+
+def test_a_heat_map_has_ours_and_the_papers() -> None:
+    ours, papers, *_ = axes_of(summary("heat map"))
+    assert ours.images[0].get_array()[:2].tolist() == [[10, 40], [20, 50]]
+    assert papers.images[0].get_array().tolist() == [[89, 86], [88, 85], [87, 84]]
+    assert (ours.get_xlabel(), ours.get_ylabel()) == ("clients", "method")
+    assert [text.get_text() for text in ours.texts] == ["10.00", "40.00", "20.00", "50.00"]
+
+
+def test_curves_have_a_picture_per_column_and_a_panel_per_client() -> None:
+    mean = {MEAN: [0.3, 0.4], "anna": [0.2, None], "ben": [0.4, 0.5]}
+    rounds = {"round": [2, 4], "mean": mean, "std": {name: [0.0, 0.1] for name in mean}}
+    found = summary("curves", rounds=rounds)
+    assert [picture.name for picture in pictures(found)] == ["scores-10", "scores-20"]
+    axes = drawn(pictures(found)[:1]).draw(Canvas(LIGHT)).axes
+    panels = {axis.get_title(): axis.lines for axis in axes}
+    assert list(panels) == [MEAN, "anna", "ben"]
+    assert [line.get_label() for line in panels[MEAN]] == ["local", "fedavg"]
+    assert points(panels["ben"][0]) == [(2, 40), (4, 50)]
+    assert points(panels["anna"][0]) == [(2, 20)]
+
+
+def test_what_has_no_scores_has_no_figure() -> None:
+    with pytest.raises(CoterieError, match="'T' shows no scores"):
+        pictures({"shows": "jaccard", "table": "T", "columns": {}})
+    nothing = summary()
+    for column in nothing["columns"]:
+        column["rows"] = column["rows"][2:]
+    with pytest.raises(CoterieError, match="No row of 'T' has been run yet"):
+        pictures(nothing)
+
+
+def test_a_page_shows_its_picture_until_there_are_other_results(tmp_path) -> None:
+    page = write_docs(summary(), tmp_path)
+    assert "![" not in page.read_text()
+    write_pictures(summary(), tmp_path)
+    text = pages(tmp_path)[page]
+    assert (
+        "![Dots of mean test accuracy (%) by row, with a panel for each of 10 and 20; filled"
+        in text
+    )
+    assert f"]({IMAGES}/one.png)" in text
+    write_docs(summary(paper=False), tmp_path)
+    assert "![" not in page.read_text()
+
+
+def test_a_report_draws_a_result_file_and_a_folder_that_has_one(tmp_path) -> None:
+    file = write_docs(summary(), tmp_path / "docs").with_suffix(".json")
+    found = write_report([file], tmp_path / "report")
+    assert [section.name for section in found.sections] == ["one"]
+    names = {path.name for path in found.figures.iterdir()}
+    assert names == {f"scores-{t}.{k}" for t in ("light", "dark") for k in ("svg", "png")}
+    assert "<caption>T</caption>" in found.page.read_text()
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(CoterieError, match=r"run\.json is not the result file of a table"):
+        write_report([tmp_path / "run.json"], tmp_path / "report")

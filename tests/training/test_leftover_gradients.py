@@ -1,0 +1,108 @@
+"""Gradients that one level leaves for the other, as in CoMiGS's released code."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import coterie
+from coterie.engines.local import LocalRun
+from coterie.engines.session import Session
+from coterie.methods.adapter import AdapterClient
+from coterie.runs import RunFolder, Watch
+from coterie.training.local import LocalTraining
+
+ROUNDS, STEPS, EVERY, TURNS = 4, 2, 3, 2
+METHOD: dict[str, Any] = {
+    "name": "comigs-2s",  # nothing is averaged, so a client's rounds are one training
+    "router": {"every": EVERY, "steps": TURNS, "leftover_gradients": True},
+}
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    run = config(method=METHOD, rounds=ROUNDS)
+    session = Session(run)
+    return LocalRun(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+
+
+def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
+    """All parameters get gradients in every pass, and each optimiser clears its own alone."""
+    training, adapter = client.training, client.adapter
+    model: PreTrainedModel = client.model()
+    levels = {level.name: level for level in training.levels}
+    optimisers = {
+        name: torch.optim.AdamW(
+            adapter.parameters(*level.roles).values(), betas=(0.9, 0.95), weight_decay=0.01
+        )
+        for name, level in levels.items()
+    }
+    adapter.require_grad("dense", "specialist", "router")
+
+    def update(name: str, step: int, turn: int) -> None:
+        ids = training._batch(levels[name], step, turn).ids
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
+        optimisers[name].step()
+        optimisers[name].zero_grad()
+
+    for step in range(ROUNDS * STEPS):
+        update("experts", step, 0)
+        if (step + 1) % EVERY == 0:
+            for turn in range(TURNS):
+                update("routers", step, turn)
+    return {name: p.detach().clone() for name, p in adapter.parameters().items()}
+
+
+def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
+    client = run.clients["poet"]
+    start = {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+    expected = trained_naively(client)
+    with torch.no_grad():
+        for name, parameter in client.adapter.parameters().items():
+            parameter.copy_(start[name])
+            parameter.grad = None
+    training = LocalTraining(client.context, client.adapter, client.training.levels)
+    for round in range(ROUNDS):
+        training.round(round)
+    for name, parameter in client.adapter.parameters().items():
+        torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_left_goes_with_the_state(run) -> None:
+    """A round after a restored state has the same bits as the round that went on."""
+    client = run.clients["poet"]
+    training = client.training
+    for round in range(2):  # step 3, the first of round 1, is a phase; step 4 clears what it left
+        training.round(round)
+    state, before = training.state(), adapter_state(client)
+    assert state.groups["leftover"]
+    training.round(2)
+    after = adapter_state(client)
+    again = LocalTraining(client.context, client.adapter, training.levels)
+    with torch.no_grad():
+        for name, parameter in client.adapter.parameters().items():
+            parameter.copy_(before[name])
+    again.restore(state)
+    again.round(2)
+    assert all(torch.equal(value, after[name]) for name, value in adapter_state(client).items())
+
+
+def adapter_state(client: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+
+
+class StopAfterFirstRound(Watch):
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(config, tmp_path) -> None:
+    router = {**METHOD["router"], "every": STEPS}  # a phase ends the round
+    run = config(method={**METHOD, "router": router}, rounds=2)
+    whole = coterie.run(run, out=tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(run, out=tmp_path / "stopped", watch=StopAfterFirstRound)
+    resumed = coterie.resume(tmp_path / "stopped")
+    assert resumed.results["comigs-2s"]["trained"] == whole.results["comigs-2s"]["trained"]
