@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, which has no GPU here: on the CPU, on a tiny base."""
+"""The benchmarks of overhead, and of GPUs, which has none here: on the CPU, on a tiny base."""
 
 import importlib.util
 import json
@@ -14,14 +14,33 @@ SMALL = ["gpu.py", "--device", "cpu", "--small", "--weights", "bf16", "--no-comp
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("gpu", monkeypatch)
+
+
+def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location("gpu", FOLDER / "gpu.py")
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appendix B.1, counted by hand: GPT-2 has 12 layers of width 768; rank 8; 128 tokens."""
+    overhead = benchmark("overhead", monkeypatch)
+    with overhead.torch.device("meta"):
+        base = overhead.AutoModelForCausalLM.from_config(overhead.GPT2Config())
+    assert overhead.base_flops(base, 128) == 128 * (2 * 124_439_808 + 4 * 12 * 768 * 128)
+    mlp, attention = 12 * 8 * 2 * (768 + 3072), 12 * 8 * (768 + 3 * 768 + 768 + 768)
+    ours = overhead.overhead(base, 128, {"name": "comigs-1g1s"})
+    assert (ours.router, ours.sent, ours.attention) == (12 * 2 * 768, mlp, attention)
+    assert ours.flops == 2 * 128 * (2 * mlp + attention + 12 * 2 * 768)
+    assert 494e6 < ours.flops < 496e6
+    assert round(2 * ours.router / 2**20, 3) == 0.035
+    assert round(2 * ours.sent / 2**20, 2) == 1.41
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ),
         ({"shows": "written"}, r"^shows should be exact_match, not written\.$"),
         ({"seeds": 0}, "seeds should be"),
-        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'messages'"),
+        ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'tokens'"),
         ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),
     ],
 )
@@ -334,6 +334,26 @@ def test_what_a_table_cannot_be_tuned_by_is_told_with_its_column(table) -> None:
         CoterieError, match=r"column 'All Three': training\.batch should be a whole"
     ):
         load_table(table(), tune={"training.batch": ["x"]})
+    row = {"method": "local", "tune": {"data.window": [8]}}
+    with pytest.raises(CoterieError, match=r"row 'local': data\.window cannot be"):
+        load_table(table(rows=[row]))
+
+
+@pytest.mark.slow
+def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) -> None:
+    rows = [{"method": "hetlora", "tune": {"method.gamma": [0.5, 0.9]}}, {"method": "local"}]
+    shown = coterie.compare_table(table(rows=rows), columns=["two"], out=tmp_path / "out")
+    assert counted == ["hetlora-trial1", "hetlora-trial2", "hetlora-seed0", "local-seed0"]
+    hetlora, local = shown.summary()["columns"][0]["rows"]
+    assert hetlora["tuned"]["settings"].keys() == {"method.gamma"}
+    assert "tuned" not in local
+
+
+def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
+    with pytest.raises(CoterieError, match="give the paper's scores in `rows`"):
+        load_table(
+            table(columns=[{"name": "one", "paper": {"most": "0.4"}}], rows=[{"method": "local"}])
+        )
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
@@ -344,6 +364,17 @@ def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
     assert columns["two"]["poet"]["diarist"] == columns["All Three"]["diarist"]["poet"]
     assert 0 < columns["two"]["poet"]["diarist"] < 1
     assert not list((tmp_path / "out").glob("*/"))  # nothing is run
+
+
+def test_tokens_are_counted_without_rows_or_runs(table, tmp_path) -> None:
+    path = table(shows="tokens", rows=[])
+    shown = coterie.compare_table(path, settings=["data.limits.train=90"], out=tmp_path / "out")
+    columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
+    assert columns == shown.summary()["columns"]
+    assert columns["two"].keys() == {"diarist", "poet"}
+    assert {splits["train"] for splits in columns["All Three"].values()} == {90}
+    assert "| poet | 90 |" in (tmp_path / "out" / "table.md").read_text()
+    assert not list((tmp_path / "out").glob("*/"))
 
 
 def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:

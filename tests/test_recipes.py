@@ -59,8 +59,8 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
 @pytest.mark.parametrize("recipe", SMALL, ids=name)
 def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> None:
     spec, columns = load_table(recipe)
-    if spec.shows is not None or recipe.stem == "opposite":
-        return
+    if spec.shows is not None or recipe.stem == "opposite" or "-figures" in recipe.stem:
+        return  # opposite pairs are few, and these figures are of unequal amounts of text
     _, quarters = load_table(recipe, regime="quarter")
     for column, quarter in zip(columns, quarters, strict=True):
         for row, cell in column.cells.items():
@@ -135,7 +135,7 @@ def test_the_small_mixtures_find_their_texts() -> None:
     _, columns = load_table(SMALL[0].parent / "pcl-table4.yaml", [f"data_root={DATA}"])
     for column in columns:
         participants = participants_of(column.run, load_tokenizer(column.run.base))
-        assert len(participants) == 4
+        assert len(participants) == (8 if column.spec.name.startswith("Codes") else 4)
         for p in participants:
             assert len(p.data.train.ids) == 40_000
             assert len(p.data.validation.ids) > 12_000

@@ -18,10 +18,11 @@ from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
 from coterie.results.comparison import check_against
 from coterie.results.messages import MessagesTable, traffic
-from coterie.results.overlap import OverlapTable, jaccard
+from coterie.results.overlap import OverlapTable, jaccard, ranges
 from coterie.results.pages import markdown
 from coterie.results.paper import PaperTable
 from coterie.results.rounds import by_round
+from coterie.results.sizes import SizesTable, sizes
 from coterie.runs import Watch
 from coterie.table_file import (
     ColumnRuns,
@@ -35,7 +36,7 @@ from coterie.table_file import (
 
 Tune = Mapping[str, Sequence[Any]]
 """Values by dotted key; see `coterie.compare`."""
-Shown = PaperTable | OverlapTable | MessagesTable
+Shown = PaperTable | OverlapTable | MessagesTable | SizesTable
 """What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
 
 
@@ -106,16 +107,22 @@ def compare_table(
     options = _options(settings, methods, columns, seeds, tune, against, regime)
     command = shlex.join(["coterie", "compare", str(path), *options])
     sessions = _sessions(found)
+    figures = {column.spec.name: column.spec.paper for column, _ in sessions}
     match spec.shows:
         case "jaccard":
             shares = {c.spec.name: jaccard(s.participants(c.run)) for c, s in sessions}
-            shown = OverlapTable(spec.table, shares, command)
+            known = {c.spec.name: c.run.divide.mixtures or {} for c, _ in sessions if c.run.divide}
+            found = {name: ranges(shares[name], mixtures) for name, mixtures in known.items()}
+            shown = OverlapTable(spec.table, shares, command, found, figures)
+        case "tokens":
+            counts = {c.spec.name: sizes(s.participants(c.run)) for c, s in sessions}
+            shown = SizesTable(spec.table, counts, command, figures)
         case "messages":
             weights = {
                 c.spec.name: {name: traffic(s, cell) for name, cell in c.cells.items()}
                 for c, s in sessions
             }
-            shown = MessagesTable(spec.table, weights, command)
+            shown = MessagesTable(spec.table, weights, command, figures)
         case _:
             shown = _empty(spec, sessions, command, against)
             _fill_in(shown, spec, sessions, seeds or spec.seeds, folder, watch, report)
@@ -217,21 +224,25 @@ def _fill_in(
 ) -> None:
     """Run column by column, and write the table after every run that was not finished before."""
     points = {row.label: row.point or spec.point for row in spec.rows}
-    tuners = [Tuner(session, spec.tune) for _, session in sessions]
+    own = {row.label: row.tune for row in spec.rows}
+    tuners = [
+        {row: Tuner(session, {**spec.tune, **own[row]}) for row in column.cells}
+        for column, session in sessions
+    ]
     trials = [
-        {row: tuner.trials(row, run) for row, run in column.cells.items()}
-        for tuner, (column, _) in zip(tuners, sessions, strict=True)
+        {row: tuners_of[row].trials(row, run) for row, run in column.cells.items()}
+        for tuners_of, (column, _) in zip(tuners, sessions, strict=True)
     ]
     total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
     cells, written = Cells(total, watch, report), 0
-    for (column, session), tuner, tried in zip(sessions, tuners, trials, strict=True):
+    for (column, session), tuners_of, tried in zip(sessions, tuners, trials, strict=True):
         name = column.spec.name
         for text in session.warnings:
             report(f"{name}: {text}")
         path, runs = folder / slug(name), dict(column.cells)
         for row, each in tried.items():
             if each:
-                chosen, how = tuner.choose(cells, each, path, points[row])
+                chosen, how = tuners_of[row].choose(cells, each, path, points[row])
                 runs[row], shown.tuned[name][row] = chosen, how
         for seed in range(column.run.seed, column.run.seed + seeds):
             for row, run in runs.items():

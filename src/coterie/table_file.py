@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.run_file import apply_setting, check_trials, located, place_data, read_mapping
 
-Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages"]
+Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages", "tokens"]
 
 
 class _Spec(BaseModel):
@@ -38,6 +38,9 @@ class RowSpec(_Spec):
     )
     point: Literal["trained", "aggregated"] | None = Field(
         default=None, description="evaluation that is scored, in place of the table's"
+    )
+    tune: dict[str, list[Any]] = Field(
+        default={}, description="values by dotted key to try this row with, beside the table's"
     )
 
     @property
@@ -60,6 +63,12 @@ class ColumnSpec(_Spec):
         default={}, description="method settings by row, merged over the row's method"
     )
     note: str = Field(default="", description="note under the table")
+    paper: dict[str, str] = Field(
+        default={},
+        description="the paper's figures, as text; jaccard: `most` and `least`, the ranges of "
+        "clients with the most and the least topics in common; messages: by field of an upload; "
+        "tokens: by client",
+    )
 
 
 class FigureSpec(_Spec):
@@ -112,7 +121,7 @@ class TableSpec(_Spec):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not self.rows and self.shows != "jaccard":
+        if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
         if self.figure is not None and self.shows in ("jaccard", "messages"):
             raise ValueError(f"a table of {self.shows} has no `figure`")
@@ -140,6 +149,11 @@ class TableSpec(_Spec):
         if self.against is not None and self.against not in known:
             raise ValueError(f"`against` names no row: {self.against!r} (rows: {', '.join(known)})")
         for column in self.columns:
+            if column.paper and self.shows not in ("jaccard", "messages", "tokens"):
+                raise ValueError(
+                    f"the column {column.name!r} has `paper`, which is for tables that show "
+                    "jaccard, messages or tokens; give the paper's scores in `rows`"
+                )
             for name in column.methods.keys() - set(known):
                 raise ValueError(
                     f"the column {column.name!r} has settings for the unknown row {name!r} "
@@ -248,6 +262,8 @@ def _runs(
     cells = {}
     for row in spec.rows:
         if row.label in rows:
+            with told_where(f"row {row.label!r}"):
+                check_trials(run, row.tune)
             method = merged(row.settings, column.methods.get(row.label, {}))
             cells[row.label] = {**run, "name": slug(row.label), "method": method}
     return ColumnRuns(column, run, cells)

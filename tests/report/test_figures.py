@@ -13,7 +13,7 @@ from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
 from coterie.report.routing import expert_names, routing
-from coterie.report.style import FIXED, THEMES, LeftOut, looks
+from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
 from coterie.results.experiments import Experiment, experiments
@@ -164,6 +164,16 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     heat, lines = trust(one(tmp_path / "cmp"))
     assert table_of([heat]).rows == [["anna", "", ""], ["ben", "0.500", "0.500"]]
     drawn([lines])
+
+
+def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:
+    row = {"anna": 0.5, "ben": 0.24, "cleo": 0.26}
+    figures = [(1, "anna", "trust", row), (1, "ben", "trust", row), (1, "cleo", "trust", row)]
+    written("cmp/0", LOCAL, 0, figures=figures)
+    found = [picture for picture in trust(one(tmp_path / "cmp")) if isinstance(picture, Picture)]
+    (others,) = [picture for picture in found if picture.name.startswith("trust-in-others")]
+    assert "lowest (0.24) to the highest (0.5)" in others.caption  # ben and cleo trust anna most
+    drawn([others])
 
 
 def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawing import drawn
 from rich.console import Console
 
 import coterie
@@ -18,6 +19,7 @@ from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report
+from coterie.report.style import LeftOut
 from coterie.report.texts import TextPicture, _beginning, _pieces, chosen_layers, texts
 from coterie.report.trust import trust
 from coterie.results.experiments import experiments
@@ -77,7 +79,9 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
     with_texts = write_report([runs], tmp_path, with_texts=True, layer="2")
     assert words in shown(with_texts.page)
     assert "This page contains clients' texts" in shown(with_texts.page)
-    assert "diarist's model on poet's test text, layer 2 of 2" in shown(with_texts.page)
+    for client in ("diarist", "poet", "whaler"):
+        assert f"{client}'s model" in shown(with_texts.page)
+    assert "a generalist, layer 2 of 2" in shown(with_texts.page)
     assert "layer 1 of 2" not in shown(with_texts.page)
     assert list(with_texts.figures.glob("texts-*"))
     without = write_report([runs], tmp_path)
@@ -95,24 +99,45 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
         if isinstance(picture, TextPicture)
         for one in picture.texts
     ]
-    assert [(one.model_of, one.text_of) for one in found] == [
+    read = {(one.model_of, one.text_of): one for one in found}
+    assert len(read) == len(found)
+    assert read.keys() == {
         ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
-        ("whaler", "whaler"), ("whaler", "diarist"),
-    ]  # fmt: skip
+        ("whaler", "diarist"), ("whaler", "whaler"),
+    }  # fmt: skip
     whole = (Path(run["data_root"]) / "poet.txt").read_text(encoding="utf-8")
-    shown = "".join(piece for piece, _ in found[2].pieces)
-    assert len(shown) > 100
+    shown = "".join(piece for piece, _ in read["poet", "poet"].pieces)
+    assert len(shown) > 80
     assert shown in whole  # read with the poet's tokenizer, not with the run's
 
 
+def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None:
+    coterie.run(values(method="comigs-1g1s", rounds=1), out=tmp_path / "run")
+    (experiment,) = experiments([tmp_path / "run"])
+    (tmp_path / "mine").mkdir()
+    (nothing,) = texts(experiment, "last", tmp_path / "mine")
+    assert isinstance(nothing, LeftOut)
+    assert "no .txt files" in nothing.why
+    words = {"ode": "I sing of arms.", "note": "Buy bread."}
+    for name, text in words.items():
+        (tmp_path / "mine" / f"{name}.txt").write_text(text)
+    (grid,) = texts(experiment, "last", tmp_path / "mine")
+    assert isinstance(grid, TextPicture)
+    assert (grid.rows, grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
+    for model in grid.columns:
+        for name, text in words.items():
+            cell = grid.cell(name, model)
+            assert cell is not None
+            assert "".join(piece for piece, _ in cell.pieces) == text
+    assert grid.table is not None
+    assert [row[0] for row in grid.table.rows] == ["note", "ode"]
+    drawn([grid])
+
+
 def test_layers_are_named_or_numbered() -> None:
-    assert [chosen_layers(layer, 6) for layer in (None, "first", "last", "3")] == [
-        [0, 5],
-        [0],
-        [5],
-        [2],
-    ]
-    for layer in ("0", "7", "middle"):
+    named = {None: [0, 2, 5], "first": [0], "middle": [2], "last": [5], "4": [3]}
+    assert {layer: chosen_layers(layer, 6) for layer in named} == named
+    for layer in ("0", "7", "lowest"):
         with pytest.raises(coterie.CoterieError, match="from 1 to 6"):
             chosen_layers(layer, 6)
 
@@ -128,14 +153,14 @@ def test_pieces_are_the_text_and_whole_characters(runs) -> None:
 
 
 def test_prompts_with_answers_are_read_one_by_one() -> None:
-    starts = torch.tensor([0, 100, 160, 200])
+    starts = torch.tensor([0, 70, 160, 200])
     items = (Instruction("q", "a"),) * 3
     ids, sizes = torch.arange(200, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
     samples = Examples(ids, starts, starts[:-1] + 5, torch.ones(200).bool(), sizes, items)
     parts = _beginning(samples, 7)
-    assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 99), (100, 21)]  # 120 but for firsts
+    assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 69), (70, 21)]  # 90 but for firsts
     (text,) = _beginning(Tokens(torch.arange(200, dtype=torch.int32), 9), 7)
-    assert text.tolist() == [7, *range(120)]
+    assert text.tolist() == [7, *range(90)]
 
 
 def command(monkeypatch, *arguments: object) -> int:
@@ -158,7 +183,7 @@ def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch
     monkeypatch.setattr(page, "FIGURES", ())
     assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
     out = capsys.readouterr().out
-    assert "--layer takes first, last, or a number from 1 to 2" in out
+    assert "--layer takes first, middle, last, or a number from 1 to 2" in out
     assert "This page contains clients' texts" in out
 
 

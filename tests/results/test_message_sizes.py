@@ -75,3 +75,12 @@ def test_clients_that_differ_are_shown_by_least_and_most(config) -> None:
     (row,) = [row for row in table.rows if row[1:3] == ("up", "experts")]
     least, most = (total(run, client, "generalist") for client in ("poet", "whaler"))
     assert row[4] == f"{least:,} to {most:,}"
+
+
+def test_the_papers_figures_stand_beside_what_is_uploaded(config) -> None:
+    run = config()
+    shown = MessagesTable(
+        "T", {"X": {"R": traffic(Session(run), run)}}, "", {"X": {"adapter": "9 MB"}}
+    )
+    (table,) = shown.tables()
+    assert [(row[1], row[5]) for row in table.rows if row[5]] == [("up", "9 MB")]

@@ -29,6 +29,16 @@ Tokenizer = Annotated[
 ]
 
 
+TextsFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Colour the .txt files of this folder, in place of clients' texts.",
+        show_default=False,
+    ),
+]
+
+
 def methods(
     name: Annotated[
         str | None, typer.Argument(help="Show the settings of this method.", show_default=False)
@@ -108,9 +118,9 @@ def report(
     layer: Annotated[
         str | None,
         typer.Option(
-            metavar="N|first|last",
-            help="Layer whose experts are shown with --texts and --samples. Default: first and "
-            "last.",
+            metavar="N|first|middle|last",
+            help="Layer whose experts are shown with --texts and --samples. Default: first, "
+            "middle and last.",
             show_default=False,
         ),
     ] = None,
@@ -122,6 +132,7 @@ def report(
         ),
     ] = False,
     samples: Samples = False,
+    texts_from: TextsFrom = None,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
@@ -152,12 +163,13 @@ def report(
         ) from None
 
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    written = write_report(runs, out or first / "report", texts, layer, samples)
+    where = out or first / "report"
+    written = write_report(runs, where, texts, layer, samples, texts_from)
     for section in written.sections:
         terminal.say(f"{section.name}: {len(section.pictures)} figures")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
-    for note in [PRIVATE] * texts + [SINGLE] * samples:
+    for note in [PRIVATE] * (texts and texts_from is None) + [SINGLE] * samples:
         terminal.say(note)
     terminal.say(f"\nReport: {written.page} (figures in {written.figures}).")
 

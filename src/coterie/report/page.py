@@ -1,7 +1,7 @@
 """The report: one HTML page that opens offline, and its figures as SVG and PNG files."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -79,18 +79,23 @@ def write_report(
     with_texts: bool = False,
     layer: str | None = None,
     with_samples: bool = False,
+    texts_from: Path | None = None,
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
+    with_texts: with clients' texts, coloured; texts_from: with those of a folder (see `texts`).
     A path may also be a result file of a table of a paper; the folder of such a table has one, too.
     Clients' texts, and points that stand for single samples, are in it where asked for. Figures
     that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
     run.
     """
+    shown = with_texts or texts_from is not None
     results = [path / "table.json" if path.is_dir() else path for path in paths]
     sections = [_table(read_result(path)) for path in results if path.exists()]
     folders = experiments(path for path in paths if path.is_dir())
-    sections += [_section(one, with_texts, with_samples, layer) for one in folders]
+    for one in folders:
+        points = relevance(one, layer) if with_samples else ()
+        sections.append(_section(one, [*points, *(texts(one, layer, texts_from) if shown else ())]))
     figures = out / "figures"
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ def write_report(
                 write_bytes(figures / f"{name}.svg", _svg(picture, theme))
                 write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
-    notes = [PRIVATE] * with_texts + [SINGLE] * with_samples
+    notes = [PRIVATE] * (with_texts and texts_from is None) + [SINGLE] * with_samples
     write_text(page, _html(sections, " ".join(notes)))
     return Report(page, figures, sections)
 
@@ -118,12 +123,9 @@ def _table(summary: Summary) -> Section:
     return Section(page_name(summary), [shown], pictures(summary), [])
 
 
-def _section(
-    experiment: Experiment, with_texts: bool, with_samples: bool, layer: str | None
-) -> Section:
+def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Section:
     found = [item for figures in FIGURES for item in figures(experiment)]
-    found += relevance(experiment, layer) if with_samples else ()
-    found += texts(experiment, layer) if with_texts else ()
+    found += asked
     comparison = Comparison(
         experiment.name, experiment.finished, experiment.split, experiment.metric.key
     )

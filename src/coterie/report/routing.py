@@ -67,6 +67,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     def draw(canvas: Canvas) -> Figure:
         most = max(map(len, experts.values()))
         across = most if most > 2 else (2 if canvas.narrow else 4)
+        across = min(across, 4 if canvas.narrow else 8)  # more are too narrow to draw
         figure, axes = canvas.panels(
             len(panels), 1.7, across, "round", "mean weight", sharex=True, sharey=True
         )

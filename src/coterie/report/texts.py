@@ -1,11 +1,14 @@
-"""Clients' texts with every token coloured by the expert that its router scores highest.
+"""Texts with every token coloured by the expert that its router scores highest.
 
-This shows private text, so a report holds it only where it is asked for (CoMiGS, figures 2, 14-19).
+Rows are texts, columns are clients' models (CoMiGS, figures 2, 14-19). Clients' texts are private,
+so a report holds them only where it is asked for.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
+from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
@@ -17,6 +20,7 @@ from transformers import PreTrainedModel
 from coterie.adapters import first_experts
 from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
+from coterie.data.files import read_text
 from coterie.data.pairs import Pairs
 from coterie.data.tokens import Split, Tokens
 from coterie.engines.finished import load, tokenizer
@@ -26,14 +30,15 @@ from coterie.files import path_part
 from coterie.report.routing import PREFIX, expert_names, has_routers
 from coterie.report.style import Canvas, LeftOut, Picture
 from coterie.results.experiments import Experiment, ReportedRun
+from coterie.results.tables import Table
 
-LENGTH = 120
+LENGTH = 90
 """Tokens of each text, at most."""
 TINTS = {
-    "light": ("#bcdcf5", "#ffd0a8", "#bfe8d2", "#f3cbe5", "#f2e3a0", "#d9d2f5", "#d7dade"),
-    "dark": ("#1d4e79", "#7d4213", "#17604a", "#74345c", "#665300", "#4b3c86", "#4a525d"),
+    "light": ("#ffd0a8", "#bcdcf5", "#bfe8d2", "#f3cbe5", "#f2e3a0", "#d9d2f5", "#d7dade"),
+    "dark": ("#7d4213", "#1d4e79", "#17604a", "#74345c", "#665300", "#4b3c86", "#4a525d"),
 }
-"""Backgrounds by expert, on which the page's ink is read well."""
+"""Backgrounds by expert, on which the page's ink is read well; the first is the paper's orange."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +52,6 @@ class Coloured:
     pieces: Sequence[tuple[str, int]]
     """Pieces of the text, each with its expert's number."""
 
-    @property
-    def title(self) -> str:
-        """Whose text, read by whose model, and where."""
-        whose = "its own" if self.model_of == self.text_of else f"{self.text_of}'s"
-        return f"{self.model_of}'s model on {whose} test text, {self.layer}"
-
     def shares(self) -> dict[str, float]:
         """The share of the pieces that goes to each expert."""
         chosen = [expert for _, expert in self.pieces]
@@ -61,15 +60,38 @@ class Coloured:
 
 @dataclass(frozen=True, eq=False)
 class TextPicture(Picture):
-    """Coloured texts, which a page shows as text."""
+    """Texts by models, at one layer, which a page shows as text."""
 
     texts: Sequence[Coloured] = ()
 
+    @property
+    def rows(self) -> list[str]:
+        """Whose texts."""
+        return list(dict.fromkeys(one.text_of for one in self.texts))
 
-def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | LeftOut]:
-    """For each label with routers: every client's own text, and its model on another client's.
+    @property
+    def columns(self) -> list[str]:
+        """Whose models."""
+        return list(dict.fromkeys(one.model_of for one in self.texts))
 
-    layer: "first", "last", or a number from 1; None is first and last.
+    @property
+    def experts(self) -> Sequence[str]:
+        """Of the client with the most."""
+        return max((one.experts for one in self.texts), key=len)
+
+    def cell(self, text_of: str, model_of: str) -> Coloured | None:
+        """A text as a model routes it; None where the model cannot read it."""
+        found = (t for t in self.texts if (t.text_of, t.model_of) == (text_of, model_of))
+        return next(found, None)
+
+
+def texts(
+    experiment: Experiment, layer: str | None, folder: Path | None = None
+) -> Iterator[TextPicture | LeftOut]:
+    """For each label with routers, and each layer that is shown: all texts by all models.
+
+    layer: "first", "middle", "last", or a number from 1; None is all three. folder: texts to show,
+    NAME.txt, in place of the clients' test texts.
     """
     found = False
     for label, run in experiment.first:
@@ -78,43 +100,68 @@ def texts(experiment: Experiment, layer: str | None) -> Iterator[TextPicture | L
         found = True
         title = f"Experts of each token, {label}"
         try:
-            coloured = list(_coloured(run, layer))
+            coloured = list(_coloured(run, layer, folder))
         except CoterieError as error:
             yield LeftOut(title, str(error))
             continue
         if not coloured:
             yield LeftOut(title, "every client keeps the base as it came, which has no experts")
-        for client in dict.fromkeys(one.model_of for one in coloured):
-            yield _picture(label, client, [one for one in coloured if one.model_of == client])
+        for place in dict.fromkeys(one.layer for one in coloured):
+            yield _picture(label, place, [one for one in coloured if one.layer == place])
     if not found:
         yield LeftOut("Experts of each token", "no run has routers over a fixed set of experts")
 
 
-def _picture(label: str, client: str, coloured: Sequence[Coloured]) -> TextPicture:
-    return TextPicture(
-        f"texts-{path_part(label)}-{path_part(client)}",
-        f"Experts of each token, {label}, {client}",
-        f"The first {LENGTH} tokens (approximately) of test texts. The background colour "
-        "shows the expert with the highest router score.",
-        "Test texts with coloured tokens.",
-        lambda canvas: _draw(canvas, coloured),
+def _picture(label: str, place: str, coloured: Sequence[Coloured]) -> TextPicture:
+    grid = TextPicture(
+        f"texts-{path_part(label)}-{path_part(place)}",
+        f"Experts of each token, {label}, {place}",
+        f"The first {LENGTH} tokens (approximately) of each text, as each client's model reads "
+        "them. The background colour shows the expert with the highest router score.",
+        "Texts with coloured tokens, by the clients whose models read them.",
+        lambda canvas: _draw(canvas, grid),
+        _shares(place, coloured),
         texts=coloured,
+    )
+    return grid
+
+
+def _shares(place: str, coloured: Sequence[Coloured]) -> Table:
+    """A row per text, a column per model."""
+    models = list(dict.fromkeys(one.model_of for one in coloured))
+    rows: dict[str, dict[str, str]] = {}
+    for one in coloured:
+        share = sum(v for name, v in one.shares().items() if name.startswith("generalist"))
+        if not any(name.startswith("generalist") for name in one.experts):
+            share = one.shares()[one.experts[0]]
+        rows.setdefault(one.text_of, {})[one.model_of] = f"{share:.0%}"
+    return Table(
+        f"Share of tokens whose first expert is a generalist, {place}",
+        ["text", *models],
+        [[name, *(cells.get(model, "") for model in models)] for name, cells in rows.items()],
+        "Columns: whose model. Of clients without generalists, the share of expert 1.",
     )
 
 
-def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
+def _coloured(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterator[Coloured]:
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config = parse(run.config)
-    participants = participants_of(config, tokenizer(run.path))
+    participants = participants_of(config, tokenizer(run.path)) if folder is None else []
     tests = {one.name: one.data.test for one in participants}
-    for client in tests:
+    for client in sorted(run.clients):
         model, encoder = load(run.path, client), tokenizer(run.path, client)
-        # Another's text is in this model's tokens only if it was made with the same base.
-        alike = [name for name in tests if config.base_of(name) == config.base_of(client)]
-        for text_of in dict.fromkeys((client, alike[(alike.index(client) + 1) % len(alike)])):
-            ids, chosen = _read(model, _beginning(tests[text_of], context_token(encoder)))
-            if not chosen:  # it keeps the base as it came, which has no experts
+        context = context_token(encoder)
+        if folder is None:  # another's text is in this model's tokens only if the base is the same
+            base = config.base_of(client)
+            shown = {
+                n: _beginning(t, context) for n, t in tests.items() if config.base_of(n) == base
+            }
+        else:
+            shown = _of_folder(folder, encoder, context)
+        for text_of, beginning in shown.items():
+            ids, chosen = _read(model, beginning)
+            if not chosen:  # no router: one expert, or the base as it came
                 break
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
@@ -126,6 +173,18 @@ def _coloured(run: ReportedRun, layer: str | None) -> Iterator[Coloured]:
                     expert_names(run, client, count),
                     list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
                 )
+
+
+def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list[Tensor]]:
+    """The beginnings of the .txt files of a folder, in a model's tokens."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise CoterieError(f"{folder} has no .txt files; give a folder with a text per file.")
+    found = {}
+    for file in files:
+        ids = encoder.encode(read_text(file, "--texts-from"), add_special_tokens=False)[:LENGTH]
+        found[file.stem] = [torch.tensor([context, *ids])]
+    return found
 
 
 def _beginning(text: Split, context: int) -> list[Tensor]:
@@ -161,12 +220,13 @@ def chosen_layers(layer: str | None, count: int) -> list[int]:
     """Which of so many layers are shown, from 0; raises CoterieError if there is no such layer."""
     if not count:
         return []  # a client with one expert has no router
+    named = {"first": 0, "middle": (count - 1) // 2, "last": count - 1}
     if layer is None:
-        return sorted({0, count - 1})
-    if layer in ("first", "last"):
-        return [0 if layer == "first" else count - 1]
+        return sorted(set(named.values()))
+    if layer in named:
+        return [named[layer]]
     if not (layer.isdecimal() and 1 <= int(layer) <= count):
-        raise CoterieError(f"--layer takes first, last, or a number from 1 to {count}.")
+        raise CoterieError(f"--layer takes first, middle, last, or a number from 1 to {count}.")
     return [int(layer) - 1]
 
 
@@ -188,37 +248,55 @@ HIGH = 1.65 * SIZE / 72
 """Inches from line to line."""
 
 
-def _draw(canvas: Canvas, coloured: Sequence[Coloured]) -> Figure:
+PANEL, SIDE = 2.6, 0.45
+"""Inches of a panel's width, and of what stands left of all panels."""
+
+
+def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
+    """As many panels as there are texts by models; wider than the page if there are many."""
     tints = TINTS[canvas.theme.name]
-    across = int((canvas.width - 0.3) / WIDE)
-    laid = [list(_lay_out(one.pieces, across)) for one in coloured]
-    lines = sum(cells[-1][0] + 4 for cells in laid if cells)
-    figure = canvas.figure(lines * HIGH + 0.1)
+    across = int((PANEL - 0.15) / WIDE)
+    laid = {(one.text_of, one.model_of): list(_lay_out(one.pieces, across)) for one in grid.texts}
+    tall = {
+        row: max(
+            2 + max(cells[-1][0] for (text, _), cells in laid.items() if text == row and cells),
+            ceil(0.09 * len(row) / HIGH) + 1,  # its name stands beside it, turned
+        )
+        for row in grid.rows
+    }
+    wide, high = SIDE + PANEL * len(grid.columns), HIGH * (sum(tall.values()) + 3)
+    figure = canvas.figure(high)
+    figure.set_figwidth(wide)
     figure.set_layout_engine("none")
     axis = figure.add_axes((0, 0, 1, 1))
-    axis.set_xlim(-0.15, canvas.width - 0.15)
-    axis.set_ylim(lines * HIGH, -0.1)
+    axis.set_xlim(0, wide)
+    axis.set_ylim(high, -0.05)
     axis.axis("off")
-    row = 0
-    for one, cells in zip(coloured, laid, strict=True):
-        plain = {"va": "center", "fontsize": SIZE + 0.5, "parse_math": False}
-        axis.text(0, (row + 0.5) * HIGH, one.title, weight="bold", **plain)
-        left = 0.0
-        for n, (name, share) in enumerate(one.shares().items()):
-            word = f" {name} {share:.0%} "
-            _cell(axis, row + 1.2, left, word, tints[n % len(tints)])
-            left += len(word) + 2
-        for line, column, text, expert in cells:
-            _cell(axis, row + 2.5 + line, column, text, tints[expert % len(tints)])
-        row += cells[-1][0] + 4
+    plain = {"va": "center", "fontsize": SIZE + 0.5, "weight": "bold", "parse_math": False}
+    left = SIDE
+    for n, name in enumerate(grid.experts):
+        _cell(axis, 0, left, f" {name} ", tints[n % len(tints)])
+        left += (len(name) + 4) * WIDE
+    for n, model in enumerate(grid.columns):
+        axis.text(SIDE + n * PANEL, 2 * HIGH, f"{model}'s model", **plain)
+    top = 3 * HIGH
+    for row in grid.rows:
+        middle = top + (tall[row] - 1) * HIGH / 2
+        axis.text(SIDE / 2, middle, row, rotation=90, ha="center", **plain)
+        for n, model in enumerate(grid.columns):
+            for line, column, text, expert in laid.get((row, model), ()):
+                where = top + line * HIGH, SIDE + n * PANEL + column * WIDE
+                _cell(axis, *where, text, tints[expert % len(tints)])
+        top += tall[row] * HIGH
     return figure
 
 
-def _cell(axis: Axes, row: float, column: float, text: str, tint: str) -> None:
-    place = column * WIDE, row * HIGH
-    axis.add_patch(Rectangle(place, len(text) * WIDE, HIGH * 0.92, color=tint, lw=0))
+def _cell(axis: Axes, top: float, left: float, text: str, tint: str) -> None:
+    """Tinted text; top and left in inches."""
+    wide, high = len(text) * WIDE, HIGH * 0.92
+    axis.add_patch(Rectangle((left, top), wide, high, color=tint, lw=0))
     axis.text(
-        place[0], place[1] + HIGH / 2, text, va="center", fontsize=SIZE,
+        left, top + HIGH / 2, text, va="center", fontsize=SIZE,
         family="DejaVu Sans Mono", parse_math=False,
     )  # fmt: skip
 

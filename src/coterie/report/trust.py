@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from coterie.files import path_part
 from coterie.report.plots import annotate
-from coterie.report.style import DASHES, Canvas, LeftOut, Picture
+from coterie.report.style import DASHES, Canvas, LeftOut, Picture, number
 from coterie.results.experiments import Experiment, ReportedRun
 from coterie.results.frame import Frame
 from coterie.results.tables import Table, listed, table_rows
@@ -25,6 +25,8 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     for label in found:
         matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
         yield _heat_maps(label, *matrices)
+        if len(matrices[0]) > 2:
+            yield _others(label, *matrices)
         if len(matrices[1]) > 1:
             yield _evolution(label, *matrices)
 
@@ -44,27 +46,6 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
 
 def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
     highest = max(float(np.nanmax(weights)), 1e-9)
-
-    def draw(canvas: Canvas) -> Figure:
-        shown = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, min(len(rounds), 4))})
-        across = min(len(shown), 2 if canvas.narrow else 4)
-        names = 0.075 * max(map(len, clients))  # inches
-        side = min((canvas.width - names - 1.0) / across, 3.2)
-        figure, axes = canvas.panels(len(shown), side + 0.25, across, sharex=True, sharey=True)
-        figure.set_figheight(figure.get_figheight() + names - 0.4)
-        for axis, n in zip(axes, shown, strict=True):
-            axis.imshow(weights[n], cmap=canvas.heat(), vmin=0, vmax=highest)
-            axis.set_title(f"round {rounds[n]}")
-            axis.set_xticks(range(len(clients)), clients, rotation=90)
-            axis.set_yticks(range(len(clients)), clients)
-            axis.grid(False)
-            axis.spines[:].set_visible(False)
-            if len(clients) <= (4 if canvas.narrow else 6):
-                words = np.vectorize("{:.2f}".format)(weights[n])
-                annotate(axis, weights[n] / highest, canvas, words)
-        figure.colorbar(axes[0].images[0], ax=axes, label="trust weight", shrink=0.8, aspect=30)
-        return figure
-
     last = table_rows(pd.DataFrame(weights[-1], clients), ".3f")
     return Picture(
         f"trust-{path_part(label)}",
@@ -73,9 +54,55 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
         "to 1. Mean over seeds.",
         f"Heat maps of trust weights between {listed(clients)} at several rounds; the table "
         "shows the last round.",
-        draw,
+        lambda canvas: _draw(canvas, clients, rounds, weights, (0.0, highest)),
         Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], last),
     )
+
+
+def _others(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
+    """The same without the diagonal, and with colours from the lowest weight to the highest."""
+    others = np.where(np.eye(len(clients), dtype=bool), np.nan, weights)
+    lowest, highest = float(np.nanmin(others)), float(np.nanmax(others))
+    return Picture(
+        f"trust-in-others-{path_part(label)}",
+        f"Trust in others of {label}",
+        f"The weights that clients give each other, without their own (PCL, figures 3, 4 and 8). "
+        f"Colours span the lowest ({number(lowest)}) to the highest ({number(highest)}).",
+        f"Heat maps of trust weights between {listed(clients)} without the diagonal.",
+        lambda canvas: _draw(
+            canvas, clients, rounds, others, (lowest, max(highest, lowest + 1e-9))
+        ),
+    )
+
+
+def _draw(
+    canvas: Canvas,
+    clients: list[str],
+    rounds: list[int],
+    weights: np.ndarray,
+    ends: tuple[float, float],
+) -> Figure:
+    """Matrices at up to four rounds; ends: the weights of the palest and the fullest colour."""
+    shown = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, min(len(rounds), 4))})
+    across = min(len(shown), 2 if canvas.narrow else 4)
+    names = 0.075 * max(map(len, clients))  # inches
+    side = min((canvas.width - names - 1.0) / across, 3.2)
+    figure, axes = canvas.panels(len(shown), side + 0.25, across, sharex=True, sharey=True)
+    figure.set_figheight(figure.get_figheight() + names - 0.4)
+    low, high = ends
+    form = "{:.2f}" if high - low > 0.05 else "{:.4f}"
+    for axis, n in zip(axes, shown, strict=True):
+        axis.imshow(weights[n], cmap=canvas.heat(), vmin=low, vmax=high)
+        axis.set_title(f"round {rounds[n]}")
+        axis.set_xticks(range(len(clients)), clients, rotation=90)
+        axis.set_yticks(range(len(clients)), clients)
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+        if len(clients) <= (4 if canvas.narrow else 6):
+            words = np.vectorize(form.format)(weights[n])
+            annotate(axis, (weights[n] - low) / (high - low), canvas, words)
+    figure.colorbar(axes[0].images[0], ax=axes, label="trust weight", shrink=0.8, aspect=30)
+    return figure
 
 
 def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -93,8 +93,8 @@ def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iter
     sizes = {name: size(value) for name, value in message.values.items()}
     for _, group, _, tensor in message.tensors():
         sizes[group] = sizes.get(group, 0) + size(tensor)
-    for field in {field.name: field for field in declared}.values():
-        yield Weight(name, way, field.name, field.what, sizes.get(field.name, 0))
+    for one in {one.name: one for one in declared}.values():
+        yield Weight(name, way, one.name, one.what, sizes.get(one.name, 0))
     yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
 
 
@@ -106,6 +106,8 @@ class MessagesTable:
     weights: Mapping[str, Mapping[str, list[Weight]]]
     command: str = ""
     """What fills the table in."""
+    paper: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By column, the paper's figures for fields of an upload."""
 
     def summary(self) -> dict[str, Any]:
         """By column and row: every field of a message, with its bytes by client."""
@@ -118,6 +120,7 @@ class MessagesTable:
             "shows": "messages",
             "command": self.command,
             "columns": columns,
+            "paper": dict(self.paper),
         }
 
     def tables(self) -> list[Table]:
@@ -138,19 +141,26 @@ def _fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
 
 def message_tables(summary: Summary) -> list[Table]:
     """Of `MessagesTable.summary`: a table per column; where clients differ, from least to most."""
-    return [
-        Table(
-            f"{summary['table']}: {column}",
-            ("method", "way", "field", "what", "bytes"),
-            [
-                (row, field["way"], field["field"], field["what"], _span(field["bytes"].values()))
-                for row, fields in rows.items()
-                for field in fields
-            ],
-            "Bytes per client and exchange, without the messages sent once at the start.",
-        )
-        for column, rows in summary["columns"].items()
-    ]
+    paper = summary.get("paper", {})
+    return [_messages(summary, column, paper.get(column, {})) for column in summary["columns"]]
+
+
+def _messages(summary: Summary, column: str, paper: Mapping[str, str]) -> Table:
+    heads, note = ["method", "way", "field", "what", "bytes"], ""
+    if paper:
+        heads, note = [*heads, "paper"], " Column `paper`: the paper's figures."
+    rows = []
+    for row, fields in summary["columns"][column].items():
+        for one in fields:
+            cells = [row, one["way"], one["field"], one["what"], _span(one["bytes"].values())]
+            theirs = paper.get(one["field"], "") if one["way"] == "up" else ""
+            rows.append((*cells, theirs) if paper else tuple(cells))
+    return Table(
+        f"{summary['table']}: {column}",
+        heads,
+        rows,
+        f"Bytes per client and exchange, without the messages sent once at the start.{note}",
+    )
 
 
 def _span(sizes: Collection[int]) -> str:

@@ -16,6 +16,7 @@ from coterie.results.figures import figures
 from coterie.results.messages import message_tables
 from coterie.results.overlap import overlap_tables
 from coterie.results.paper import score_tables
+from coterie.results.sizes import size_tables
 from coterie.results.tables import Summary, Table
 from coterie.table_file import in_regime
 
@@ -23,6 +24,7 @@ TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
     "scores": score_tables,
     "jaccard": overlap_tables,
     "messages": message_tables,
+    "tokens": size_tables,
 }
 """How a summary is shown, by its `shows`."""
 INDEX = "README.md"
