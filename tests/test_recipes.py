@@ -88,7 +88,7 @@ def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
 )
 def test_tables_have_all_rows_of_the_paper(table, rows) -> None:
     spec, _ = load_table(ROOT / "recipes" / "comigs" / f"{table}.yaml")
-    assert len(spec.rows) == rows
+    assert len([row for row in spec.rows if not row.name.endswith(" released")]) == rows
 
 
 def test_active_and_full_ranks_match_the_experts_of_comigs() -> None:

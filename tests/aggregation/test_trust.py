@@ -49,12 +49,12 @@ def test_cosines() -> None:
     a, b = ({n: torch.randn(3, 4, generator=chance) for n in ("x", "y")} for _ in range(2))
     u, v = (torch.cat([t["x"].reshape(-1), t["y"].reshape(-1)]) for t in (a, b))
     assert cosine(a, b) == pytest.approx((u @ v / u.norm() / v.norm()).item(), rel=1e-5)
-    rows = [
-        (a[n][i] @ b[n][i] / a[n][i].norm() / b[n][i].norm()).item()
+    columns = [
+        (a[n][:, i] @ b[n][:, i] / a[n][:, i].norm() / b[n][:, i].norm()).item()
         for n in ("x", "y")
-        for i in range(3)
+        for i in range(4)
     ]
-    assert cosine(a, b, by_rows=True) == pytest.approx(sum(rows) / 6, rel=1e-5)
+    assert cosine(a, b, by_columns=True) == pytest.approx(sum(columns) / 8, rel=1e-5)
 
 
 def test_the_distance_of_sparse_logits_is_that_of_dense_ones() -> None:

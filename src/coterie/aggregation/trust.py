@@ -40,11 +40,14 @@ def trust_row(
     return dict(zip(scores, row.softmax(0).tolist(), strict=True))
 
 
-def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_rows: bool = False) -> float:
-    """Cosine similarity of two adapters as one vector each, or the mean of their rows' cosines."""
-    if by_rows:
-        rows = [F.cosine_similarity(a[name], b[name], dim=-1) for name in a]
-        return torch.cat(rows).mean().item()
+def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = False) -> float:
+    """Cosine similarity of two adapters as one vector each, or the mean of their columns' cosines.
+
+    Of A: (r, in) and B: (out, r), whose columns are the rows of PCL's released code.
+    """
+    if by_columns:
+        columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]
+        return torch.cat(columns).mean().item()
     x, y = (torch.cat([t[name].flatten() for name in a]).double() for t in (a, b))
     return F.cosine_similarity(x, y, dim=0).item()
 

@@ -133,8 +133,8 @@ class PCLWeights(PCL):
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
-        by_rows, mine = self.form == "released", client.shared
-        alike = {name: cosine(mine, u["adapter"], by_rows) for name, u in uploads.items()}
+        by_columns, mine = self.form == "released", client.shared
+        alike = {name: cosine(mine, u["adapter"], by_columns) for name, u in uploads.items()}
         return self.trusted.row(client.context.name, alike)
 
 
