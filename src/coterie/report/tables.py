@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coterie.errors import CoterieError
@@ -90,7 +91,11 @@ def _caption(summary: Summary, *more: str) -> str:
 
 
 def _dots(summary: Summary) -> Drawn:
-    """A panel for each column, a line for each row: our mean, and the paper's figure."""
+    """A panel for each column, a line for each row: our mean, and the paper's figure.
+
+    The two have scales of their own, ours below and the paper's above, so that what can be compared
+    is how the rows are placed.
+    """
     columns = summary["columns"]
     rows = [row["row"] for row in columns[0]["rows"]]
     labels = [_metric(column).label for column in columns]
@@ -100,35 +105,57 @@ def _dots(summary: Summary) -> Drawn:
         lines = ceil(len(columns) / 4)
         across = 1 if canvas.narrow else ceil(len(columns) / lines)
         x = labels[0] if len(set(labels)) == 1 else ""
-        height = 0.22 * len(rows) + 0.75
+        height = 0.22 * len(rows) + (1.05 if paper else 0.75)
         figure, axes = canvas.panels(len(columns), height, across, x, sharey=True)
         for axis, column, label in zip(axes, columns, labels, strict=True):
-            found, places = _of_rows(column), np.arange(len(rows))
-            style = {"elinewidth": 1.4, "capsize": 2, "markersize": 6, "markeredgewidth": 1.4}
-            axis.errorbar(
-                found["mean"], places, xerr=found["std"], fmt="o", color=canvas.theme.colours[OURS],
-                label="ours", zorder=3, **style,
-            )  # fmt: skip
-            if paper:
-                axis.errorbar(
-                    found["paper"], places, xerr=found["paper_std"], fmt="D",
-                    color=canvas.theme.colours[PAPER], markerfacecolor="none", label="the paper's",
-                    **style,
-                )  # fmt: skip
+            found, ticks = _of_rows(column), 4 if across < 4 else 3
             axis.set_title(column["name"])
-            axis.set_yticks(places, rows)
-            axis.margins(x=0.08, y=0.6 / len(rows))
-            if not _metric(column).share:
-                axis.set_xscale("log")
-                plain_log(axis.xaxis, 4 if across < 4 else 3)
+            axis.set_yticks(range(len(rows)), rows)
             if not x:
                 axis.set_xlabel(label)
+            shift, share = 0.14 * paper, _metric(column).share
+            ours = found[["mean", "std"]].to_numpy()
+            _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], "ours", -shift, share, ticks)
+            if paper:
+                theirs, colour = (
+                    found[["paper", "paper_std"]].to_numpy(),
+                    canvas.theme.colours[PAPER],
+                )
+                above = axis.twiny()
+                above.grid(False)
+                _row_of_dots(above, theirs, "D", colour, "the paper's", shift, share, ticks)
+                axis.plot([], [], "D", color=colour, mfc="none", mew=1.4, label="the paper's")
+            axis.margins(y=0.6 / len(rows))
         axes[0].invert_yaxis()
         if paper:
             canvas.legend(figure, axes[0])
         return figure
 
     return _caption(summary, SPREAD), draw
+
+
+def _row_of_dots(
+    axis: Axes,
+    figures: np.ndarray,
+    marker: str,
+    colour: str,
+    label: str,
+    shift: float,
+    share: bool,
+    ticks: int,
+) -> None:
+    """Means with bars of one deviation, figures: (rows, 2), on a scale in the dots' colour."""
+    places = np.arange(len(figures)) + shift
+    axis.errorbar(
+        figures[:, 0], places, xerr=figures[:, 1], fmt=marker, color=colour, label=label,
+        markerfacecolor=colour if marker == "o" else "none", elinewidth=1.4, capsize=2,
+        markersize=6, markeredgewidth=1.4,
+    )  # fmt: skip
+    axis.margins(x=0.08)
+    axis.tick_params(axis="x", colors=colour)
+    if not share and not np.isnan(figures[:, 0]).all():
+        axis.set_xscale("log")
+        plain_log(axis.xaxis, ticks)
 
 
 def _lines(summary: Summary) -> Drawn:

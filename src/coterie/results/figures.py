@@ -5,7 +5,7 @@ from coterie.scoring.metrics import METRICS
 from coterie.table_file import slug
 
 HOLLOW = {
-    "dots": "filled markers are ours, hollow ones the paper's",
+    "dots": "filled markers are ours, on the lower scale; hollow ones the paper's, on the upper",
     "lines": "dotted lines with hollow markers are the paper's",
     "heat map": "ours beside the paper's",
 }
