@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from coterie.files import writing
+from coterie.results.pages import write_pages
 from coterie.table_file import is_table, read_table, table_folder
 
 ROOT = Path(__file__).parents[1]
@@ -57,9 +58,12 @@ class Job:
 
 def jobs(names: list[str]) -> list[Job]:
     """Those of some tables, or of all; smallest first."""
+    tables = {path.stem: path for path in sorted(SMALL.glob("*.yaml")) if is_table(path)}
+    if unknown := set(names) - set(tables):
+        raise typer.BadParameter(f"no table {min(unknown)!r} (tables: {', '.join(tables)})")
     found = []
-    for path in sorted(SMALL.glob("*.yaml")):
-        if is_table(path) and (not names or path.stem in names):
+    for name, path in tables.items():
+        if not names or name in names:
             spec, _ = read_table(path)
             cells = len(spec.rows) * len(spec.columns)
             found += [Job(path, regime, cells) for regime in (None, *spec.regimes)]
@@ -79,6 +83,7 @@ def main(
     """Measure the small tables in every regime, and write their pages to docs/results."""
     with ThreadPoolExecutor(at_once) as pool:
         done = list(pool.map(lambda job: job.run(data, seeds), jobs(table or [])))
+    write_pages(ROOT / "docs" / "results")  # two at once may have missed each other's
     sys.exit(0 if all(done) else 1)
 
 

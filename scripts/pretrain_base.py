@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -70,7 +69,7 @@ class Recipe:
     learning_rate: float
     seed: int
     begin: str | None = None
-    """Digest of the weights of the base that is trained further."""
+    """Digest of the base that is trained further, so that its second training has other windows."""
 
     def rate(self, step: int) -> float:
         """Learning rate: linear warm-up for 2 % of the steps, then a cosine down to a tenth."""
@@ -201,7 +200,7 @@ class Training:
 
     def step(self) -> float:
         """One update; returns its loss in nats per token."""
-        before = filter(None, [self.recipe.begin])  # a second training has windows of its own
+        before = filter(None, [self.recipe.begin])
         chance = generator(self.recipe.seed, "batch", *before, self.done)
         ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance).ids
         with autocast(self.base.precision, self.base.device.type):
@@ -225,9 +224,9 @@ class Training:
         """Of each file's share of the held-out text, where it fills a window."""
         spec, scores = DataSpec(window=self.recipe.context), {}
         for name, text in files.items():
-            pieces = [piece for piece in held_out if piece in text]
-            with suppress(CoterieError):  # fewer tokens than a window
-                tokens = encoded(pieces, self.base.tokenizer, spec, "test", name)
+            own = [piece for piece in held_out if piece in text]
+            if sum(map(len, own)) > 40 * spec.window:  # characters that surely fill one
+                tokens = encoded(own, self.base.tokenizer, spec, "test", name)
                 scores[name] = self.score(tokens).bits_per_byte
         return scores
 
@@ -318,8 +317,8 @@ def pretrain(
     files = read_files(texts)
     split = divided(files, recipe.seed)
     training = begin(split, recipe, base, State.decode(path.read_bytes()) if resume else None)
-    size = sum(p.numel() for p in training.parameters.values())
-    console.print(f"{size:,} parameters, {len(training.data.train.ids):,} training tokens")
+    size, tokens = sum(p.numel() for p in training.parameters.values()), training.data.train.ids
+    console.print(f"{size:,} parameters, {len(tokens):,} training tokens")
     out.parent.mkdir(parents=True, exist_ok=True)
     began, first, losses = time.monotonic(), training.done, []
     for done in range(first + 1, recipe.steps + 1):

@@ -123,7 +123,7 @@ class TableSpec(_Spec):
     def _fits_together(self) -> Self:
         if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
-        if self.figure is not None and self.shows in ("jaccard", "messages"):
+        if self.figure is not None and self.shows in ("jaccard", "messages", "tokens"):
             raise ValueError(f"a table of {self.shows} has no `figure`")
         for what, names in (
             ("rows", [row.label for row in self.rows]),
@@ -214,7 +214,8 @@ def read_table(
     values = read_mapping(path)
     spec = validated(TableSpec, values)
     if tune:
-        spec = spec.model_copy(update={"tune": tune})
+        rows = tuple(row.model_copy(update={"tune": {}}) for row in spec.rows)
+        spec = spec.model_copy(update={"tune": tune, "rows": rows})
     if regime is not None:
         spec = _in_regime(spec, regime)
     rows = _chosen("row", methods, {r.label: (r.label, r.settings.get("name")) for r in spec.rows})

@@ -123,10 +123,24 @@ def test_a_page_shows_its_picture_until_there_are_other_results(tmp_path) -> Non
 def test_a_report_draws_a_result_file_and_a_folder_that_has_one(tmp_path) -> None:
     file = write_docs(summary(), tmp_path / "docs").with_suffix(".json")
     found = write_report([file], tmp_path / "report")
-    assert [section.name for section in found.sections] == ["one"]
+    assert [section.name for section in found.sections] == ["recipes-one"]
     names = {path.name for path in found.figures.iterdir()}
     assert names == {f"scores-{t}.{k}" for t in ("light", "dark") for k in ("svg", "png")}
     assert "<caption>T</caption>" in found.page.read_text()
+    other = {**summary(), "command": "coterie compare other/one.yaml"}
+    nothing = {**summary(), "command": "coterie compare recipes/none.yaml", "shows": "jaccard"}
+    nothing |= {"columns": {"AG News": {"anna": {"anna": 0.5}}}}
+    paths = [write_docs(s, tmp_path / str(n)) for n, s in enumerate((other, nothing))]
+    found = write_report([file, *(p.with_suffix(".json") for p in paths)], tmp_path / "report")
+    assert [section.name for section in found.sections] == [
+        "recipes-one",
+        "other-one",
+        "recipes-none",
+    ]
+    assert len(list(found.figures.iterdir())) == 8  # two of each theme and kind
+    assert [item.why for item in found.sections[2].left_out] == [
+        "'T' shows no scores, so it has no figure."
+    ]
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(CoterieError, match=r"run\.json is not the result file of a table"):
         write_report([tmp_path / "run.json"], tmp_path / "report")

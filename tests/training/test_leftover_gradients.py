@@ -20,9 +20,13 @@ METHOD: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def run(config, tmp_path):
-    run = config(method=METHOD, rounds=ROUNDS)
+LIMITS = {"max_grad_norm": 1e-3, "micro_batch": 1}
+
+
+@pytest.fixture(params=[{}, LIMITS], ids=["plain", "clipped, in micro-batches"])
+def run(request, config, values, tmp_path):
+    training = {**values()["training"], **request.param}
+    run = config(method=METHOD, rounds=ROUNDS, training=training)
     session = Session(run)
     return LocalRun(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
 
@@ -43,6 +47,10 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
     def update(name: str, step: int, turn: int) -> None:
         ids = training._batch(levels[name], step, turn).ids
         model(input_ids=ids, labels=ids).loss.backward()
+        longest = training.context.training.max_grad_norm
+        if longest is not None:
+            own = adapter.parameters(*levels[name].roles).values()
+            assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()
         optimisers[name].zero_grad()

@@ -71,7 +71,7 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     """Operations of one update of a level on one sample, with the adapter on the base."""
     model = adapter.attach(base.model)
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
-    adapter.require_grad(*level.roles)
+    adapter.require_grad(*level.roles, *level.leaves)
     with FlopCounterMode(display=False) as counter:
         # A level's penalty is left aside: it holds no products of a forward pass's size.
         language_model_loss(model, ids).backward()

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coterie.bases import BaseSpec
+from coterie.errors import CoterieError
 from coterie.files import path_part, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
@@ -33,7 +34,7 @@ from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
-from coterie.results.pages import TABLES, page_name, read_result
+from coterie.results.pages import TABLES, read_result, runs_name
 from coterie.results.tables import Summary, Table, listed
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
@@ -120,7 +121,12 @@ def _prefix(section: Section, sections: Sequence[Section]) -> str:
 
 def _table(summary: Summary) -> Section:
     shown, *_ = TABLES[summary["shows"]](summary)
-    return Section(page_name(summary), [shown], pictures(summary), [])
+    drawn, left_out = list[Picture](), list[LeftOut]()
+    try:
+        drawn = pictures(summary)
+    except CoterieError as error:
+        left_out.append(LeftOut(summary["table"], str(error)))
+    return Section(runs_name(summary), [shown], drawn, left_out)
 
 
 def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Section:

@@ -53,7 +53,7 @@ class Seen:
 def relevance(experiment: Experiment, layer: str | None) -> Iterator[Picture | LeftOut]:
     """A picture for each label whose experts choose by relevance, of the run with the first seed.
 
-    layer: "first", "last", or a number from 1; None is first and last.
+    layer: "first", "last", or a number from 1; None is first, middle and last.
     """
     found = False
     for label, run in experiment.first:
@@ -132,7 +132,7 @@ def in_the_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.n
 def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
     """By t-SNE; without scikit-learn, the two principal components."""
     tsne = _tsne()
-    if tsne is not None and len(rows) > 3:
+    if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:
         perplexity = min(30.0, (len(rows) - 1) / 3)
         return tsne(2, perplexity=perplexity, random_state=seed, init="pca").fit_transform(rows)
     centred = torch.from_numpy(rows - rows.mean(0))

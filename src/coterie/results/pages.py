@@ -18,7 +18,7 @@ from coterie.results.overlap import overlap_tables
 from coterie.results.paper import score_tables
 from coterie.results.sizes import size_tables
 from coterie.results.tables import Summary, Table
-from coterie.table_file import in_regime
+from coterie.table_file import in_regime, table_folder
 
 TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
     "scores": score_tables,
@@ -57,9 +57,17 @@ def table_file(summary: Summary) -> Path:
 
 def page_name(summary: Summary) -> str:
     """What a page and its result file are called: as the table file, and the regime if any."""
+    return in_regime(table_file(summary).stem, _regime(summary))
+
+
+def runs_name(summary: Summary) -> str:
+    """What the folder of its runs is called by default, which tells papers apart, too."""
+    return table_folder(table_file(summary), _regime(summary)).name
+
+
+def _regime(summary: Summary) -> str | None:
     words = shlex.split(summary["command"])
-    regime = words[words.index("--regime") + 1] if "--regime" in words else None
-    return in_regime(table_file(summary).stem, regime)
+    return words[words.index("--regime") + 1] if "--regime" in words else None
 
 
 def page(name: str, summary: Summary, drawn: Collection[str] = ()) -> str:
@@ -106,13 +114,14 @@ def write_docs(summary: Summary, folder: Path) -> Path:
     """
     file = table_file(summary)
     path = folder / f"{page_name(summary)}.json"
-    if path.exists() and (other := table_file(read_result(path))) != file:
+    earlier = read_result(path) if path.exists() else summary
+    if (other := table_file(earlier)) != file:
         raise CoterieError(
             f"{path} holds the results of {other}; choose another folder for the results of "
             f"{file}. The finished runs are kept."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    for name in figures(summary, path.stem):  # of earlier results
+    for name in figures(earlier, path.stem) | figures(summary, path.stem):
         (folder / IMAGES / f"{name}.png").unlink(missing_ok=True)
     write_json(path, summary)
     write_pages(folder)

@@ -60,8 +60,8 @@ class Updater:
 
         A loss in pieces is their mean over tokens, or pairs. The penalty is then the mean of what
         it is after each piece: for one of the parameters alone that is the penalty itself, and load
-        balance is over a piece's tokens. Raises Diverged if a sum is not finite, before anything is
-        changed; `where` says at which point, for people.
+        balance is over a piece's tokens. Raises Diverged if a sum is not finite, before anything
+        but what `leaves` get is changed; `where` says at which point, for people.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)
