@@ -166,7 +166,9 @@ def report(
     where = out or first / "report"
     written = write_report(runs, where, texts, layer, samples, texts_from)
     for section in written.sections:
-        terminal.say(f"{section.name}: {len(section.pictures)} figures")
+        terminal.say(
+            f"{section.name}: {len(section.pictures)} figure{'s' * (len(section.pictures) != 1)}"
+        )
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
     for note in [PRIVATE] * (texts and texts_from is None) + [SINGLE] * samples:

@@ -15,8 +15,8 @@ def read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Reco
         "on the hub"
     )
     remedy = (
-        "correct divide.source, subset or split, or, when offline, download the records and "
-        "set divide.source to the file"
+        "set data_root to the folder of your data, or correct divide.source, subset or split; when "
+        "offline, download the records and set divide.source to the file"
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")
