@@ -299,6 +299,8 @@ def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     assert [column["rows"][0]["paper_std"] for column in shown["columns"]] == [0.5, None]
     assert shown["command"] == f"coterie compare {path} --regime two"
     assert [path.name[:13] for path in (tmp_path / "out" / "two").iterdir()] == ["pretrained-se"]
+    with pytest.raises(CoterieError, match=rf"holds the table {path.stem}-two; choose another"):
+        coterie.compare_table(path, out=tmp_path / "out")
 
 
 @pytest.mark.slow

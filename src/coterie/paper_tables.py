@@ -19,7 +19,7 @@ from coterie.files import write_json, write_text
 from coterie.results.comparison import check_against
 from coterie.results.messages import MessagesTable, traffic
 from coterie.results.overlap import OverlapTable, jaccard, ranges
-from coterie.results.pages import markdown
+from coterie.results.pages import markdown, page_name, read_result
 from coterie.results.paper import PaperTable
 from coterie.results.rounds import by_round
 from coterie.results.sizes import SizesTable, sizes
@@ -28,6 +28,7 @@ from coterie.table_file import (
     ColumnRuns,
     ColumnSpec,
     TableSpec,
+    in_regime,
     read_table,
     slug,
     table_folder,
@@ -104,6 +105,7 @@ def compare_table(
     spec, found = load_table(path, settings, methods, columns, tune, regime)
     check_against(against, found[0].cells)
     folder = Path(out) if out is not None else table_folder(path, regime)
+    _check_folder(folder, in_regime(path.stem, regime))
     options = _options(settings, methods, columns, seeds, tune, against, regime)
     command = shlex.join(["coterie", "compare", str(path), *options])
     sessions = _sessions(found)
@@ -128,6 +130,13 @@ def compare_table(
             _fill_in(shown, spec, sessions, seeds or spec.seeds, folder, watch, report)
     write_table(shown, folder)
     return shown
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    """Refuse a folder with another table, or the same in another regime."""
+    earlier = folder / "table.json"
+    if earlier.exists() and (other := page_name(read_result(earlier))) != name:
+        raise CoterieError(f"{folder} holds the table {other}; choose another --out for {name}.")
 
 
 def write_table(shown: Shown, folder: Path) -> None:

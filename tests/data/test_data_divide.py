@@ -197,7 +197,9 @@ def test_a_source_that_is_nowhere_is_said(root: Path, monkeypatch: pytest.Monkey
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    wanted = r"some/news is neither a file or folder under .* on the hub \(no network\); set data_root"
+    wanted = (
+        r"some/news is neither a file or folder under .* on the hub \(no network\); set data_root"
+    )
     with pytest.raises(CoterieError, match=wanted):
         divide(root, by="label", source="some/news")
 
