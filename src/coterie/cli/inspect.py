@@ -163,12 +163,10 @@ def report(
         ) from None
 
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    where = out or first / "report"
-    written = write_report(runs, where, texts, layer, samples, texts_from)
+    written = write_report(runs, out or first / "report", texts, layer, samples, texts_from)
     for section in written.sections:
-        terminal.say(
-            f"{section.name}: {len(section.pictures)} figure{'s' * (len(section.pictures) != 1)}"
-        )
+        count = len(section.pictures)
+        terminal.say(f"{section.name}: {count} figure{'s' * (count != 1)}")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
     for note in [PRIVATE] * (texts and texts_from is None) + [SINGLE] * samples:
