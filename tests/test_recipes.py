@@ -236,7 +236,20 @@ def test_fedmkts_data_is_dealt_in_five_parts_and_learnt_as_published(file) -> No
         assert (divide.parts or divide.taken) == 5
         steps = records[column.spec.name.split()[-1]] / 5 / 4
         assert abs(column.run.training.steps - steps) < 1
-        for row in ("LLM2SLM", "FedMKT"):
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *(f"fedmkt/{name}" for name in ("heterogeneous", "homogeneous", "one-to-one")),
+        *(f"small/fedmkt{name}" for name in ("", "-homogeneous", "-one-to-one", "-generation")),
+    ],
+)
+def test_samples_that_nobody_teaches_are_learnt_as_fedmkt_published_it(file) -> None:
+    """A method that teaches learns such a sample from its label alone."""
+    _, columns = load_table(ROOT / "recipes" / f"{file}.yaml")
+    for column in columns:
+        for row in {"LLM2SLM", "FedMKT", "FedMKT-FedAvg"} & set(column.cells):
             assert column.cells[row].method.model_dump()["own"] == "none"
 
 
