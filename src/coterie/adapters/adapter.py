@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from coterie.adapters.beside import Beside
@@ -175,6 +176,10 @@ def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
 
 def detach(base: nn.Module) -> None:
     """Take whichever adapter is attached out of a base."""
+    for module in base.modules():
+        if parametrize.is_parametrized(module):  # by full fine-tuning
+            for name in list(cast(nn.ModuleDict, module.parametrizations)):
+                parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
     for path, module in reversed(stand_ins):
         base.set_submodule(path, module.base)

@@ -15,12 +15,13 @@ Role = Literal[
     "domain",
     "projection",
     "prompt",
+    "weight",
 ]
 """What a parameter belongs to: the LoRA on attention, an expert that is shared, an expert that
 stays, the router, or none of them because it keeps its first value, which is the same for all
 clients. In FedAMoLE: the expert that all clients hold, the experts that choose their clients, and
-what routes between these. Methods choose by role what is trained, what travels and what is
-averaged."""
+what routes between these. prompt: a soft prompt. weight: a difference from a weight of the base.
+Methods choose by role what is trained, what travels and what is averaged."""
 
 
 @dataclass(frozen=True)

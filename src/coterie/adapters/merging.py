@@ -1,7 +1,10 @@
 """Low-rank pairs that are merged into the weights that they correct."""
 
+from typing import cast
+
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters.adapter import detach
@@ -25,13 +28,28 @@ def mergeable(model: nn.Module) -> bool:
 def merge(model: nn.Module) -> None:
     """Make every weight W that a pair corrects W + g B A, and take the stand-ins out.
 
-    What is left is a plain transformers model. No other adapter may use the base.
+    Differences from weights are added, too. What is left is a plain transformers model. No other
+    adapter may use the base.
     """
+    _settle(model)
     stand_ins = {p: m for p, m in model.named_modules() if isinstance(m, LoraLinear | Mixture)}
     detach(model)
     for path, module in stand_ins.items():
         for pair, (part, _) in module.pairs(path):
             _add(model.get_submodule(part.path), module.gain, pair)
+
+
+@torch.no_grad()
+def _settle(model: nn.Module) -> None:
+    """Add the differences of full fine-tuning to their weights; to a tied one once."""
+    settled: set[nn.Parameter] = set()
+    for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+        for name, changed in list(cast(nn.ModuleDict, module.parametrizations).items()):
+            weight, value = cast(nn.Parameter, changed.original), getattr(module, name)
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+            if weight not in settled:
+                weight.copy_(value)
+                settled.add(weight)
 
 
 @torch.no_grad()

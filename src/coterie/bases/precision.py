@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -57,8 +58,10 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
 
 
 def frozen_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A frozen linear layer's weight in a dtype, from its cast copy where there is one."""
-    copy = getattr(linear, "cast_weight", None)
+    """A linear layer's weight in a dtype, without a gradient; from its cast copy where there is one
+    and nothing is added to the weight."""
+    changed = parametrize.is_parametrized(linear)
+    copy = None if changed else getattr(linear, "cast_weight", None)
     weight = copy if isinstance(copy, Tensor) and copy.dtype == dtype else linear.weight
     assert isinstance(weight, Tensor)
     return weight.detach().to(dtype)

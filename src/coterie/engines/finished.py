@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from coterie.adapters import merge as make_plain
@@ -35,8 +36,8 @@ def load(
     own. `method` is needed for a run whose method is not registered. A pooled run has one model,
     whatever the client.
 
-    merge: make LoRA pairs part of the weights, rounded to their format, so that `save_pretrained`
-    writes a plain model. Default: where weights are in fp32, and no layer has several experts.
+    merge: make LoRA pairs, or differences from weights, part of the weights, rounded to their
+    format, so that `save_pretrained` writes a plain model. Default: where weights are in fp32, and no layer has several experts.
     Without, `save_pretrained` raises CoterieError. With a soft prompt, it is PEFT's model. Raises
     CoterieError if experts or quantised weights cannot be merged that were to be.
     """
@@ -49,7 +50,7 @@ def model_of(
 ) -> PreTrainedModel:
     """See `load`."""
     model = Loader().load(folder, config, client).model()
-    if not any(isinstance(module, StandIn) for module in model.modules()):
+    if not any(isinstance(m, StandIn) or is_parametrized(m) for m in model.modules()):
         return model  # the base alone, or behind a soft prompt
     can = mergeable(model)
     if merge and not can:
@@ -77,7 +78,7 @@ def _refuse_experts(*_: Any, **__: Any) -> NoReturn:
 
 def _refuse_unmerged(*_: Any, **__: Any) -> NoReturn:
     raise CoterieError(
-        "This model keeps its LoRA pairs apart from its weights. To save it, load it with "
+        "This model keeps what it learnt apart from its weights. To save it, load it with "
         "coterie.load(..., merge=True), which rounds their sum to the format of the weights."
     )
 

@@ -35,6 +35,7 @@ WHAT: dict[Role, str] = {
     "generalist": "LoRA pairs of the generalists on the MLPs",
     "specialist": "LoRA pairs of the specialists on the MLPs",
     "router": "router weights",
+    "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",
 }
 

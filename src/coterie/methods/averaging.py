@@ -9,9 +9,10 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.adapters import Layout, Role
+from coterie.adapters.full import FullAdapter
 from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
@@ -29,6 +30,18 @@ class Local(AdapterMethod):
     mlp: OwnSets | None = OwnSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
+
+
+class LocalFull(AdapterMethod):
+    """Every client fine-tunes all weights of the base alone."""
+
+    name: ClassVar[str] = "local-full"
+    summary: ClassVar[str] = "each client trains all weights of the base alone; nothing is sent"
+    shared_roles: ClassVar[tuple[Role, ...]] = ()
+
+    def adapter(self, base: nn.Module, seed: int, client: ClientId) -> FullAdapter:
+        """Differences from the base's weights, which begin at zero."""
+        return FullAdapter(base)
 
 
 class FedAvg(AdapterMethod):

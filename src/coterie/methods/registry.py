@@ -24,6 +24,7 @@ POOLED = "centralized"
 OWN = {
     "pretrained": "pretrained:Pretrained",
     "local": "averaging:Local",
+    "local-full": "averaging:LocalFull",
     "fedavg": "averaging:FedAvg",
     "fedavg-ft": "averaging:FedAvgFT",
     "fedprox": "averaging:FedProx",
