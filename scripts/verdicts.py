@@ -1,0 +1,197 @@
+"""Test the papers' claims (claims.yaml) on finished runs, and write docs/results/verdicts.md.
+
+`python scripts/verdicts.py DATA` reads the runs that `coterie compare` or measure_tables.py left in
+runs/, in every regime; tests without runs are left out. DATA is the folder of data that they had.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from coterie.config import RunConfig
+from coterie.files import write_text
+from coterie.paper_tables import load_table
+from coterie.results.frame import Result, scores
+from coterie.results.significance import Difference, differences
+from coterie.results.tables import Table, shown_of
+from coterie.runs import RunFolder
+from coterie.scoring.metrics import Metric
+from coterie.table_file import TableSpec, slug, table_folder
+
+ROOT = Path(__file__).parents[1]
+CLAIMS = Path(__file__).with_name("claims.yaml")
+PAGE = ROOT / "docs" / "results" / "verdicts.md"
+SEEDS = 3
+"""The most that a table may have."""
+HEAD = """# The papers' claims in the small tables
+
+Written by `scripts/verdicts.py` from runs; do not edit. [Claims](../claims.md) says where the
+papers make them and what the verdicts mean. Intervals are of 95 % (paired bootstrap over windows or
+samples, and over seeds where there are several). *Now* is the regime of a recipe's `run`.
+"""
+HEADINGS = (
+    "regime",
+    "column",
+    "test",
+    "figures",
+    "difference",
+    "95 % interval",
+    "seeds",
+    "verdict",
+)
+
+
+class Test(BaseModel):
+    """An inequality between rows; claims.yaml says what the keys mean."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    better: str = ""
+    than: tuple[str, ...] = ()
+    than_worse_of: tuple[str, ...] = ()
+    row: str = ""
+    within: float = 0
+    of: tuple[str, ...] = ()
+    of_better: tuple[str, ...] = ()
+    nearer: str = ""
+
+    @property
+    def rows(self) -> set[str]:
+        """All rows that it needs."""
+        one = {self.better, self.row, self.nearer} - {""}
+        return one.union(self.than, self.than_worse_of, self.of, self.of_better)
+
+
+class Claim(BaseModel):
+    """A claim and its tests in a table of recipes/small."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    claim: str
+    table: str
+    tests: tuple[Test, ...]
+    columns: tuple[str, ...] = ()
+    clients: tuple[str, ...] = ()
+
+
+Rows = Mapping[str, Sequence[Result]]
+
+
+def runs(path: Path, regime: str | None, data: Path) -> Iterator[tuple[str, TableSpec, Rows]]:
+    """The finished runs of a table by row, column by column."""
+    spec, columns = load_table(path, [f"data_root={data.resolve()}"], regime=regime)
+    points = {row.label: row.point or spec.point for row in spec.rows}
+    for column in columns:
+        folder = ROOT / "runs" / table_folder(path, regime).name / slug(column.spec.name)
+        yield column.spec.name, spec, {
+            row: list(outcomes(folder, run, points[row])) for row, run in column.cells.items()
+        }  # fmt: skip
+
+
+def outcomes(folder: Path, run: RunConfig, point: str | None) -> Iterator[Result]:
+    """What the finished runs of a cell scored, seed by seed."""
+    for seed in range(run.seed, run.seed + SEEDS):
+        digest = run.model_copy(update={"seed": seed}).digest()
+        for path in folder.glob(f"*-{digest}"):
+            if (found := RunFolder(path).outcome) is not None:
+                yield {**found, "reports": point or found["reports"]}
+
+
+def of_clients(result: Result, clients: Sequence[str]) -> Result:
+    """A result with these clients alone; all, if none are named."""
+    if not clients:
+        return result
+    point = result["reports"]
+    items = result["items"].get(point, {})
+    kept = {name: one for name, one in items.items() if name in clients}
+    scored = {name: one for name, one in result[point].items() if name in clients}
+    return {**result, point: scored, "items": {point: kept}}
+
+
+def figure(results: Sequence[Result], metric: Metric) -> float:
+    """The mean over clients, then over seeds."""
+    means = [float(scores(result)[metric.key].mean()) for result in results]
+    return sum(means) / len(means)
+
+
+def tried(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, ...]]:
+    """Of each pair of rows: the test, the two figures, difference, interval, seeds, verdict."""
+    figures = {row: figure(rows[row], metric) for row in test.rows}
+    by_worth = lambda row: metric.order(figures[row])  # noqa: E731
+    others = test.than or test.of
+    if test.than_worse_of:
+        others = (max(test.than_worse_of, key=by_worth),)
+    if test.of_better:
+        others = (min(test.of_better, key=by_worth),)
+    mine = test.better or test.row
+    for other in others:
+        pair = f"{metric.cell(figures[mine])}, {metric.cell(figures[other])}"
+        seeds = str(min(len(rows[mine]), len(rows[other])))
+        gap = figures[mine] - figures[other]
+        if test.better:
+            found = differences({n: rows[n] for n in (mine, other)}, other, metric)[mine]
+            change, span, verdict = shown(found, metric)
+            yield f"{mine} better than {other}", pair, change, span, seeds, verdict
+        elif test.within:
+            far = metric.shown(abs(gap)) if metric.share else 100 * abs(gap) / figures[other]
+            verdict = "holds" if far <= test.within else "does not hold"
+            told = f"{mine} within {test.within:g} % of {other}"
+            yield told, pair, f"{far:.1f} %", "", seeds, verdict
+        else:
+            near = abs(figures[mine] - figures[test.nearer])
+            verdict = "holds" if near < abs(gap) else "does not hold"
+            told = f"{mine} nearer to {test.nearer} than to {other}"
+            three = ", ".join(metric.cell(figures[row]) for row in (mine, test.nearer, other))
+            yield told, three, "", "", seeds, verdict
+
+
+def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
+    """A difference, its interval, and what they say of `better`."""
+    assert isinstance(found, Difference), found
+    value, low, high = (metric.shown(x) for x in (found.value, found.low, found.high))
+    good = metric.order(found.value) < 0
+    names = ("holds", "leans") if good else ("contradicted", "does not hold")
+    return f"{value:+.2f}", f"{low:+.2f} to {high:+.2f}", names[not found.significant]
+
+
+def verdicts(claim: Claim, data: Path) -> Iterator[tuple[str, ...]]:
+    """The rows of a claim's table."""
+    path = ROOT / "recipes" / "small" / f"{claim.table}.yaml"
+    for regime in (None, "quarter"):
+        if regime and regime not in load_table(path, [f"data_root={data.resolve()}"])[0].regimes:
+            continue
+        for column, spec, rows in runs(path, regime, data):
+            if claim.columns and column not in claim.columns:
+                continue
+            chosen = {n: [of_clients(r, claim.clients) for r in found] for n, found in rows.items()}
+            for test in claim.tests:
+                if all(chosen[row] for row in test.rows):
+                    every = [result for row in test.rows for result in chosen[row]]
+                    metric = shown_of(every, spec.shows)
+                    for told in tried(test, chosen, metric):
+                        yield (regime or "now", column, *told)
+
+
+def main(data: Annotated[Path, typer.Argument(help="Folder of the data of the runs.")]) -> None:
+    """Test all claims for which there are runs, and write their page."""
+    papers = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
+    page = [HEAD]
+    for paper, claims in papers.items():
+        page.append(f"## {paper}\n")
+        for claim in map(Claim.model_validate, claims):
+            found = [list(row) for row in verdicts(claim, data)]
+            Console().print(f"{paper}: {claim.claim} {len(found)} tests")
+            if found:
+                page.append(Table(claim.claim, list(HEADINGS), found).markdown())
+            else:
+                page.append(f"**{claim.claim}** Not measured.\n")
+    write_text(PAGE, "\n".join(page))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,93 @@
+"""The script that tests the papers' claims on runs, on results made up here."""
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coterie.scoring.metrics import ACCURACY, PERPLEXITY
+from coterie.table_file import read_table
+
+ROOT = Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("verdicts", ROOT / "scripts" / "verdicts.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+verdicts: Any = importlib.util.module_from_spec(SPEC)
+sys.modules["verdicts"] = verdicts
+SPEC.loader.exec_module(verdicts)
+
+CLAIMS = [
+    verdicts.Claim.model_validate(claim)
+    for claims in yaml.safe_load(verdicts.CLAIMS.read_text()).values()
+    for claim in claims
+]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim.claim for claim in CLAIMS])
+def test_a_claim_names_rows_columns_and_clients_that_there_are(claim) -> None:
+    spec, columns = read_table(ROOT / "recipes" / "small" / f"{claim.table}.yaml")
+    assert {row for test in claim.tests for row in test.rows} <= {row.label for row in spec.rows}
+    assert set(claim.columns) <= {column.name for column in spec.columns}
+    for column in columns:
+        if claim.clients:
+            assert set(claim.clients) < {client["name"] for client in column.run["clients"]}
+
+
+def result(**nats: list[float]) -> list[dict[str, Any]]:
+    """One run, with nats by window of a token and by client."""
+    items = {name: {"of": name, "nats": n, "tokens": [1] * len(n)} for name, n in nats.items()}
+    scored = {name: {"perplexity": math.exp(sum(n) / len(n))} for name, n in nats.items()}
+    return [{"reports": "trained", "trained": scored, "seed": 0, "items": {"trained": items}}]
+
+
+def shares(*right: float) -> list[dict[str, Any]]:
+    scored = {"ada": {"perplexity": 1.0, "accuracy": sum(right) / len(right)}}
+    items = {"ada": {"of": "ada", "nats": [0.0], "tokens": [1], "accuracy": list(right)}}
+    return [{"reports": "trained", "trained": scored, "seed": 0, "items": {"trained": items}}]
+
+
+ROWS = {
+    "low": result(ada=[1.0, 1.1, 1.2, 1.0]),
+    "near": result(ada=[1.0, 1.1, 1.2, 1.01]),
+    "high": result(ada=[2.0, 2.1, 2.3, 2.0]),
+    "mixed": result(ada=[0.5, 1.9, 0.6, 1.4]),
+}
+
+
+@pytest.mark.parametrize(
+    ("test", "verdict"),
+    [
+        ({"better": "low", "than": ["high"]}, "holds"),
+        ({"better": "high", "than": ["low"]}, "contradicted"),
+        ({"better": "low", "than": ["mixed"]}, "leans"),
+        ({"better": "mixed", "than": ["low"]}, "does not hold"),
+        ({"better": "near", "than_worse_of": ["low", "high"]}, "holds"),
+        ({"row": "near", "within": 1, "of": ["low"]}, "holds"),
+        ({"row": "high", "within": 100, "of": ["low"]}, "does not hold"),
+        ({"row": "near", "within": 1, "of_better": ["low", "high"]}, "holds"),
+        ({"row": "near", "nearer": "low", "than": ["high"]}, "holds"),
+        ({"row": "near", "nearer": "high", "than": ["low"]}, "does not hold"),
+    ],
+)
+def test_what_an_inequality_of_perplexity_says(test, verdict) -> None:
+    [told] = verdicts.tried(verdicts.Test.model_validate(test), ROWS, PERPLEXITY)
+    assert told[-1] == verdict
+
+
+def test_of_accuracy_more_is_better_and_both_figures_are_told() -> None:
+    rows = {"good": shares(*[1.0] * 30), "bad": shares(*[0.0] * 15, *[1.0] * 15)}
+    test = verdicts.Test(better="good", than=("bad",))
+    [told] = verdicts.tried(test, rows, ACCURACY)
+    assert told[:3] == ("good better than bad", "100.00, 50.00", "+50.00")
+    assert told[-1] == "holds"
+
+
+def test_clients_can_be_looked_at_alone() -> None:
+    [both] = result(ada=[1.0, 1.0], ben=[3.0, 3.0])
+    alone = verdicts.of_clients(both, ["ada"])
+    assert verdicts.figure([alone], PERPLEXITY) == pytest.approx(math.e)
+    assert verdicts.of_clients(both, []) == both
