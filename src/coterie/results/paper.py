@@ -124,9 +124,12 @@ class PaperTable:
 def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float | None:
     """Spearman's rank correlation of our figures with the paper's, where there are both.
 
-    None if it is not defined: fewer than two such rows, or all alike on one side.
+    None where it says nothing (fewer than three such rows) or is not defined (all alike on one
+    side).
     """
     found: Frame = pd.DataFrame(rows, columns=[metric.key, "paper"], dtype=float).dropna()
+    if len(found) < 3:
+        return None
     agreement = float(found.round(ALIKE).corr(method="spearman").iloc[0, 1])
     return None if isnan(agreement) else agreement
 
