@@ -65,6 +65,11 @@ def test_differences_are_from_the_row_that_is_named() -> None:
         check_against("zed", RESULTS)
 
 
+def test_rows_that_are_alike_share_a_rank() -> None:
+    rows = Comparison("c", {"far": [FAR], "one": [BEST], "same": [BEST]}).summary()
+    assert [row["rank"] for row in rows] == [3, 1, 1]
+
+
 def test_rows_of_several_seeds_are_compared_over_them() -> None:
     found = {name: [runs[0], runs[0] | {"seed": 1}] for name, runs in RESULTS.items()}
     table = Comparison("c", found).table()
@@ -76,7 +81,7 @@ def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:
     found = {"best": [BEST], "old": [OLD], "elsewhere": [ELSEWHERE], "far": [FAR]}
     comparison = Comparison("c", found)
     table, differences = comparison.tables()
-    assert [row[-1] for row in table.rows] == ["1", "2", "3", "4"]
+    assert [row[-1] for row in table.rows] == ["1", "1", "1", "4"]
     assert "Not compared with best: old; runs of earlier versions" in table.note
     assert "Not compared with best: elsewhere; they were scored on different" in table.note
     assert [row[0] for row in differences.rows] == ["far"]

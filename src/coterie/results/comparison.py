@@ -56,10 +56,10 @@ class Comparison:
     def _rows(self) -> list[dict[str, Any]]:
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
-        best_first = sorted(rows, key=lambda row: round(metric.order(row[metric.key]), ALIKE))
-        found = self._differences(self.against or next((row["method"] for row in best_first), ""))
+        order = {row["method"]: round(metric.order(row[metric.key]), ALIKE) for row in rows}
+        found = self._differences(self.against or min(order, key=order.__getitem__, default=""))
         for row in rows:
-            row["rank"] = 1 + best_first.index(row)
+            row["rank"] = 1 + sum(other < order[row["method"]] for other in order.values())
             row["difference"] = found.get(row["method"])
             if row["method"] in self.tuned:
                 row["tuned"] = self.tuned[row["method"]]
