@@ -82,12 +82,14 @@ class Claim(BaseModel):
 Rows = Mapping[str, Sequence[Result]]
 
 
-def runs(path: Path, regime: str | None, data: Path) -> Iterator[tuple[str, TableSpec, Rows]]:
+def runs_of(
+    path: Path, regime: str | None, data: Path, runs: Path
+) -> Iterator[tuple[str, TableSpec, Rows]]:
     """The finished runs of a table by row, column by column."""
     spec, columns = load_table(path, [f"data_root={data.resolve()}"], regime=regime)
     points = {row.label: row.point or spec.point for row in spec.rows}
     for column in columns:
-        folder = ROOT / "runs" / table_folder(path, regime).name / slug(column.spec.name)
+        folder = runs / table_folder(path, regime).name / slug(column.spec.name)
         yield column.spec.name, spec, {
             row: list(outcomes(folder, run, points[row])) for row, run in column.cells.items()
         }  # fmt: skip
@@ -159,13 +161,13 @@ def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
     return f"{value:+.2f}", f"{low:+.2f} to {high:+.2f}", names[not found.significant]
 
 
-def verdicts(claim: Claim, data: Path) -> Iterator[tuple[str, ...]]:
+def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
     """The rows of a claim's table."""
     path = ROOT / "recipes" / "small" / f"{claim.table}.yaml"
     for regime in (None, "quarter"):
         if regime and regime not in load_table(path, [f"data_root={data.resolve()}"])[0].regimes:
             continue
-        for column, spec, rows in runs(path, regime, data):
+        for column, spec, rows in runs_of(path, regime, data, runs):
             if claim.columns and column not in claim.columns:
                 continue
             chosen = {n: [of_clients(r, claim.clients) for r in found] for n, found in rows.items()}
@@ -177,14 +179,17 @@ def verdicts(claim: Claim, data: Path) -> Iterator[tuple[str, ...]]:
                         yield (regime or "now", column, *told)
 
 
-def main(data: Annotated[Path, typer.Argument(help="Folder of the data of the runs.")]) -> None:
+def main(
+    data: Annotated[Path, typer.Argument(help="Folder of the data of the runs.")],
+    runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = ROOT / "runs",
+) -> None:
     """Test all claims for which there are runs, and write their page."""
     papers = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
     page = [HEAD]
     for paper, claims in papers.items():
         page.append(f"## {paper}\n")
         for claim in map(Claim.model_validate, claims):
-            found = [list(row) for row in verdicts(claim, data)]
+            found = [list(row) for row in verdicts(claim, data, runs)]
             Console().print(f"{paper}: {claim.claim} {len(found)} tests")
             if found:
                 page.append(Table(claim.claim, list(HEADINGS), found).markdown())

@@ -69,6 +69,16 @@ def test_a_regime_has_a_page_of_its_own(tmp_path) -> None:
     assert "](one-quarter.md)" in (tmp_path / INDEX).read_text()
 
 
+def test_a_remark_stands_on_its_page_until_the_table_is_measured_again(tmp_path) -> None:
+    summary = scores("one.yaml").summary()
+    path = write_docs({**summary, "remark": "Measured long ago."}, tmp_path)
+    assert "\n*Measured long ago.*\n" in path.read_text()
+    assert "](one.md) (with a remark)" in (tmp_path / INDEX).read_text()
+    write_docs(summary, tmp_path)
+    assert "long ago" not in path.read_text()
+    assert "remark" not in (tmp_path / INDEX).read_text()
+
+
 def test_what_is_written_around_the_list_stays(tmp_path) -> None:
     (tmp_path / INDEX).write_text("# Ours\n\nBefore.\n")
     write_docs(scores("one.yaml").summary(), tmp_path)
