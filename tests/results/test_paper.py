@@ -130,6 +130,12 @@ def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:
     assert [row[3:] for row in asked.tables()[0].rows] == [["2.70", "2"], ["1.80", "1"]]
 
 
+def test_a_column_that_has_not_run_is_no_perplexity() -> None:
+    run = table({"X": {"a": [accurate(0.5)]}, "Y": {"a": []}}, X={}, Y={})
+    note = score_tables(run.summary())[0].note
+    assert note.startswith("Mean test accuracy (%) over clients, ")
+
+
 def test_the_layout(example) -> None:
     layout, x, _ = example.tables()
     assert layout.columns == ["method", "X", "rank", "paper", "rank", "Y", "rank", "paper", "rank"]

@@ -193,7 +193,8 @@ def _note(summary: Summary, compared: bool) -> str:
     seeds = " to ".join(map(str, counts)) or "no"
     spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
     many = "" if counts == [1] else "s"
-    split, metrics = summary["split"], {c["name"]: METRICS[c["metric"]] for c in columns}
+    run = [column for column in columns if any(row["seeds"] for row in column["rows"])] or columns
+    split, metrics = summary["split"], {c["name"]: METRICS[c["metric"]] for c in run}
     if len(one := set(metrics.values())) == 1:
         (metric,) = one
         what = f"Mean {split} {metric.label} over clients{spread}"
