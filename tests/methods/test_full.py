@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import coterie
 from coterie.adapters import detach, merge
+from coterie.adapters.coverage import coverage
 from coterie.adapters.full import FullAdapter
 from coterie.errors import CoterieError
 from coterie.testing.rounds import down, joined
@@ -104,6 +105,11 @@ def test_a_run_is_loaded_and_saved_as_a_folder(config, bases, tmp_path) -> None:
     ids = torch.arange(5, 15)[None]
     assert torch.equal(plain(tmp_path / "folder")(ids).logits, model(ids).logits)
     assert not torch.allclose(plain(bases / "gpt2")(ids).logits, model(ids).logits, atol=1e-3)
+
+
+def test_an_audit_says_that_all_weights_are_trained(bases) -> None:
+    base = plain(bases / "gpt2")
+    assert coverage(base, FullAdapter(base).parts().values()).lines() == ("all weights",)
 
 
 def test_quantised_weights_are_refused(bases) -> None:

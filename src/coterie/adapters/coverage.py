@@ -31,10 +31,12 @@ class Coverage:
     others: dict[str, tuple[str, int]]
     """Where there are layers without experts, or without LoRA, although others have some: the
     blocks of these layers, and how many layers they are."""
+    whole: bool = False
+    """Whether all weights of the base are trained."""
 
     def lines(self) -> tuple[str, ...]:
         """Such as `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`."""
-        told: list[str] = []
+        told = ["all weights"] if self.whole else []
         for one in self.covered:
             count = len(one.layers)
             many = f"all {count}" if count == self.total else f"{count} of {self.total}"
@@ -46,6 +48,7 @@ class Coverage:
 
 def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
     """What some parts of an adapter stand on; the base may be on the meta device."""
+    parts = list(parts)
     modules = dict(decoder_walk(base))
     found: dict[tuple[str, str, str], tuple[dict[str, None], set[int]]] = {}
     for part in parts:
@@ -71,7 +74,8 @@ def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
         bare = set(range(len(own))).difference(*(c.layers for c in covered if c.what == what))
         if bare:
             others[what] = ", ".join(sorted({b for i in bare for b in _blocks(own[i])})), len(bare)
-    return Coverage(tuple(covered), len(own), others)
+    whole = any(part.role == "weight" for part in parts)
+    return Coverage(tuple(covered), len(own), others, whole)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -37,9 +37,10 @@ def load(
     whatever the client.
 
     merge: make LoRA pairs, or differences from weights, part of the weights, rounded to their
-    format, so that `save_pretrained` writes a plain model. Default: where weights are in fp32, and no layer has several experts.
-    Without, `save_pretrained` raises CoterieError. With a soft prompt, it is PEFT's model. Raises
-    CoterieError if experts or quantised weights cannot be merged that were to be.
+    format, so that `save_pretrained` writes a plain model. Default: where weights are in fp32, and
+    no layer has several experts. Without, `save_pretrained` raises CoterieError. With a soft
+    prompt, it is PEFT's model. Raises CoterieError if experts or quantised weights cannot be merged
+    that were to be.
     """
     folder = RunFolder(Path(path))
     return model_of(folder, recorded(folder, method), client, merge)
