@@ -16,12 +16,12 @@ from rich.console import Console
 from coterie.config import RunConfig
 from coterie.files import write_text
 from coterie.paper_tables import load_table
-from coterie.results.frame import Result, scores
+from coterie.results.frame import Result, of_clients, scores
 from coterie.results.significance import Difference, differences
 from coterie.results.tables import Table, shown_of
 from coterie.runs import RunFolder
 from coterie.scoring.metrics import Metric
-from coterie.table_file import TableSpec, slug, table_folder
+from coterie.table_file import TableSpec, read_table, slug, table_folder
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = Path(__file__).with_name("claims.yaml")
@@ -83,12 +83,13 @@ Rows = Mapping[str, Sequence[Result]]
 
 
 def runs_of(
-    path: Path, regime: str | None, data: Path, runs: Path
+    path: Path, columns: Sequence[str], regime: str | None, data: Path, runs: Path
 ) -> Iterator[tuple[str, TableSpec, Rows]]:
-    """The finished runs of a table by row, column by column."""
-    spec, columns = load_table(path, [f"data_root={data.resolve()}"], regime=regime)
+    """The finished runs of a table by row, column by column; of these columns, or all."""
+    settings = [f"data_root={data.resolve()}"]
+    spec, found = load_table(path, settings, columns=columns, regime=regime)
     points = {row.label: row.point or spec.point for row in spec.rows}
-    for column in columns:
+    for column in found:
         folder = runs / table_folder(path, regime).name / slug(column.spec.name)
         yield column.spec.name, spec, {
             row: list(outcomes(folder, run, points[row])) for row, run in column.cells.items()
@@ -102,17 +103,6 @@ def outcomes(folder: Path, run: RunConfig, point: str | None) -> Iterator[Result
         for path in folder.glob(f"*-{digest}"):
             if (found := RunFolder(path).outcome) is not None:
                 yield {**found, "reports": point or found["reports"]}
-
-
-def of_clients(result: Result, clients: Sequence[str]) -> Result:
-    """A result with these clients alone; all, if none are named."""
-    if not clients:
-        return result
-    point = result["reports"]
-    items = result["items"].get(point, {})
-    kept = {name: one for name, one in items.items() if name in clients}
-    scored = {name: one for name, one in result[point].items() if name in clients}
-    return {**result, point: scored, "items": {point: kept}}
 
 
 def figure(results: Sequence[Result], metric: Metric) -> float:
@@ -164,18 +154,15 @@ def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
 def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
     """The rows of a claim's table."""
     path = ROOT / "recipes" / "small" / f"{claim.table}.yaml"
-    for regime in (None, "quarter"):
-        if regime and regime not in load_table(path, [f"data_root={data.resolve()}"])[0].regimes:
-            continue
-        for column, spec, rows in runs_of(path, regime, data, runs):
-            if claim.columns and column not in claim.columns:
-                continue
-            chosen = {n: [of_clients(r, claim.clients) for r in found] for n, found in rows.items()}
+    for regime in (None, *read_table(path)[0].regimes):
+        for column, spec, rows in runs_of(path, claim.columns, regime, data, runs):
+            if claim.clients:
+                rows = {n: [of_clients(r, claim.clients) for r in own] for n, own in rows.items()}
             for test in claim.tests:
-                if all(chosen[row] for row in test.rows):
-                    every = [result for row in test.rows for result in chosen[row]]
+                if all(rows[row] for row in test.rows):
+                    every = [result for row in test.rows for result in rows[row]]
                     metric = shown_of(every, spec.shows)
-                    for told in tried(test, chosen, metric):
+                    for told in tried(test, rows, metric):
                         yield (regime or "now", column, *told)
 
 

@@ -73,6 +73,8 @@ def test_the_correlation_by_hand(example) -> None:
 
 def test_a_correlation_that_is_not_defined() -> None:
     assert correlation([]) is None
+    assert correlation([{"perplexity": 1, "paper": 2}]) is None
+    assert correlation([{"perplexity": p, "paper": 2} for p in (1, 3)]) is None
     assert correlation([{"perplexity": p, "paper": p} for p in (1, 2)]) is None  # too few
     assert correlation([{"perplexity": p, "paper": 2} for p in (1, 2, 3)]) is None
 

@@ -35,7 +35,7 @@ class FullAdapter:
 
     def __init__(self, base: nn.Module) -> None:
         detach(base)
-        self._parts: dict[str, Part] = {}
+        parts: dict[str, Part] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
         """By part: the modules' paths, and what they call the weight."""
         names: dict[nn.Parameter, str] = {}
@@ -43,18 +43,19 @@ class FullAdapter:
             for name, weight in module.named_parameters(recurse=False):
                 part = names.setdefault(weight, f"weight/{path}.{name}")
                 self._places.setdefault(part, []).append((path, name))
-                if part not in self._parts:
-                    self._parts[part] = Part(part, "weight", _zero_like(weight), "zero", path)
+                if part not in parts:
+                    parts[part] = Part(part, "weight", _zero_like(weight), "zero", path)
+        self._parts = dict(sorted(parts.items()))
 
     def parts(self) -> dict[str, Part]:
         """All differences, by name, sorted."""
-        return dict(sorted(self._parts.items()))
+        return self._parts
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
         """Parameters by name, sorted; of these roles, or all."""
         if roles and "weight" not in roles:
             return {}
-        return {name: part.parameter for name, part in self.parts().items()}
+        return {name: part.parameter for name, part in self._parts.items()}
 
     def require_grad(self, *roles: Role) -> None:
         """Train everything, if `weight` is one of these roles, or nothing."""

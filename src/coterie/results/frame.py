@@ -1,6 +1,6 @@
 """What runs have measured as pandas frames, from which all statistics and plots are computed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -36,6 +36,15 @@ def scores(result: Result, point: str | None = None) -> Frame:
     point: trained or aggregated.
     """
     return DataFrame.from_dict(result[point or result["reports"]], orient="index")
+
+
+def of_clients(result: Result, clients: Collection[str]) -> Result:
+    """The result of these clients alone, at the point that the method reports."""
+    point = result["reports"]
+    items = result["items"].get(point, {})
+    scored = {name: score for name, score in result[point].items() if name in clients}
+    kept = {name: one for name, one in items.items() if name in clients}
+    return {**result, point: scored, "items": {point: kept}}
 
 
 def over_runs(results: Sequence[Result], point: str | None = None) -> Frame:

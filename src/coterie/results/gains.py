@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from coterie.results.frame import Result, scores
+from coterie.results.frame import Result, of_clients, scores
 from coterie.results.significance import Difference, differences
 from coterie.results.tables import listed, shown_of
 from coterie.scoring.metrics import Metric
@@ -23,7 +23,7 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
     alone, metric = results[ALONE], shown_of(results.values(), asked)
     better, worse, same = [], [], []
     for client in sorted(scores(joint).index):
-        pair = {ALONE: [_of(alone, client)], method: [_of(joint, client)]}
+        pair = {ALONE: [of_clients(alone, [client])], method: [of_clients(joint, [client])]}
         found = differences(pair, ALONE, metric)[method]
         if not isinstance(found, Difference):
             return None
@@ -41,14 +41,6 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
         f"With {method} in place of {ALONE}, {metric.name} is {'; '.join(parts)}. (Differences are "
         "told apart from chance by the test texts of this one run, at 95 %.)"
     )
-
-
-def _of(result: Result, client: str) -> Result:
-    """The result of one client alone."""
-    point = result["reports"]
-    items = result["items"].get(point, {})
-    only = {name: one for name, one in items.items() if name == client}
-    return {**result, point: {client: result[point][client]}, "items": {point: only}}
 
 
 def _change(value: float, before: float, metric: Metric) -> str:
