@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coterie.adapters import detach
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data.chat import chat_template
@@ -294,9 +295,11 @@ def client_context(
 ) -> ClientContext:
     """What the client side of the run's method is given.
 
-    `base` is its own. A step of the one client of a pooled federation sees as much text as a step
-    of all clients.
+    `base` is its own; an earlier run's adapter is taken out of it, as adapters are built on what a
+    bare base has. A step of the one client of a pooled federation sees as much text as a step of
+    all clients.
     """
+    detach(base.model)
     training = config.training_of(participant.name)
     batch = training.batch * max(1, len(participant.tests))
     return ClientContext(
@@ -321,7 +324,8 @@ def server_context(
     log: Log,
 ) -> ServerContext:
     """What the server side of the run's method is given; `own` is what a server of its own model
-    holds, with its base."""
+    holds, with its base. Any adapter is taken out of `base`."""
+    detach(base)
     context = None
     if own is not None:
         assert own.base is not None, "a server with a model of its own needs its weights"

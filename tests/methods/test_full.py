@@ -11,7 +11,9 @@ import coterie
 from coterie.adapters import detach, merge
 from coterie.adapters.coverage import coverage
 from coterie.adapters.full import FullAdapter
+from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.runs import RunFolder, Watch
 from coterie.testing.rounds import down, joined
 from coterie.training import local as local_training
 
@@ -117,3 +119,20 @@ def test_quantised_weights_are_refused(bases) -> None:
     base.lm_head.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), False)
     with pytest.raises(CoterieError, match="Quantised weights cannot be fine-tuned"):
         FullAdapter(base)
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedamole", "fedprompt"])
+def test_another_method_runs_on_the_base_that_was_fine_tuned(config, tmp_path, method) -> None:
+    """As in a comparison, where all rows share one base."""
+
+    def scores(session: Session, name: str, method: str) -> list[float]:
+        run = config(method=method, rounds=1)
+        folder = RunFolder.create(
+            tmp_path / name, session.description(run, session.participants(run))
+        )
+        session.start(run, folder, Watch()).run()
+        return [line["value"] for line in folder.metrics() if line["name"] != "seconds"]
+
+    shared = Session(config())
+    scores(shared, "full", "local-full")
+    assert scores(shared, "after", method) == scores(Session(config()), "alone", method)
