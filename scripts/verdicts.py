@@ -66,6 +66,14 @@ class Test(BaseModel):
         one = {self.better, self.row, self.nearer} - {""}
         return one.union(self.than, self.than_worse_of, self.of, self.of_better)
 
+    def among(self, rows: set[str]) -> "Test | None":
+        """With only such `than` and `of` as are among these rows; None if nothing is left."""
+        plain = {"than": self.than, "of": self.of}
+        kept = {key: tuple(row for row in given if row in rows) for key, given in plain.items()}
+        test = self.model_copy(update=kept)
+        others = test.than + test.than_worse_of + test.of + test.of_better
+        return test if others and test.rows <= rows else None
+
 
 class Claim(BaseModel):
     """A claim and its tests in a table of recipes/small."""
@@ -88,21 +96,31 @@ def runs_of(
     """The finished runs of a table by row, column by column; of these columns, or all."""
     settings = [f"data_root={data.resolve()}"]
     spec, found = load_table(path, settings, columns=columns, regime=regime)
-    points = {row.label: row.point or spec.point for row in spec.rows}
     for column in found:
         folder = runs / table_folder(path, regime).name / slug(column.spec.name)
-        yield column.spec.name, spec, {
-            row: list(outcomes(folder, run, points[row])) for row, run in column.cells.items()
-        }  # fmt: skip
+        rows: dict[str, list[Result]] = {}
+        for row in spec.rows:
+            if (run := column.cells.get(row.label)) is not None:
+                tuned = slug(row.label) if row.tune or spec.tune else None
+                rows[row.label] = list(outcomes(folder, run, row.point or spec.point, tuned))
+        yield column.spec.name, spec, rows
 
 
-def outcomes(folder: Path, run: RunConfig, point: str | None) -> Iterator[Result]:
-    """What the finished runs of a cell scored, seed by seed."""
+def outcomes(
+    folder: Path, run: RunConfig, point: str | None, tuned: str | None = None
+) -> Iterator[Result]:
+    """What the finished runs of a cell scored, seed by seed.
+
+    tuned: what the folders' names begin with if the cell's values were chosen by trials, which its
+    digest does not know; the newest counts.
+    """
     for seed in range(run.seed, run.seed + SEEDS):
         digest = run.model_copy(update={"seed": seed}).digest()
-        for path in folder.glob(f"*-{digest}"):
-            if (found := RunFolder(path).outcome) is not None:
-                yield {**found, "reports": point or found["reports"]}
+        pattern = f"{tuned}-seed{seed}-*" if tuned else f"*-{digest}"
+        paths = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+        finished = [found for path in paths if (found := RunFolder(path).outcome) is not None]
+        if finished:
+            yield {**finished[-1], "reports": point or finished[-1]["reports"]}
 
 
 def figure(results: Sequence[Result], metric: Metric) -> float:
@@ -158,8 +176,8 @@ def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
         for column, spec, rows in runs_of(path, claim.columns, regime, data, runs):
             if claim.clients:
                 rows = {n: [of_clients(r, claim.clients) for r in own] for n, own in rows.items()}
-            for test in claim.tests:
-                if all(rows[row] for row in test.rows):
+            for test in (test.among({row for row in rows if rows[row]}) for test in claim.tests):
+                if test is not None:
                     every = [result for row in test.rows for result in rows[row]]
                     metric = shown_of(every, spec.shows)
                     for told in tried(test, rows, metric):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coterie.runs import RunFolder
 from coterie.scoring.metrics import ACCURACY, PERPLEXITY
 from coterie.table_file import read_table
 
@@ -91,3 +93,24 @@ def test_clients_can_be_looked_at_alone() -> None:
     alone = verdicts.of_clients(both, ["ada"])
     assert verdicts.figure([alone], PERPLEXITY) == pytest.approx(math.e)
     assert list(alone["items"]["trained"]) == ["ada"]
+
+
+def test_a_test_needs_only_one_of_the_rows_that_it_compares_with() -> None:
+    test = verdicts.Test(better="low", than=("near", "high"))
+    assert test.among({"low", "high"}) == verdicts.Test(better="low", than=("high",))
+    assert test.among({"low"}) is None
+    assert test.among({"near", "high"}) is None
+    assert (
+        verdicts.Test(better="low", than_worse_of=("near", "high")).among({"low", "high"}) is None
+    )
+
+
+def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_path) -> None:
+    run = config()
+    for n, name in enumerate(("my-row-seed0-aa", "my-row-seed0-bb", "other-seed0-cc")):
+        RunFolder.create(tmp_path / name, {"clients": {}, "threads": 1, "config": {"seed": 0}})
+        (tmp_path / name / "result.json").write_text(f'{{"reports": "trained", "n": {n}}}')
+        os.utime(tmp_path / name, (n, n))
+    [found] = verdicts.outcomes(tmp_path, run, None, "my-row")
+    assert (found["n"], found["seed"]) == (1, 0)
+    assert list(verdicts.outcomes(tmp_path, run, None)) == []
