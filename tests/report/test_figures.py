@@ -166,6 +166,16 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     drawn([lines])
 
 
+def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) -> None:
+    before, after = [("anna", 0.9), ("ben", 0.9)], [("anna", 0.6), ("ben", 0.7)]
+    figures = [
+        (1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in before + after
+    ]
+    written("cmp/0", LOCAL, 0, figures=figures)
+    _, _, weights = trust_matrices(one(tmp_path / "cmp").all)
+    assert weights.tolist() == [[pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]]
+
+
 def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:
     row = {"anna": 0.5, "ben": 0.24, "cleo": 0.26}
     figures = [(1, "anna", "trust", row), (1, "ben", "trust", row), (1, "cleo", "trust", row)]

@@ -34,9 +34,11 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], np.ndarray]:
     """Clients, rounds and the mean over seeds of their weights, (rounds, client, peer).
 
-    A weight is NaN where a client set none in that round.
+    A weight is NaN where a client set none in that round. After the last round's training clients
+    mix once more; of that round, the last weights are taken.
     """
-    found: Frame = pd.concat([run.by_client(METRIC) for run in runs]).fillna(0.0)
+    each = [run.by_client(METRIC).groupby(["round", "client"]).tail(1) for run in runs]
+    found: Frame = pd.concat(each).fillna(0.0)
     clients = sorted({*found.columns, *found.index.unique("client")})
     rounds = sorted(found.index.unique("round"))
     means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
