@@ -186,6 +186,15 @@ def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_av
         torch.testing.assert_close(tensor, mean)
 
 
+def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monkeypatch) -> None:
+    client: Any = joined(teachers(method={"name": "fedmkt-fedavg"})).clients["poet"]
+    trained: list[int] = []
+    monkeypatch.setattr(client.training, "round", trained.append)
+    for exchange in range(4):
+        client.train(exchange)
+    assert trained == [0, 1]
+
+
 def test_labels_alone_take_nothing_from_others(teachers) -> None:
     """With lambda 1 what others know makes no difference."""
     both = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
