@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo quick test slow lint dist try-wheel setup clean
+.PHONY: demo quick test slow lint mutants dist try-wheel setup clean
 
 demo: setup  ## four writers learn together, in under three minutes on two cores
 	$(BIN)/coterie run --out runs/demo --force
@@ -24,6 +24,9 @@ STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door 
 slow: setup  ## the slow tests; those that start processes of their own one by one
 	$(BIN)/python -m pytest -n 2 -m slow --durations=10 $(STARTING:%=--ignore=%)
 	$(BIN)/python -m pytest -m slow --durations=10 $(STARTING)
+
+mutants: setup  ## faults in the source, each of which the tests must catch
+	$(BIN)/python scripts/mutants.py
 
 lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .

@@ -1,0 +1,175 @@
+"""Show that the tests catch the faults listed in mutants.yaml.
+
+`python scripts/mutants.py` checks out the last commit in two temporary worktrees and runs the
+listed tests once without a fault. Then it applies one fault at a time and runs that fault's tests.
+A fault is caught if a test fails; a test that cannot be collected does not count. The exit code is
+1 if a fault survives.
+
+`python scripts/mutants.py data 12` tries the faults of one area, and fault 12.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Annotated
+
+import typer
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+ROOT = Path(__file__).parents[1]
+FAULTS = Path(__file__).with_name("mutants.yaml")
+WORKTREES = 2
+TIMEOUT = 900
+"""Seconds that the tests of one fault may take."""
+
+
+class Fault(BaseModel):
+    """A fault in one line of the source, and the tests that catch it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    area: str
+    file: str
+    find: str
+    replace: str
+    fault: str
+    tests: tuple[str, ...]
+
+    def applied(self, text: str) -> str:
+        """Return the file's text with the fault.
+
+        Raises:
+            ValueError: `find` is not in exactly one line of the text.
+        """
+        if text.count(self.find) != 1 or "\n" in self.find + self.replace:
+            raise ValueError(f"{self.file}: {self.find!r} must be in exactly one line")
+        return text.replace(self.find, self.replace)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one run of pytest."""
+
+    code: int
+    output: str
+    seconds: float
+
+    @property
+    def caught_by(self) -> str:
+        """The first test that failed; empty if none did."""
+        failed = [line for line in self.output.splitlines() if line.startswith("FAILED ")]
+        if self.code != 1 or not failed:
+            return ""
+        return failed[0].removeprefix("FAILED ").partition(" - ")[0]
+
+
+def read_faults() -> list[Fault]:
+    """Read mutants.yaml."""
+    return [Fault(**values) for values in yaml.safe_load(FAULTS.read_text(encoding="utf-8"))]
+
+
+@contextmanager
+def worktrees(count: int, commit: str) -> Iterator[list[Path]]:
+    """Check out a commit several times, with `../shared` beside the checkouts if it exists here."""
+    git = ("git", "-C", str(ROOT), "worktree")
+    subprocess.run([*git, "prune"], check=True)  # removes what a killed process has left behind
+    with tempfile.TemporaryDirectory(prefix="mutants-") as home:
+        folders = [Path(home) / str(number) for number in range(count)]
+        for folder in folders:
+            subprocess.run(
+                [*git, "add", "--detach", folder, commit], check=True, capture_output=True
+            )
+        if (shared := ROOT.parent / "shared").exists():
+            (Path(home) / "shared").symlink_to(shared.resolve())
+        try:
+            yield folders
+        finally:
+            for folder in folders:
+                subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def run_tests(folder: Path, tests: Sequence[str], options: Sequence[str]) -> Result:
+    """Run tests of a worktree with its own source."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    return Result(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
+
+
+def try_fault(fault: Fault, folder: Path, options: Sequence[str]) -> Result:
+    """Run a fault's tests with the fault, and restore the file."""
+    file = folder / fault.file
+    text = file.read_text(encoding="utf-8")
+    file.write_text(fault.applied(text), encoding="utf-8")
+    try:
+        return run_tests(folder, fault.tests, ["-x", *options])
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def try_faults(
+    faults: Sequence[Fault], folders: Sequence[Path], options: Sequence[str]
+) -> Iterator[Result]:
+    """Try faults side by side, one in each worktree, and yield the results in their order."""
+    free: SimpleQueue[Path] = SimpleQueue()
+    for folder in folders:
+        free.put(folder)
+
+    def in_free_worktree(fault: Fault) -> Result:
+        folder = free.get()
+        try:
+            return try_fault(fault, folder, options)
+        finally:
+            free.put(folder)
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        yield from pool.map(in_free_worktree, faults)
+
+
+def main(
+    only: Annotated[
+        list[str] | None, typer.Argument(help="Areas or numbers of faults; default: all.")
+    ] = None,
+    marker: Annotated[
+        str, typer.Option("-m", help="Marker expression of pytest for the tests that count.")
+    ] = "",
+    commit: Annotated[str, typer.Option(help="Commit to check out.")] = "HEAD",
+) -> None:
+    """Apply each fault of mutants.yaml to a worktree and run the tests that must catch it."""
+    faults = list(enumerate(read_faults(), 1))
+    chosen = [(n, f) for n, f in faults if not only or {str(n), f.area} & set(only)]
+    options = ["-m", marker] if marker else []
+    caught = 0
+    with worktrees(WORKTREES, commit) as folders:
+        tests = sorted({test for _, fault in chosen for test in fault.tests})
+        clean = run_tests(folders[0], tests, ["-n", str(WORKTREES), *options])
+        if clean.code:
+            sys.exit(f"Without a fault all tests must pass:\n{clean.output}")
+        print(f"All listed tests pass without a fault ({clean.seconds:.0f} s).", flush=True)
+        results = try_faults([fault for _, fault in chosen], folders, options)
+        for (number, fault), result in zip(chosen, results, strict=True):
+            test = result.caught_by
+            verdict = f"caught by {test}" if test else f"SURVIVED\n{result.output[-3000:]}"
+            print(f"{number:3} {fault.area}: {fault.fault}\n    {verdict}", flush=True)
+            caught += bool(test)
+    print(f"{caught} of {len(chosen)} faults caught")
+    sys.exit(caught < len(chosen))
+
+
+if __name__ == "__main__":
+    typer.run(main)
