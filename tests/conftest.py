@@ -1,6 +1,7 @@
 """A small base and small texts that every room's tests can use."""
 
 import json
+import os
 import random
 import signal
 from collections.abc import Callable
@@ -18,23 +19,24 @@ from transformers import (
 )
 
 import coterie
-from coterie.bases import EMBEDDED, load_tokenizer
+from coterie.bases import EMBEDDED
 from coterie.config import parse
-from coterie.testing.small import small_values, write_base, write_texts
+from coterie.testing.small import TOKENS, small_values, write_base, write_texts, write_tokenizer
 
 WRITERS = EMBEDDED / "demo-writers"
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Threads only wait for each other over tensors as small as the tests'."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread_again(_one_thread: None) -> None:
     """Runs set their own number."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,7 +50,6 @@ def _ctrl_c() -> None:
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `gpt2` and `llama`: two layers of width 32 with random weights."""
     folder = tmp_path_factory.mktemp("bases")
-    tokenizer = load_tokenizer("tiny-gpt2")
     write_base(folder / "gpt2")
     llama = LlamaConfig(
         num_hidden_layers=2,
@@ -57,10 +58,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        vocab_size=len(tokenizer),
+        vocab_size=TOKENS,
     )
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
-    tokenizer.save_pretrained(folder / "llama")
+    write_tokenizer(folder / "llama")
     return folder
 
 
@@ -113,7 +114,8 @@ def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
 
     def make(**changes: Any) -> dict[str, Any]:
         method = {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}}
-        return small_values(bases / "gpt2", texts, **{"method": method} | changes)
+        whole = {"method": method, "threads": THREADS} | changes
+        return small_values(bases / "gpt2", texts, **whole)
 
     return make
 

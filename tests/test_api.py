@@ -82,7 +82,8 @@ def test_a_dict_a_path_and_a_configuration_are_the_same_run(
 def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
     config, tmp_path
 ) -> None:
-    run = coterie.run(config(rounds=1, baselines=["local", "pretrained"]), out=tmp_path / "run")
+    changes = {"baselines": ["local", "pretrained"], "evaluation": {"keep": "last"}}
+    run = coterie.run(config(rounds=1, **changes), out=tmp_path / "run")
     assert list(run.results) == ["local", "pretrained", "comigs-1g1s"]
     assert "| poet |" in (run.path / "table.md").read_text()
     session = Session(run.config)

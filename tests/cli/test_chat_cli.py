@@ -27,7 +27,8 @@ def finished(values, tmp_path_factory) -> Path:
     """A finished run with a baseline, whose adapters differ after a few steps at a high rate."""
     folder = tmp_path_factory.mktemp("talk") / "run"
     training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.02}
-    coterie.run(values(rounds=2, baselines=["local"], training=training), out=folder)
+    changes = {"baselines": ["local"], "training": training, "evaluation": {"keep": "last"}}
+    coterie.run(values(rounds=2, **changes), out=folder)
     return folder
 
 

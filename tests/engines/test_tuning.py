@@ -89,7 +89,7 @@ def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
 
 
 def test_trials_never_look_at_the_test_text(config, tmp_path, monkeypatch) -> None:
-    run, looked = config(rounds=1), []
+    run, looked = config(rounds=1, evaluation={"keep": "last"}), []
     original = part.evaluate
 
     def evaluate(base: Any, model: Any, tokens: Any, *rest: Any) -> Any:

@@ -112,7 +112,8 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
 
 
 def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None:
-    coterie.run(values(method="comigs-1g1s", rounds=1), out=tmp_path / "run")
+    run = values(method="comigs-1g1s", rounds=1, evaluation={"keep": "last"})
+    coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
     (tmp_path / "mine").mkdir()
     (nothing,) = texts(experiment, "last", tmp_path / "mine")

@@ -33,7 +33,7 @@ ITEMS = [
 def adapted(folder: str, precision: Literal["fp32", "bf16"] = "fp32") -> Base:
     base = load_base(folder, precision, 64)
     adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda part: False)
-    chance = torch.Generator().manual_seed(5)
+    chance = torch.Generator().manual_seed(1)
     for parameter in adapter.parameters().values():
         parameter.data.normal_(std=0.3, generator=chance)
     adapter.attach(base.model)
@@ -155,7 +155,7 @@ def f1(answer: str, text: str) -> float:
 
 def test_answers_of_one_token_are_finite_in_bf16(bases) -> None:
     base = adapted(str(bases / "llama"), "bf16")
-    items = [Instruction(f"Is it {n}?", "yes", ("yes", "no")) for n in range(5)]
+    items = [Instruction(f"Is it {n}?", "the", ("the", "a")) for n in range(5)]
     told = evaluate(base, base.model, encoded(base, items), 40, 2, generate=2).as_dict()
     assert all(math.isfinite(value) for value in told.values())
     assert told["tokens"] == 2 * len(items)

@@ -9,6 +9,7 @@ from coterie.bases import Base, load_base
 from coterie.data.batch import Batch
 from coterie.data.tokens import Tokens
 from coterie.scoring.evaluation import evaluate, mean_loss, top_logits
+from coterie.testing.small import TOKENS
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -16,7 +17,7 @@ from coterie.scoring.evaluation import evaluate, mean_loss, top_logits
 def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -> None:
     base = load_base(str(bases / family), "fp32", 16)
     chance = torch.Generator().manual_seed(count)
-    ids = torch.randint(1, 8192, (count,), generator=chance)
+    ids = torch.randint(1, TOKENS, (count,), generator=chance)
     size = len(str(base.tokenizer.decode(ids)).encode())
     score = evaluate(base, base.model, Tokens(ids.int(), size), window=16, batch=3)
     # The slow way: one window at a time, every token predicted from those before it in its window.
@@ -38,7 +39,7 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
 
 def test_the_batch_does_not_change_the_score(bases) -> None:
     base = load_base(str(bases / "gpt2"), "fp32", 16)
-    ids = torch.randint(1, 8192, (150,), generator=torch.Generator().manual_seed(0)).int()
+    ids = torch.randint(1, TOKENS, (150,), generator=torch.Generator().manual_seed(0)).int()
     one = evaluate(base, base.model, Tokens(ids, 600), 16, batch=1)
     many = evaluate(base, base.model, Tokens(ids, 600), 16, batch=8)
     assert one.nats == pytest.approx(many.nats, rel=1e-6)
@@ -51,7 +52,7 @@ LENGTHS, FIRST = (9, 4, 12, 2), (3, 3, 8, 1)
 def padded() -> tuple[list[torch.Tensor], Batch]:
     """The samples, and the same as a batch."""
     chance = torch.Generator().manual_seed(1)
-    rows = [torch.randint(1, 8192, (n,), generator=chance) for n in LENGTHS]
+    rows = [torch.randint(1, TOKENS, (n,), generator=chance) for n in LENGTHS]
     ids = torch.zeros(4, 12, dtype=torch.int64)
     counted, real = torch.zeros(2, 4, 12, dtype=torch.bool)
     for number, (row, first) in enumerate(zip(rows, FIRST, strict=True)):

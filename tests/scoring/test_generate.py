@@ -14,13 +14,14 @@ from coterie.data.chat import ChatTemplate, Conversation, Turn, chat_template
 from coterie.data.examples import Examples, Instruction, chats, examples
 from coterie.data.tokens import bare_encoder
 from coterie.scoring.generation import context_length, continuations, ends_of, generate_answers
+from coterie.testing.small import TOKENS
 
 LENGTHS = (9, 2, 5, 14, 5, 1, 3, 9, 7)
 
 
 def prompts() -> list[Tensor]:
     chance = torch.Generator().manual_seed(2)
-    return [torch.randint(1, 8192, (n,), generator=chance).int() for n in LENGTHS]
+    return [torch.randint(1, TOKENS, (n,), generator=chance).int() for n in LENGTHS]
 
 
 def adapted(folder: str) -> Base:
@@ -80,7 +81,7 @@ def test_a_soft_prompt_stands_right_before_each_prompt(bases, family) -> None:
 def test_text_ends_with_the_models_context(bases) -> None:
     base = adapted(str(bases / "gpt2"))
     chance = torch.Generator().manual_seed(4)
-    long = [torch.randint(1, 8192, (n,), generator=chance).int() for n in (60, 64, 5, 60, 65, 66)]
+    long = [torch.randint(1, TOKENS, (n,), generator=chance).int() for n in (60, 64, 5, 60, 65, 66)]
     end: Any = base.tokenizer.eos_token_id
     room = [5, 1, 8, 5, 0, 0]  # a context of 64, and one token more that is not read
     expected = [slowly(base.model, p, n, end) for p, n in zip(long, room, strict=True)]

@@ -1,5 +1,6 @@
 """A run of seconds: a random base of two narrow layers, and a little of three writers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,33 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.config import RunConfig, parse
+from coterie.files import write_json
 
 WRITERS = ("diarist", "poet", "whaler")
+TOKENS = 1024
+"""Size of the base's vocabulary: with tiny-gpt2's 8,192 tokens, the output head would take most of
+the time of a run."""
 
 
 def write_base(folder: Path) -> Path:
-    """A GPT-2 of two layers and width 32, with random weights and tiny-gpt2's tokenizer."""
-    tokenizer = load_tokenizer("tiny-gpt2")
+    """Write a GPT-2 of two layers and width 32 with random weights, and its tokenizer."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 64}
+    sizes: dict[str, Any] = {"vocab_size": TOKENS, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's, which are numbered alike."""
+    load_tokenizer("tiny-gpt2").save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    model = content["model"]
+    bytes_and_end = len(model["vocab"]) - len(model["merges"])
+    model["vocab"] = {token: n for token, n in model["vocab"].items() if n < TOKENS}
+    model["merges"] = model["merges"][: TOKENS - bytes_and_end]
+    write_json(file, content)
 
 
 def write_texts(folder: Path) -> Path:
