@@ -2,7 +2,10 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo quick test slow lint mutants dist try-wheel setup clean
+PYTEST := $(BIN)/python -m pytest --durations=10
+
+.PHONY: demo quick test slow tenth lint mutants shuffled dist try-wheel setup clean \
+  thorough thorough-methods thorough-engines thorough-others
 
 demo: setup  ## four writers learn together, in under three minutes on two cores
 	$(BIN)/coterie run --out runs/demo --force
@@ -11,22 +14,42 @@ ROOMS := adapters aggregation alignment bases data exchange privacy results runs
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
 quick: setup  ## under a minute, while you edit: what needs no run, and the contract on CoMiGS
-	$(BIN)/python -m pytest -q -n 2 -m "not slow" --durations=10 \
+	$(PYTEST) -q -n 2 -m "not slow and not thorough" \
 	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 
-test: setup  ## all tests but the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow" --durations=10
+test: setup  ## the tests, but for the slow and the thorough ones; under 5 minutes
+	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door door_limits \
   door_process door_tls intruders leaving remains simulation)
-slow: setup  ## the slow tests; those that start processes of their own one by one
-	$(BIN)/python -m pytest -n 2 -m slow --durations=10 $(STARTING:%=--ignore=%)
-	$(BIN)/python -m pytest -m slow --durations=10 $(STARTING)
+slow: setup  ## the slow tests; those that start processes of their own run one by one
+	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
+	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
-mutants: setup  ## faults in the source, each of which the tests must catch
-	$(BIN)/python scripts/mutants.py
+thorough: thorough-methods thorough-engines thorough-others try-wheel  ## every variant of what `test` and `slow` test
+thorough-methods: setup
+	$(PYTEST) -n 2 -m thorough tests/methods
+thorough-engines: setup
+	$(PYTEST) -n 2 -m thorough tests/engines $(STARTING:%=--ignore=%)
+	$(PYTEST) -m thorough $(STARTING)
+thorough-others: setup
+	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods --ignore=tests/engines
+
+TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
+tenth: setup  ## a tenth of the thorough tests, chosen by the commit
+	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH)
+	case $(TENTH) in 0) environment=newest;; 5) environment=oldest;; *) exit 0;; esac; \
+	  $(MAKE) try-wheel ENVIRONMENTS=$$environment
+
+shuffled: setup  ## `make test` three times, in random orders, with other threads and processors
+	$(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
+	TEST_THREADS=2 $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
+
+mutants: setup  ## faults in the source, each of which the tests of CI must catch
+	$(BIN)/python scripts/mutants.py -m "not thorough"
 
 lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
 	$(BIN)/ruff format --check .
@@ -39,8 +62,9 @@ dist: setup  ## a wheel and a source archive, in dist/
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
+ENVIRONMENTS := newest oldest
 try-wheel: dist  ## the wheel in empty environments, with the newest and the oldest of what it needs
-	$(BIN)/python scripts/try_wheel.py dist/*.whl
+	$(BIN)/python scripts/try_wheel.py dist/*.whl $(ENVIRONMENTS)
 
 setup: .venv/.done
 

@@ -101,16 +101,19 @@ def use(stranger: Stranger, version: str) -> None:
 
 
 def main() -> None:
-    """Try the wheel with the newest versions that its ranges allow, then with the oldest."""
+    """Try the wheel in each environment: with the newest or the oldest versions of its ranges."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
-    wheel = parser.parse_args().wheel.resolve()
+    parser.add_argument("environments", nargs="*", default=["newest", "oldest"])
+    arguments = parser.parse_args()
+    wheel = arguments.wheel.resolve()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     torch = [pin for pin in pins if pin.startswith("torch==")]
-    for name, constraints in {"newest": torch, "oldest": [*oldest(project), *torch]}.items():
+    constraints = {"newest": torch, "oldest": [*oldest(project), *torch]}
+    for name in arguments.environments:
         print(f"{wheel.name} with the {name} versions of what it needs", flush=True)
-        try_out(wheel, constraints, project["version"])
+        try_out(wheel, constraints[name], project["version"])
 
 
 if __name__ == "__main__":

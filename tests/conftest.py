@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -24,7 +25,22 @@ from coterie.config import parse
 from coterie.testing.small import TOKENS, small_values, write_base, write_texts, write_tokenizer
 
 WRITERS = EMBEDDED / "demo-writers"
+LONGEST = ("test_demo.py", "test_deploy_files.py", "test_four_assistants.py")
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tenth", type=int, help="run only this tenth of the tests: 0 to 9")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, and keep the asked tenth: a test's name says which it is in."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        of = {item: crc32(item.nodeid.encode()) % 10 for item in items}
+        items[:] = [item for item in of if of[item] == tenth]
+        config.hook.pytest_deselected(items=[item for item in of if of[item] != tenth])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,10 @@
-"""Every method there is, with settings that make it do all it does in a run of seconds."""
+"""All methods with settings that exercise them in a run of seconds, and the parts of the tests.
 
-from collections.abc import Callable, Container, Iterable
+A test without a mark runs in `make test`, a `slow` one in `make slow`, and a `thorough` one in
+`make thorough`, of which CI runs a tenth.
+"""
+
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -38,25 +42,59 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 FEW = {"fedavg", "comigs-1g1s", "pcl-2", "fedamole", "fedmkt"}
-"""One of each way of learning together; the others are tested with CI's slow part."""
+"""One method of each way to learn together, for `make test`."""
+
+BEHAVIOURS = FEW | {
+    "pretrained",  # trains nothing
+    "local-full",  # sends nothing; trains all weights of the base
+    "ffa-lora",  # frozen parameters beside the trained ones
+    "flexlora, ranks",  # ranks of the clients' own; the server keeps what each client uploads
+    "hetlora, ranks",  # ranks that shrink
+    "comigs, exact",  # uneven experts; residuals beside the mean
+    "pcl-3",  # uploads that hold predictions
+    "fedptuning",  # a prompt, encoded
+    "fdlora",  # two adapters; more exchanges than rounds
+    "fedmkt-fedavg",  # two kinds of exchanges
+}
+"""One method for each behaviour, for `make test` and `make slow`.
+
+The other methods share these methods' classes: they differ in which experts are shared, in which
+model is reported, or in one formula that has a test of its own.
+"""
 
 
-def each_method() -> list[Any]:
-    """All of them as pytest's parameters, those slow that are not among the few."""
+def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
+    """Return all methods as pytest parameters.
+
+    Args:
+        fast: names of the methods to test in `make test`; the others in BEHAVIOURS are slow, and
+            the rest are thorough.
+    """
     return [
-        pytest.param(method, id=name, marks=slow(name not in FEW))
+        pytest.param(method, id=name, marks=marks(name, fast, BEHAVIOURS))
         for name, method in METHODS.items()
     ]
 
 
-def some(quick: Container[Any], others: Iterable[Any]) -> list[Any]:
-    """Values as pytest's parameters, those slow that are not among the quick ones."""
-    return [pytest.param(value, marks=slow(value not in quick)) for value in others]
+def some(
+    fast: Container[Any], values: Iterable[Any], slow: Container[Any] | None = None
+) -> list[Any]:
+    """Return values as pytest parameters: in `make test` if `fast`, else slow or thorough.
+
+    Args:
+        fast: values to test in `make test`.
+        values: all values.
+        slow: values to test in `make slow`; all that are not fast by default.
+    """
+    values = list(values)
+    return [pytest.param(v, marks=marks(v, fast, values if slow is None else slow)) for v in values]
 
 
-def slow(when: bool = True) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a parameter that is left to CI's slow part."""
-    return (pytest.mark.slow,) if when else ()
+def marks(value: Any, fast: Container[Any], slow: Container[Any]) -> Sequence[pytest.MarkDecorator]:
+    """Return the marks of a parameter: none if `fast`, else slow or thorough."""
+    if value in fast:
+        return ()
+    return (pytest.mark.slow if value in slow else pytest.mark.thorough,)
 
 
 def run_of(

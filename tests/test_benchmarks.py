@@ -43,7 +43,7 @@ def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -
     assert round(2 * ours.sent / 2**20, 2) == 1.41
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_measures_on_a_cpu_too(gpu, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", [*SMALL, "--json", str(tmp_path / "found.json")])
     gpu.main()

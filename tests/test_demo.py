@@ -1,4 +1,4 @@
-"""The embedded demo, whole."""
+"""The embedded demo, with fewer rounds and as it is."""
 
 from typing import Any
 
@@ -9,9 +9,15 @@ from coterie.results.tables import mean
 from coterie.run_file import load_config
 
 
-@pytest.mark.slow
-def test_the_demo(tmp_path) -> None:
-    run = coterie.run(load_config(None), out=tmp_path / "demo")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(["rounds=1"], id="short", marks=pytest.mark.slow),
+        pytest.param([], id="whole", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_demo(changes, tmp_path) -> None:
+    run = coterie.run(load_config(None, changes), out=tmp_path / "demo")
     assert list(run.results) == ["pretrained", "local", "comigs-1g1s"]
     bare, local, comigs = (mean(result, "perplexity") for result in run.results.values())
     assert comigs < local < bare

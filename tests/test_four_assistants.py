@@ -52,7 +52,7 @@ def test_people_differ_in_how_they_are_answered_and_in_nothing_else(script) -> N
     assert len(set(asked)) > 0.95 * len(asked)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_demo_of_four_assistants(tmp_path) -> None:
     run = coterie.run(load_config(Path("four-assistants")), out=tmp_path / "run")
     fedavg, local, comigs = (

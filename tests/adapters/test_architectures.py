@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 QUICK = ("opt", "phi3", "mamba", "falcon_h1")
-"""One of each shape; the others are tested with CI's slow part."""
+"""One of each shape; the others are slow."""
 
 
 @pytest.fixture(params=some((*QUICK, "mixtral"), ARCHITECTURES))

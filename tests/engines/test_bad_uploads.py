@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import FEW, METHODS, run_of, slow
+from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
 from coterie.aggregation.mean import TOKENS
 from coterie.config import RunConfig
@@ -53,9 +53,10 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "nan": lambda message: wrong(message, no_number),
     "tokens": heavy,
 }
-QUICK = {("fedavg", fault) for fault in FAULTS}
+FAST = {("fedavg", fault) for fault in FAULTS}
+SLOW = {(method, "largest") for method in BEHAVIOURS} | {("flexlora", "tokens")}
 CASES = [
-    pytest.param(method, fault, marks=slow((method, fault) not in QUICK))
+    pytest.param(method, fault, marks=marks((method, fault), FAST, SLOW))
     for method in METHODS
     for fault in FAULTS
     if method in FEW or fault == "largest" or (method, fault) == ("flexlora", "tokens")

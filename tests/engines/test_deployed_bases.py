@@ -9,7 +9,7 @@ from coterie.runs import RunFolder
 pytest.importorskip("flwr", reason="Flower is not installed")
 from sites import Deployment, assert_same_bits
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 
 def test_it_ends_in_the_bits_and_score_of_one_process_though_the_server_is_killed(

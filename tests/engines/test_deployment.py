@@ -74,10 +74,15 @@ def in_one_process(run: dict[str, Any], out: Path) -> RunFolder:
     return RunFolder(coterie.run(parse(run), out=out).path)
 
 
+PCL = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 2}
+
+
 @pytest.mark.parametrize(
     "method",
-    ["comigs-1g1s", {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 2}],
-    ids=["comigs", "pcl"],
+    [
+        pytest.param("comigs-1g1s", id="comigs"),
+        pytest.param(PCL, id="pcl", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path) -> None:
     """Set up with the commands that a person would use."""
@@ -105,6 +110,7 @@ def test_the_demo_between_five_processes_is_that_of_one(method, deploy, tmp_path
         assert here.programs[name].text.count("round 3/3: ") == 1
 
 
+@pytest.mark.thorough
 def test_a_network_that_is_cut_for_30_seconds_changes_no_bit(deploy, four, tmp_path) -> None:
     method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
     run = four(method=method)
@@ -340,6 +346,7 @@ def test_a_server_whose_superlink_dies_ends_with_a_sentence(long_run) -> None:
     assert "Traceback" not in server.text
 
 
+@pytest.mark.thorough
 def test_a_client_whose_kit_is_renewed_is_cut_off_and_goes_on_with_the_new_one(long_run) -> None:
     here = long_run
     all_here(here)

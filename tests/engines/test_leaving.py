@@ -353,7 +353,7 @@ def test_a_server_goes_on_without_a_client_whose_key_is_gone(three) -> None:
     assert three.counted("whaler") == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_server_goes_on_with_a_smaller_quorum(three) -> None:
     path = three.folder / "run.yaml"
     run = yaml.safe_load(path.read_text())

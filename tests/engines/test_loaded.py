@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import slow, some
+from every_method import marks, some
 from loaded import GREEDY, IDS, METHODS, Finished, beam, generated, greedy, logits
 from peft import PeftModel
 from torch import Tensor
@@ -22,11 +22,10 @@ from coterie.runs import RunFolder
 
 Make = Callable[[str, str], Finished]
 EXPERTS = "cannot hold several experts.*coterie.load"
-QUICK = {
-    "llama": {"comigs-1g1s", "fedit", "fedprompt"},
-    "tiny-gpt2": set(),
-}
-"""Methods by base; the others are left to CI's slow part."""
+FAST = {("comigs-1g1s", "llama"), ("fedit", "llama"), ("fedprompt", "llama")}
+SLOW = {(method, "llama") for method in ("three experts", "fedamole", "one set", "local")}
+SLOW |= {("comigs-1g1s", "tiny-gpt2")}
+"""Methods and bases; the others are thorough."""
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +54,9 @@ def make(values, bases, tmp_path_factory) -> Make:
 
 @pytest.fixture(
     params=[
-        pytest.param((method, base), id=f"{method}-{base}", marks=slow(not quick))
+        pytest.param((method, base), id=f"{method}-{base}", marks=marks((method, base), FAST, SLOW))
         for base in ("llama", "tiny-gpt2")
         for method in METHODS
-        for quick in [method in QUICK[base]]
     ]
 )
 def run(request, make: Make) -> Finished:
@@ -190,14 +188,16 @@ def test_a_cast_model_computes_the_same(run: Finished, dtype: torch.dtype, way) 
     assert generated(model, IDS, 3).shape == (2, 10)
 
 
-@pytest.mark.slow
+COMPILED = [
+    *((method, "llama", "aot_eager") for method in METHODS),
+    ("comigs-1g1s", "tiny-gpt2", "eager"),
+    ("comigs-1g1s", "llama", "inductor"),
+]
+
+
 @pytest.mark.parametrize(
     ("method", "base", "backend"),
-    [
-        *((method, "llama", "aot_eager") for method in METHODS),
-        ("comigs-1g1s", "tiny-gpt2", "eager"),
-        ("comigs-1g1s", "llama", "inductor"),
-    ],
+    [pytest.param(*one, marks=marks(one, (), COMPILED[:1] + COMPILED[2:3])) for one in COMPILED],
 )
 def test_a_compiled_model_computes_the_same(
     method: str, base: str, backend: str, make: Make

@@ -73,12 +73,12 @@ coterie.run(run, out=out)
 @pytest.mark.parametrize(
     ("what", "count"),
     [
-        pytest.param("update", 1, marks=pytest.mark.slow),  # before anything is saved
+        pytest.param("update", 1, marks=pytest.mark.thorough),  # before anything is saved
         ("update", 14),  # in the middle of the second round
-        pytest.param("sync", 5, marks=pytest.mark.slow),  # within the first
+        pytest.param("sync", 5, marks=pytest.mark.thorough),  # within the first
         # Just before a checkpoint becomes visible, or near it.
         pytest.param("rename", 8, marks=pytest.mark.slow),
-        pytest.param("sync", 14, marks=pytest.mark.slow),
+        pytest.param("sync", 14, marks=pytest.mark.thorough),
     ],
 )
 def test_a_killed_run_continues_to_the_same_bits(

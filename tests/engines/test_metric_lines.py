@@ -97,7 +97,7 @@ def undisturbed(config, tmp_path_factory) -> Callable[[str], RunFolder]:
 @pytest.mark.parametrize(
     "point", [pytest.param(p, marks=[] if p == "in save" else pytest.mark.slow) for p in POINTS]
 )
-@pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.thorough)])
 def test_a_kill_around_the_end_of_a_round_neither_loses_nor_doubles_a_line(
     method, point, config, undisturbed, tmp_path, monkeypatch
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import AT_ONCE, METHODS, slow
+from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
 
 import coterie
 from coterie.config import parse
@@ -81,7 +81,7 @@ def losses(folder: RunFolder, client: str, level: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=slow(name not in FEW)) for name in LEARNS if name != "pretrained"],
+    some(FEW, [name for name in LEARNS if name != "pretrained"], BEHAVIOURS),
 )
 def test_a_methods_loss_falls(name, run, tmp_path) -> None:
     settings = {k: v for k, v in AT_ONCE.items() if k in available()[name].model_fields}
@@ -126,7 +126,7 @@ def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkey
         lambda self, best, *rest: (found.append(best), keep(self, best, *rest)),
     )
     evaluation = {"validation_samples": 3}
-    done = coterie.run(run(method="local", evaluation=evaluation), out=tmp_path / "run")
+    done = coterie.run(run(method="local", evaluation=evaluation, rounds=4), out=tmp_path / "run")
     assert [(b.loss, b.accuracy) for b in found if b.round == 0] == 3 * [(math.log(2), 0.5)]
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] == 1.0
     assert "reward accuracy" in str(done.table().title)

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 import sites
+from every_method import some
 from sites import Deployment, stopped
 
 from coterie.bases import EMBEDDED
 
-pytestmark = pytest.mark.slow
 NAMES = ("poet", "whaler")
 PIECE = 64
 
@@ -34,7 +34,9 @@ def found(telling: set[bytes], where: dict[Path, bytes]) -> set[Path]:
     return {path for path, content in where.items() if not telling.isdisjoint(pieces(content))}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", some((), [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], {signal.SIGKILL})
+)
 def test_nothing_of_an_upload_and_nothing_that_others_may_read_is_left(
     number: signal.Signals,
     values: Callable[..., dict[str, Any]],

@@ -113,12 +113,12 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "engine"),
     [
-        (signal.SIGINT, 130, "local"),  # Ctrl-C reaches Ray's processes too; any engine goes on
-        (signal.SIGKILL, -9, None),  # the one that it began with
+        # Ctrl-C reaches Ray's processes too; any engine goes on, or the one that it began with.
+        pytest.param(signal.SIGINT, 130, "local", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -9, None, marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_stopped_in_mid_round_continues_to_the_same_bits(

@@ -207,7 +207,7 @@ def test_thousands_of_inputs_are_a_message_or_are_refused() -> None:
     check_inputs(seed=0, count=10_000)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_many_more_inputs_are_a_message_or_are_refused(seed: int) -> None:
     check_inputs(seed, count=100_000)

@@ -153,6 +153,6 @@ def test_a_server_takes_or_refuses_what_clients_say(each_run) -> None:
         assert found["refused"] > 12, found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_server_takes_or_refuses_much_more(each_run) -> None:
     fuzz(each_run, seed=1, count=260)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES, small_model
-from every_method import METHODS
+from every_method import METHODS, marks
 from torch import Tensor
 
 import coterie
@@ -49,9 +49,15 @@ def folder_of(folders: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", TOLD)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+CASES = [(architecture, method) for architecture in ARCHITECTURES for method in TOLD]
+SLOW = {(one, TOLD[number % len(TOLD)]) for number, one in enumerate(ARCHITECTURES)}
+SLOW |= {case for case in CASES if case[0] in ("gpt2", "llama", "mixtral", "falcon_h1")}
+"""One method on each architecture, and all methods on four; the other cases are thorough."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method"), [pytest.param(*case, marks=marks(case, (), SLOW)) for case in CASES]
+)
 def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
     run = config(
         base=str(folder_of(folders, architecture)),

@@ -161,7 +161,7 @@ def test_both_sides_with_the_same_file_end_in_the_same_bits(deployed, tmp_path) 
     loop.assert_as_local(deployed, tmp_path, RunFolder(local.path))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_of_a_simulation_load_it_too(deployed, tmp_path) -> None:
     local = coterie.run(deployed, out=tmp_path / "local")
     simulated = coterie.run(deployed, out=tmp_path / "sim", engine="flower-simulation")

@@ -5,7 +5,7 @@ states of all sides, and what their models predict.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from every_method import BEHAVIOURS, marks
 from pydantic import BaseModel
 
 import coterie
@@ -132,15 +133,22 @@ ROWS: dict[str, Row] = {
 FAST = ("fedit",)
 
 
-def settings_of(kind: type[BaseModel], before: str = "") -> Iterator[str]:
-    """The dotted path of every setting, and of every part that may be left out."""
+def settings_of(kind: type[BaseModel], before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted path of every setting and of every optional section, and who declares it."""
     for name, info in kind.model_fields.items():
         path, kinds = before + name, (info.annotation, *get_args(info.annotation))
         parts = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        if not parts or NoneType in kinds:
-            yield path
+        if parts and NoneType in kinds:
+            yield path, str(info.annotation)
+        elif not parts:
+            yield path, next(k for k in kind.__mro__ if name in vars(k)["__annotations__"]).__name__
         for part in parts:
             yield from settings_of(part, f"{path}.")
+
+
+def paths_of(name: str) -> list[str]:
+    """Return the dotted paths of all settings of a method."""
+    return [path for path, _ in settings_of(available()[name])]
 
 
 def row_of(name: str, path: str) -> Row:
@@ -149,9 +157,29 @@ def row_of(name: str, path: str) -> Row:
     return found
 
 
+def first_methods() -> dict[str, list[str]]:
+    """Return, by method, the settings that no method before it has tested.
+
+    Two methods have the same setting if one class declares it for both, and if the same functions
+    make layouts and adapters of it.
+    """
+    known: set[tuple[str, ...]] = set()
+    found: dict[str, list[str]] = {}
+    for name in sorted(available(), key=lambda name: (name not in FAST, name not in BEHAVIOURS)):
+        kind = available()[name]
+        makers = [
+            getattr(getattr(kind, f, None), "__qualname__", "") for f in ("layout", "adapter")
+        ]
+        keys = {p: (p, str(row_of(name, p)), of, *makers) for p, of in settings_of(kind)}
+        if paths := [path for path, key in keys.items() if key not in known]:
+            found[name] = paths
+        known |= set(keys.values())
+    return found
+
+
 def always(kind: type[Method]) -> Given:
     """With what a method's settings are changed."""
-    paths = set(settings_of(kind))
+    paths = {path for path, _ in settings_of(kind)}
     given: dict[str, Any] = {}
     for late in (PHASES, EXCHANGES):
         given |= late if late.keys() <= paths else {}
@@ -222,26 +250,37 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     return of
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in available()],
-)
-def test_every_setting_acts(digest, name) -> None:
-    kind = available()[name]
-    base = always(kind)
+def dead(digest, name: str, paths: Iterable[str]) -> list[str]:
+    """Return the settings that change nothing."""
+    base = always(available()[name])
     assert digest(name, base) == digest(name, base, again=True), "the run is another each time"
-    dead = []
-    for path in settings_of(kind):
+    found = []
+    for path in paths:
         row = row_of(name, path)
         given = {**base, **row.given}
         whole = {n: v for n, v in given.items() if not n.startswith(f"{path}.")}
         digests = [digest(name, given), *(digest(name, {**whole, path: v}) for v in row.values)]
         if len(set(digests)) < len(digests):
-            dead.append(path)
-    assert not dead, f"These settings of {name!r} do nothing: {', '.join(dead)}"
+            found.append(path)
+    return found
+
+
+FIRST = first_methods()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n, FAST, FIRST)) for n in FIRST])
+def test_every_setting_acts(digest, name) -> None:
+    """Each setting with one method."""
+    assert not dead(digest, name, FIRST[name])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in available() if name not in FAST])
+def test_every_setting_acts_with_every_method(digest, name) -> None:
+    assert not dead(digest, name, paths_of(name))
 
 
 def test_every_row_is_of_a_setting() -> None:
-    paths = {f"{name}:{path}" for name, kind in available().items() for path in settings_of(kind)}
+    paths = {f"{name}:{path}" for name in available() for path in paths_of(name)}
     known = paths | {path.partition(":")[2] for path in paths}
     assert ROWS.keys() <= known
