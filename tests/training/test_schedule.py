@@ -169,6 +169,7 @@ def test_a_warm_up_leads_to_a_constant_rate() -> None:
     assert found == pytest.approx([1e-3, 1.25e-3, 1.5e-3, 1.75e-3, *[2e-3] * 6])
     found = rates_of(5, 2, warmup=0.4, restart=True, learning_rate_decay=0.5)
     assert found == pytest.approx([0, 1e-3, *[2e-3] * 3, 0, 0.5e-3, *[1e-3] * 3])
+    assert rates_of(5, 2, learning_rate_decay=0.5) == pytest.approx([2e-3] * 5 + [1e-3] * 5)
 
 
 def test_a_schedule_can_restart_in_every_round() -> None:

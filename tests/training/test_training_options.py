@@ -214,6 +214,16 @@ def knobs(config) -> coterie.RunConfig:
     return config(training=training, method=method, rounds=2, clients=clients, data=data)
 
 
+def test_turns_of_a_level_read_one_batch_of_the_epoch_after_another(knobs) -> None:
+    client: Any = joined(knobs).clients["poet"]
+    routers, text = client.training.levels[1], client.context.data.validation
+    drawn = [client.training._batch(routers, step, turn) for step in (1, 3) for turn in (0, 1)]
+    chance = partial(generator, knobs.seed, "epoch", "poet", routers.name)
+    expected = [epoch_batch(text, 3, 16, number, chance) for number in range(4)]
+    for one, other in zip(drawn, expected, strict=True):
+        assert torch.equal(one.ids, other.ids)
+
+
 @pytest.mark.slow
 def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
     whole = RunFolder(coterie.run(knobs, out=tmp_path / "whole").path)
