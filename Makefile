@@ -7,28 +7,28 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 .PHONY: demo quick test slow tenth lint mutants shuffled dist try-wheel setup clean \
   thorough thorough-methods thorough-engines thorough-others
 
-demo: setup  ## four writers learn together, in under three minutes on two cores
+demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
 	$(BIN)/coterie run --out runs/demo --force
 
 ROOMS := adapters aggregation alignment bases data exchange privacy results runs scoring
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
-quick: setup  ## under a minute, while you edit: what needs no run, and the contract on CoMiGS
+quick: setup  ## run the tests that need no run, and CoMiGS's contract; under a minute
 	$(PYTEST) -q -n 2 -m "not slow and not thorough" \
 	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 
-test: setup  ## the tests, but for the slow and the thorough ones; under 5 minutes
+test: setup  ## run all tests that are neither slow nor thorough; under 5 minutes
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door door_limits \
   door_process door_tls intruders leaving remains simulation)
-slow: setup  ## the slow tests; those that start processes of their own run one by one
+slow: setup  ## run the slow tests; those that start processes run one by one
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
-thorough: thorough-methods thorough-engines thorough-others try-wheel  ## every variant of what `test` and `slow` test
+thorough: thorough-methods thorough-engines thorough-others try-wheel  ## run every variant of the other tests
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
@@ -38,20 +38,22 @@ thorough-others: setup
 	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods --ignore=tests/engines
 
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
-tenth: setup  ## a tenth of the thorough tests, chosen by the commit
-	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH)
+tenth: setup  ## run a tenth of the thorough tests, chosen by the last commit's hash
+	$(PYTEST) -m thorough --tenth=$(TENTH) $(STARTING) || [ $$? -eq 5 ]  # 5: none is in this tenth
+	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH) $(STARTING:%=--ignore=%)
 	case $(TENTH) in 0) environment=newest;; 5) environment=oldest;; *) exit 0;; esac; \
 	  $(MAKE) try-wheel ENVIRONMENTS=$$environment
 
-shuffled: setup  ## `make test` three times, in random orders, with other threads and processors
-	$(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
-	TEST_THREADS=2 $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
+SHUFFLED := $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
+shuffled: setup  ## run `make test` in random orders, with 2 threads, and on another kind of processor
+	$(SHUFFLED)
+	TEST_THREADS=2 $(SHUFFLED)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(SHUFFLED)
 
-mutants: setup  ## faults in the source, each of which the tests of CI must catch
+mutants: setup  ## apply 40 faults to the source; CI's tests must catch each
 	$(BIN)/python scripts/mutants.py -m "not thorough"
 
-lint: setup  ## format, lint, types and the walls between rooms, checked and not changed
+lint: setup  ## check format, lint rules, types and the order of packages; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright

@@ -3,11 +3,14 @@
 import ast
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from zipfile import ZipFile
 
 import pytest
 import yaml
@@ -137,6 +140,21 @@ def test_the_licence_is_apaches_whole_text() -> None:
     assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
     assert "END OF TERMS AND CONDITIONS" in text
     assert text.endswith("limitations under the License.\n")
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_whole_package(tmp_path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path)
+    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=leave_out)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", tmp_path]
+    subprocess.run(build, check=True, capture_output=True)
+    [wheel] = (tmp_path / "dist").glob("*.whl")
+    with ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.startswith("coterie/")}
+    files = [path for path in (tmp_path / "src/coterie").rglob("*") if path.is_file()]
+    assert held == {path.relative_to(tmp_path / "src").as_posix() for path in files}
 
 
 def test_the_oldest_versions_are_those_of_the_ranges(try_wheel) -> None:

@@ -39,4 +39,4 @@ def test_a_step_is_undone_when_its_round_is_opened_again(config, tmp_path) -> No
             worker.answer(data)
         states.append(folder(run, out, "poet").load("client-poet"))
         worker.close()
-    assert_equal(*states, "poet")
+    assert_equal(states[0], states[1], "poet")
