@@ -184,7 +184,7 @@ def test_training_is_the_same_whatever_is_kept(again, whole, tmp_path) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedptuning"])
 def test_who_does_not_gain_keeps_the_base_as_it_came(method, config, tmp_path) -> None:
-    training = HIGH | {"learning_rate": 3.0}
+    training = HIGH | {"learning_rate": 0.3}
     run = config(method=method, rounds=2, training=training, base="tiny-gpt2-2m")
     done = coterie.run(run.model_copy(update={"baselines": ("pretrained",)}), out=tmp_path / "run")
     result, base = done.results[method], done.results["pretrained"]
