@@ -13,7 +13,7 @@ demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 
 ROOMS := adapters aggregation alignment bases data exchange privacy results runs scoring
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
-quick: setup  ## run the tests that need no run, and CoMiGS's contract; under a minute
+quick: setup  ## run the tests that train no model, and two contract tests of CoMiGS; under a minute
 	$(PYTEST) -q -n 2 -m "not slow and not thorough" \
 	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
@@ -24,11 +24,11 @@ test: setup  ## run all tests that are neither slow nor thorough; under 5 minute
 
 STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door door_limits \
   door_process door_tls intruders leaving remains simulation)
-slow: setup  ## run the slow tests; those that start processes run one by one
+slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
-thorough: thorough-methods thorough-engines thorough-others try-wheel  ## run every variant of the other tests
+thorough: thorough-methods thorough-engines thorough-others try-wheel  ## run all thorough tests, and try the wheel
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
@@ -38,19 +38,19 @@ thorough-others: setup
 	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods --ignore=tests/engines
 
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
-tenth: setup  ## run a tenth of the thorough tests, chosen by the last commit's hash
-	$(PYTEST) -m thorough --tenth=$(TENTH) $(STARTING) || [ $$? -eq 5 ]  # 5: none is in this tenth
+tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash
+	$(PYTEST) -m thorough --tenth=$(TENTH) $(STARTING) || [ $$? -eq 5 ]  # 5: this tenth has no such test
 	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH) $(STARTING:%=--ignore=%)
-	case $(TENTH) in 0) environment=newest;; 5) environment=oldest;; *) exit 0;; esac; \
+	case $(TENTH) in 5) environment=newest;; 6) environment=oldest;; *) exit 0;; esac; \
 	  $(MAKE) try-wheel ENVIRONMENTS=$$environment
 
 SHUFFLED := $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
-shuffled: setup  ## run `make test` in random orders, with 2 threads, and on another kind of processor
+shuffled: setup  ## run `make test` in random order, with 2 threads, and with PyTorch's baseline CPU kernels
 	$(SHUFFLED)
 	TEST_THREADS=2 $(SHUFFLED)
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(SHUFFLED)
 
-mutants: setup  ## apply 40 faults to the source; CI's tests must catch each
+mutants: setup  ## apply 40 faults to the source, one at a time; fail if the tests miss one
 	$(BIN)/python scripts/mutants.py -m "not thorough"
 
 lint: setup  ## check format, lint rules, types and the order of packages; changes nothing
@@ -59,13 +59,13 @@ lint: setup  ## check format, lint rules, types and the order of packages; chang
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-dist: setup  ## a wheel and a source archive, in dist/
+dist: setup  ## build a wheel and a source archive in dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
 ENVIRONMENTS := newest oldest
-try-wheel: dist  ## the wheel in empty environments, with the newest and the oldest of what it needs
+try-wheel: dist  ## try the wheel in empty environments, with the newest and the oldest dependencies
 	$(BIN)/python scripts/try_wheel.py dist/*.whl $(ENVIRONMENTS)
 
 setup: .venv/.done

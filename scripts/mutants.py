@@ -5,7 +5,7 @@ listed tests once without a fault. Then it applies one fault at a time and runs 
 A fault is caught if a test fails; a test that cannot be collected does not count. The exit code is
 1 if a fault survives.
 
-`python scripts/mutants.py data 12` tries the faults of one area, and fault 12.
+`python scripts/mutants.py data 12` tries all faults in the area `data`, and fault 12.
 """
 
 import os
@@ -45,7 +45,7 @@ class Fault(BaseModel):
     tests: tuple[str, ...]
 
     def applied(self, text: str) -> str:
-        """Return the file's text with the fault.
+        """Return the file's text with the fault applied.
 
         Raises:
             ValueError: `find` is not in exactly one line of the text.
@@ -79,7 +79,7 @@ def read_faults() -> list[Fault]:
 
 @contextmanager
 def worktrees(count: int, commit: str) -> Iterator[list[Path]]:
-    """Check out a commit several times, with `../shared` beside the checkouts if it exists here."""
+    """Check out a commit in `count` worktrees, and link `shared` beside them if it exists."""
     git = ("git", "-C", str(ROOT), "worktree")
     subprocess.run([*git, "prune"], check=True)  # removes what a killed process has left behind
     with tempfile.TemporaryDirectory(prefix="mutants-") as home:
@@ -98,7 +98,7 @@ def worktrees(count: int, commit: str) -> Iterator[list[Path]]:
 
 
 def run_tests(folder: Path, tests: Sequence[str], options: Sequence[str]) -> Result:
-    """Run tests of a worktree with its own source."""
+    """Run tests in a worktree against that worktree's source."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests],
@@ -125,7 +125,7 @@ def try_fault(fault: Fault, folder: Path, options: Sequence[str]) -> Result:
 def try_faults(
     faults: Sequence[Fault], folders: Sequence[Path], options: Sequence[str]
 ) -> Iterator[Result]:
-    """Try faults side by side, one in each worktree, and yield the results in their order."""
+    """Try faults in parallel, one per worktree, and yield the results in the faults' order."""
     free: SimpleQueue[Path] = SimpleQueue()
     for folder in folders:
         free.put(folder)

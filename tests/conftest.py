@@ -30,17 +30,17 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tenth", type=int, help="run only this tenth of the tests: 0 to 9")
+    parser.addoption("--tenth", type=int, help="tenth of the tests to run, 0 to 9 (default: all)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest tests, and keep the asked tenth: a test's name says which it is in."""
+    """Run the longest files first, and only the tests of `--tenth`; a hash of the id decides."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
     tenth = config.getoption("--tenth")
     if tenth is not None:
-        of = {item: crc32(item.nodeid.encode()) % 10 for item in items}
-        items[:] = [item for item in of if of[item] == tenth]
-        config.hook.pytest_deselected(items=[item for item in of if of[item] != tenth])
+        tenths = {item: crc32(item.nodeid.encode()) % 10 for item in items}
+        items[:] = [item for item in tenths if tenths[item] == tenth]
+        config.hook.pytest_deselected(items=[item for item in tenths if tenths[item] != tenth])
 
 
 @pytest.fixture(scope="session", autouse=True)

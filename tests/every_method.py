@@ -1,7 +1,7 @@
-"""All methods with settings that exercise them in a run of seconds, and the parts of the tests.
+"""All methods with settings that exercise them in a run of seconds, and marks for their tests.
 
-A test without a mark runs in `make test`, a `slow` one in `make slow`, and a `thorough` one in
-`make thorough`, of which CI runs a tenth.
+A test without a mark runs in `make test`, a test marked `slow` in `make slow`, and a test marked
+`thorough` in `make thorough`; CI runs a tenth of the thorough tests.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -41,25 +41,31 @@ METHODS: dict[str, dict[str, Any]] = {
     "hetlora, ranks": {"name": "hetlora", **RANKS, "gamma": 0.6, "penalty_weight": 1.0},
 }
 
-FEW = {"fedavg", "comigs-1g1s", "pcl-2", "fedamole", "fedmkt"}
-"""One method of each way to learn together, for `make test`."""
+FEW = {
+    "fedavg",  # averages all that is trained
+    "comigs-1g1s",  # shared and private parameters, trained in turns
+    "pcl-2",  # clients receive one another's uploads
+    "fedamole",  # the server decides what each client holds
+    "fedmkt",  # exchanges predictions between different bases
+}
+"""One method of each family, for `make test`."""
 
 BEHAVIOURS = FEW | {
     "pretrained",  # trains nothing
     "local-full",  # sends nothing; trains all weights of the base
     "ffa-lora",  # frozen parameters beside the trained ones
-    "flexlora, ranks",  # ranks of the clients' own; the server keeps what each client uploads
+    "flexlora, ranks",  # per-client ranks; the server receives each upload
     "hetlora, ranks",  # ranks that shrink
     "comigs, exact",  # uneven experts; residuals beside the mean
     "pcl-3",  # uploads that hold predictions
-    "fedptuning",  # a prompt, encoded
+    "fedptuning",  # an encoded prompt
     "fdlora",  # two adapters; more exchanges than rounds
     "fedmkt-fedavg",  # two kinds of exchanges
 }
 """One method for each behaviour, for `make test` and `make slow`.
 
-The other methods share these methods' classes: they differ in which experts are shared, in which
-model is reported, or in one formula that has a test of its own.
+The other methods share these methods' classes. They differ only in the shared experts, the reported
+model, or a formula with its own test.
 """
 
 
@@ -67,8 +73,8 @@ def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
     """Return all methods as pytest parameters.
 
     Args:
-        fast: names of the methods to test in `make test`; the others in BEHAVIOURS are slow, and
-            the rest are thorough.
+        fast: names of the methods to test in `make test`. Other methods in BEHAVIOURS are marked
+            slow, and the rest thorough.
     """
     return [
         pytest.param(method, id=name, marks=marks(name, fast, BEHAVIOURS))
@@ -79,19 +85,19 @@ def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
 def some(
     fast: Container[Any], values: Iterable[Any], slow: Container[Any] | None = None
 ) -> list[Any]:
-    """Return values as pytest parameters: in `make test` if `fast`, else slow or thorough.
+    """Return values as pytest parameters. Values outside `fast` are marked slow or thorough.
 
     Args:
         fast: values to test in `make test`.
         values: all values.
-        slow: values to test in `make slow`; all that are not fast by default.
+        slow: values to test in `make slow`; default: all values outside `fast`.
     """
     values = list(values)
     return [pytest.param(v, marks=marks(v, fast, values if slow is None else slow)) for v in values]
 
 
 def marks(value: Any, fast: Container[Any], slow: Container[Any]) -> Sequence[pytest.MarkDecorator]:
-    """Return the marks of a parameter: none if `fast`, else slow or thorough."""
+    """Return the marks of a parameter: none if it is in `fast`, else slow or thorough."""
     if value in fast:
         return ()
     return (pytest.mark.slow if value in slow else pytest.mark.thorough,)
