@@ -12,11 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated
@@ -55,23 +53,6 @@ class Fault(BaseModel):
         return text.replace(self.find, self.replace)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The outcome of one run of pytest."""
-
-    code: int
-    output: str
-    seconds: float
-
-    @property
-    def caught_by(self) -> str:
-        """The first test that failed; empty if none did."""
-        failed = [line for line in self.output.splitlines() if line.startswith("FAILED ")]
-        if self.code != 1 or not failed:
-            return ""
-        return failed[0].removeprefix("FAILED ").partition(" - ")[0]
-
-
 def read_faults() -> list[Fault]:
     """Read mutants.yaml."""
     return [Fault(**values) for values in yaml.safe_load(FAULTS.read_text(encoding="utf-8"))]
@@ -97,21 +78,32 @@ def worktrees(count: int, commit: str) -> Iterator[list[Path]]:
                 subprocess.run([*git, "remove", "--force", folder], check=True)
 
 
-def run_tests(folder: Path, tests: Sequence[str], options: Sequence[str]) -> Result:
+def run_tests(
+    folder: Path, tests: Sequence[str], options: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
     """Run tests in a worktree against that worktree's source."""
-    began = time.monotonic()
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=TIMEOUT,
     )
-    return Result(done.returncode, done.stdout + done.stderr, time.monotonic() - began)
 
 
-def try_fault(fault: Fault, folder: Path, options: Sequence[str]) -> Result:
+def first_failure(tests: subprocess.CompletedProcess[str]) -> str:
+    """Return the first test that failed; empty if none did."""
+    failed = [line for line in tests.stdout.splitlines() if line.startswith("FAILED ")]
+    if tests.returncode != 1 or not failed:
+        return ""
+    return failed[0].removeprefix("FAILED ").partition(" - ")[0]
+
+
+def try_fault(
+    fault: Fault, folder: Path, options: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
     """Run a fault's tests with the fault, and restore the file."""
     file = folder / fault.file
     text = file.read_text(encoding="utf-8")
@@ -124,13 +116,13 @@ def try_fault(fault: Fault, folder: Path, options: Sequence[str]) -> Result:
 
 def try_faults(
     faults: Sequence[Fault], folders: Sequence[Path], options: Sequence[str]
-) -> Iterator[Result]:
+) -> Iterator[subprocess.CompletedProcess[str]]:
     """Try faults in parallel, one per worktree, and yield the results in the faults' order."""
     free: SimpleQueue[Path] = SimpleQueue()
     for folder in folders:
         free.put(folder)
 
-    def in_free_worktree(fault: Fault) -> Result:
+    def in_free_worktree(fault: Fault) -> subprocess.CompletedProcess[str]:
         folder = free.get()
         try:
             return try_fault(fault, folder, options)
@@ -153,18 +145,21 @@ def main(
     """Apply each fault of mutants.yaml to a worktree and run the tests that must catch it."""
     faults = list(enumerate(read_faults(), 1))
     chosen = [(n, f) for n, f in faults if not only or {str(n), f.area} & set(only)]
+    if not chosen:
+        areas = ", ".join(dict.fromkeys(fault.area for _, fault in faults))
+        sys.exit(f"No fault is chosen; give areas ({areas}) or numbers from 1 to {len(faults)}.")
     options = ["-m", marker] if marker else []
     caught = 0
     with worktrees(WORKTREES, commit) as folders:
         tests = sorted({test for _, fault in chosen for test in fault.tests})
         clean = run_tests(folders[0], tests, ["-n", str(WORKTREES), *options])
-        if clean.code:
-            sys.exit(f"Without a fault all tests must pass:\n{clean.output}")
-        print(f"All listed tests pass without a fault ({clean.seconds:.0f} s).", flush=True)
+        if clean.returncode:
+            sys.exit(f"Without a fault all tests must pass:\n{clean.stdout}")
+        print("All listed tests pass without a fault.", flush=True)
         results = try_faults([fault for _, fault in chosen], folders, options)
         for (number, fault), result in zip(chosen, results, strict=True):
-            test = result.caught_by
-            verdict = f"caught by {test}" if test else f"SURVIVED\n{result.output[-3000:]}"
+            test = first_failure(result)
+            verdict = f"caught by {test}" if test else f"SURVIVED\n{result.stdout[-3000:]}"
             print(f"{number:3} {fault.area}: {fault.fault}\n    {verdict}", flush=True)
             caught += bool(test)
     print(f"{caught} of {len(chosen)} faults caught")

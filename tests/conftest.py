@@ -30,7 +30,12 @@ THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tenth", type=int, help="tenth of the tests to run, 0 to 9 (default: all)")
+    parser.addoption(
+        "--tenth",
+        type=int,
+        choices=range(10),
+        help="tenth of the tests to run, 0 to 9 (default: all)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,6 @@
 """The listed faults can be applied, and their tests exist; `make mutants` runs them."""
 
-import importlib.util
+import runpy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,12 @@ AREAS = ["methods", "training", "aggregation", "messages", "deployment", "data",
 AREAS += ["evaluation"]
 
 
-def mutants() -> Any:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+FAULTS: list[Any] = runpy.run_path(str(ROOT / "scripts" / "mutants.py"))["read_faults"]()
 
 
 def test_each_area_has_five_faults_that_can_be_applied() -> None:
-    faults = mutants().read_faults()
-    assert Counter(fault.area for fault in faults) == dict.fromkeys(AREAS, 5)
-    for fault in faults:
+    assert Counter(fault.area for fault in FAULTS) == dict.fromkeys(AREAS, 5)
+    for fault in FAULTS:
         before = (ROOT / fault.file).read_text(encoding="utf-8")
         after = fault.applied(before)
         assert after != before, fault
@@ -30,7 +23,7 @@ def test_each_area_has_five_faults_that_can_be_applied() -> None:
 
 
 def test_each_fault_names_tests_that_exist() -> None:
-    for fault in mutants().read_faults():
+    for fault in FAULTS:
         assert fault.tests
         for test in fault.tests:
             file, *names = test.partition("[")[0].split("::")

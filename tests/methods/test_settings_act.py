@@ -255,15 +255,15 @@ def dead(digest, name: str, paths: Iterable[str]) -> list[str]:
     """Return the settings that change nothing."""
     base = always(available()[name])
     assert digest(name, base) == digest(name, base, again=True), "the run is another each time"
-    found = []
+    without_effect = []
     for path in paths:
         row = row_of(name, path)
         given = {**base, **row.given}
         whole = {n: v for n, v in given.items() if not n.startswith(f"{path}.")}
         digests = [digest(name, given), *(digest(name, {**whole, path: v}) for v in row.values)]
         if len(set(digests)) < len(digests):
-            found.append(path)
-    return found
+            without_effect.append(path)
+    return without_effect
 
 
 FIRST = first_methods()
