@@ -13,7 +13,7 @@ demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 
 ROOMS := adapters aggregation alignment bases data exchange privacy results runs scoring
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
-quick: setup  ## run the tests that train no model, and two contract tests of CoMiGS; under a minute
+quick: setup  ## run the tests that train no model, and two contract tests of CoMiGS; about a minute
 	$(PYTEST) -q -n 2 -m "not slow and not thorough" \
 	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
