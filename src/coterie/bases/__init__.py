@@ -8,10 +8,10 @@ from coterie.bases.spec import BaseSpec
 if TYPE_CHECKING:
     from coterie.bases.loading import (
         EMBEDDED,
-        UNUSABLE,
         Base,
         Bases,
         Tokenizer,
+        check_base,
         context_token,
         is_folder,
         load_base,
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EMBEDDED",
-    "UNUSABLE",
     "Base",
     "BaseSpec",
     "Bases",
     "Tokenizer",
+    "check_base",
     "context_token",
     "is_folder",
     "load_base",

@@ -7,24 +7,38 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from coterie.bases.checks import (
+    check_architecture,
+    check_causal,
+    check_files,
+    check_loaded,
+    check_tokenizer,
+    check_tokenizer_files,
+    check_vocabulary,
+    check_weights,
+)
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec, spec_of
 from coterie.bases.weights import format_of, settle
-from coterie.errors import CoterieError, enough_memory
+from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
 
-UNUSABLE = (OSError, ValueError, KeyError, TypeError, ImportError)
-"""What loaders raise for a folder or a name that is no base."""
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Python that comes with a base is never run; by default, transformers would ask whether to."""
 EMBEDDED = Path(__file__).parent.parent / "assets"
@@ -82,16 +96,26 @@ def load_base(
     bfloat16 and all in fp32 if that is the precision of training. Where they are in fp32 and the
     precision is bf16, the linear layers' are cast. None: to be used as it is, without autocast.
     Everything is frozen, dropout is off. Raises CoterieError if there is no such base or device,
-    or if the base's context is shorter than a window of `window` tokens.
+    if the base is incomplete (see `coterie.bases.checks`), or if its context is shorter than a
+    window of `window` tokens.
     """
     spec = spec_of(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
+    check_base(spec, root)
     several = len(devices) > 1
     places = placement(load_skeleton(spec, root), devices) if several else {"": devices[0]}
-    how = {**format_of(spec, precision), "use_safetensors": True, "device_map": places}
+    how = {
+        **format_of(spec, precision),
+        "use_safetensors": True,
+        "device_map": places,
+        "ignore_mismatched_sizes": True,  # the report names them
+        "output_loading_info": True,
+    }
     helps = [*(["base.weights: nf4"] if spec.weights != "nf4" else []), "`base` to a smaller one"]
     with enough_memory(f"the base {spec}", lambda: helps):
-        model: Any = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **how)
+        model, report = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **how)
+        check_loaded(spec.name, model, report)
+        check_vocabulary(spec.name, tokenizer, model)
         settle(model)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and window > longest:
@@ -117,17 +141,44 @@ class Bases(dict[BaseSpec, Base]):
         return base
 
 
-def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> nn.Module:
+def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
-    config = _loading(spec_of(base), root, AutoConfig.from_pretrained)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **NO_CODE)
+    spec = spec_of(base)
+    config = _config(spec, root)
+
+    def build(_: str, **how: Any) -> PreTrainedModel:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **how)
+
+    return _loading(spec, root, build)
+
+
+def check_base(base: BaseSpec, root: Path = Path()) -> None:
+    """Check a base's configuration and, of one in a folder, the headers of its weights."""
+    _config(base, root)
+    if folder := _folder(base, root):
+        check_weights(folder)
+
+
+def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
+    """Load a base's configuration; raise CoterieError unless it is a causal language model's."""
+    if folder := _folder(base, root):
+        check_files(folder)
+    raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
+    check_architecture(base.name, raw)
+    config = _loading(base, root, AutoConfig.from_pretrained)
+    check_causal(base.name, config)
+    return config
 
 
 def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     """The tokenizer of a base; see `load_base`."""
     spec = spec_of(base)
+    if folder := _folder(spec, root):
+        check_files(folder)
+        check_tokenizer_files(folder)
     tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
+    check_tokenizer(spec.name, tokenizer)
     if not tokenizer.is_fast:
         raise CoterieError(f"The base {spec.name!r} has no fast tokenizer (tokenizer.json).")
     tokenizer.name_or_path = spec.name  # for people, who know the run file and not its place
@@ -154,6 +205,12 @@ def place(name: str, root: Path) -> str:
     return name
 
 
+def _folder(base: BaseSpec, root: Path) -> Path | None:
+    """Return the folder of a base on this machine, None for one on the hub."""
+    where = Path(place(base.name, root))
+    return where if where.is_dir() else None
+
+
 def _find(base: BaseSpec, where: str) -> None:
     """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
     if Path(where).is_dir() or isinstance(
@@ -167,7 +224,10 @@ def _find(base: BaseSpec, where: str) -> None:
 
 
 def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -> Any:
-    """What transformers loads of a base."""
+    """Return what one of transformers' loaders makes of a base.
+
+    Raises CoterieError for whatever the loader raises, but for too little memory.
+    """
     where, name = place(base.name, root), base.name
     revision = {} if base.revision is None else {"revision": base.revision}
     before = transformers_logging.get_verbosity()
@@ -176,26 +236,27 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -
     try:
         _find(base, where)
         return load(where, **how, **revision, **NO_CODE)
-    except Exception as error:
-        # tokenizers raises nothing narrower than Exception for a damaged file; others, such as too
-        # little memory, say more about themselves than we could.
-        if not isinstance(error, UNUSABLE) and type(error) is not Exception:
+    except Exception as error:  # loaders and tokenizers raise nothing narrower for damaged files
+        if ran_out_of_memory(error):
             raise
         if _is_gated(error):
             raise CoterieError(
                 f"The base {name!r} is gated: accept its licence on its page on the Hugging Face "
                 "hub, and run `hf auth login` on this machine."
             ) from error
+        if folder := _folder(base, root):
+            reason = shorten(str(error), 300) or type(error).__name__
+            raise CoterieError(
+                f"The base {name!r} could not be loaded from {folder}: {reason}"
+            ) from error
         shipped = ", ".join(_shipped())
-        if Path(where).is_dir() and isinstance(error, ImportError):
-            raise CoterieError(f"The base {name!r} could not be loaded: {error}") from error
         at = f" at revision {base.revision}" if base.revision else ""
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
             f"The base {name!r}{at} could not be loaded: it is not a built-in base ({shipped}), "
-            f"there is no usable model folder at {root / name}, and it could not be "
-            f"downloaded from the Hugging Face hub{offline}. Without internet access, set "
-            "`base` to a folder with config.json, model.safetensors and tokenizer.json."
+            f"there is no folder {root / name}, and it could not be downloaded from the Hugging "
+            f"Face hub{offline}. Without internet access, set `base` to a folder with config.json, "
+            "model.safetensors and tokenizer.json."
         ) from error
     finally:
         transformers_logging.set_verbosity(before)

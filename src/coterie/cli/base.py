@@ -24,7 +24,8 @@ def base(
 ) -> None:
     """Show a base, where adapters stand in it and, for a run file, the memory that a client needs.
 
-    Only the base's configuration and tokenizer are read: no weights are downloaded or loaded.
+    Only the base's configuration, its tokenizer and, in a folder, the headers of its weights are
+    read: no weights are downloaded or loaded.
 
     Example:
 

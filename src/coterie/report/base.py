@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
-from coterie.bases import BaseSpec, load_skeleton, load_tokenizer
+from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
+from coterie.bases.checks import check_vocabulary, embedding_rows
 from coterie.bases.sites import QUERY_VALUE, layers
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
@@ -28,9 +29,12 @@ LAYOUTS = {
 
 
 def base_table(spec: BaseSpec, config: RunConfig) -> Table:
-    """A base's architecture and size; nothing but its configuration and tokenizer is read."""
+    """Return a base's architecture and size, from its configuration, its tokenizer and the headers
+    of its weights."""
+    check_base(spec, config.root)
     skeleton: Any = load_skeleton(spec, config.root)
     tokenizer = load_tokenizer(spec, config.root)
+    check_vocabulary(spec.name, tokenizer, skeleton)
     text = skeleton.config.get_text_config()
     window = getattr(text, "max_position_embeddings", None)
     blocks = {type(layer).__name__: 0 for layer in layers(skeleton).values()}
@@ -43,7 +47,7 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
         ("layers", f"{len(layers(skeleton))} ({', '.join(blocks)})"),
         ("width", f"{text.hidden_size:,}"),
         ("context", "no limit" if window is None else f"{window:,} tokens"),
-        ("vocabulary", f"{len(tokenizer):,} tokens"),
+        ("vocabulary", f"{len(tokenizer):,} tokens; {embedding_rows(skeleton):,} embeddings"),
         (
             "chat template",
             "its own" if tokenizer.chat_template else "none; Coterie's plain one is used",

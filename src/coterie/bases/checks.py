@@ -1,0 +1,289 @@
+"""Checks that a base is complete: its files, its weights and its tokenizer.
+
+transformers draws missing weights at random, ignores surplus ones and builds tokenizers without
+tokens, each with no more than a warning. Here each is an error.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from coterie.errors import CoterieError
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+JSON_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    INDEX,
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tekken.json",
+)
+OTHER_FILES = (*TOKENIZER_FILES, "merges.txt", "chat_template.jinja")
+OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
+"""Names of causal masks and positions that old checkpoints contain and models now compute."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def check_files(folder: Path) -> None:
+    """Check the files of a base's folder that describe its model and its tokenizer.
+
+    Raises:
+        CoterieError: If a file is a Git LFS pointer or no JSON object, or if the folder holds a
+            PEFT adapter.
+    """
+    if (folder / ADAPTER).exists():
+        config = _json_object(folder / ADAPTER)
+        raise CoterieError(
+            f"{folder} holds a PEFT adapter of {config.get('base_model_name_or_path')!r}, not a "
+            "base; merge the adapter into its model (PEFT's merge_and_unload) and save that, or "
+            "set `base` to the adapter's model."
+        )
+    for name in OTHER_FILES:
+        if (folder / name).is_file():
+            _refuse_pointer(folder / name)
+    for name in JSON_FILES:
+        if (folder / name).is_file():
+            _json_object(folder / name)
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a base's folder has all files of its weights, and each of them whole.
+
+    Only the files' headers are read.
+
+    Raises:
+        CoterieError: If a file is missing, a Git LFS pointer, damaged or in another format.
+    """
+    if (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    elif (folder / INDEX).exists():
+        files = sorted(set(_shards(folder / INDEX).values()))
+    else:
+        raise CoterieError(_without_weights(folder))
+    for name in files:
+        if not (folder / name).is_file():
+            raise CoterieError(f"{folder} lacks the file {name} of its weights; download it.")
+        _refuse_pointer(folder / name)
+        try:
+            with safe_open(folder / name, "pt"):
+                pass
+        except SafetensorError as error:
+            size = (folder / name).stat().st_size
+            raise CoterieError(
+                f"{folder / name} is damaged or incomplete ({size:,} bytes; {error}); download it "
+                "again."
+            ) from error
+
+
+def _shards(index: Path) -> Mapping[str, str]:
+    """Return the file of each tensor in an index of weights."""
+    content = _json_object(index)
+    shards = content.get("weight_map")
+    if not (
+        isinstance(shards, dict)
+        and all(isinstance(name, str) for name in shards.values())
+        and isinstance(content.get("metadata"), dict)
+    ):
+        raise CoterieError(f"{index} has no valid `metadata` and `weight_map`; download it again.")
+    return shards
+
+
+def _without_weights(folder: Path) -> str:
+    others = [path.name for form in OTHER_FORMATS for path in sorted(folder.glob(form))]
+    if not others:
+        return f"{folder} has no weights; download model.safetensors, too."
+    if others[0].endswith((".bin", ".pth", ".pt", ".ckpt")):
+        return (
+            f"{folder} keeps its weights in a pickle ({others[0]}), which can run code when it is "
+            "opened; load the model with transformers where you trust it, and save it again with "
+            "save_pretrained, which writes model.safetensors."
+        )
+    return f"{folder} keeps its weights in {others[0]}; convert them to model.safetensors."
+
+
+def _refuse_pointer(file: Path) -> None:
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CoterieError(
+                f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its "
+                "folder."
+            )
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    _refuse_pointer(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CoterieError(f"{file} is not valid JSON ({error}); download it again.") from error
+    if not isinstance(content, dict):
+        raise CoterieError(f"{file} does not contain a JSON object; download it again.")
+    return content
+
+
+def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
+    """Check that transformers knows the architecture that a base's config.json names.
+
+    Args:
+        name: The base's name in the run file.
+        raw: The content of config.json; empty if there is none.
+    """
+    if not raw:
+        raise CoterieError(f"The base {name!r} has no config.json.")
+    architecture = raw.get("model_type")
+    if architecture is None:
+        raise CoterieError(f"The config.json of the base {name!r} has no `model_type`.")
+    if architecture not in CONFIG_MAPPING:
+        raise CoterieError(
+            f"The architecture {architecture!r} of the base {name!r} is unknown to transformers "
+            f"{__version__}; use a newer version, or a base of another architecture (code that "
+            "comes with a base is never run)."
+        )
+
+
+def check_causal(name: str, config: PreTrainedConfig) -> None:
+    """Check that a base predicts each token from those before it."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    encodes = (
+        type(config) in MODEL_FOR_MASKED_LM_MAPPING
+        and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        and not getattr(config, "is_decoder", False)
+    )
+    if not causal or encodes:
+        raise CoterieError(
+            f"The base {name!r} is not a causal language model (its architecture is "
+            f"{config.model_type!r}); use a base that predicts the next token."
+        )
+
+
+def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Check that every weight of a loaded base comes from its checkpoint, and is finite.
+
+    Args:
+        name: The base's name in the run file.
+        model: The base as loaded.
+        report: What transformers returns for `output_loading_info`.
+
+    Raises:
+        CoterieError: If tensors are missing, of another shape or not finite, or if the checkpoint
+            has layers or biases that config.json does not describe.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise CoterieError(
+            f"The checkpoint of the base {name!r} is incomplete: it lacks {_listed(missing)}; "
+            "download it again, or correct config.json."
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        tensor, stored, expected = mismatched[0]
+        raise CoterieError(
+            f"The checkpoint of the base {name!r} does not fit its config.json: {tensor} has the "
+            f"shape {list(stored)} in the checkpoint, and {list(expected)} by config.json; use the "
+            "config.json that belongs to the checkpoint."
+        )
+    if surplus := sorted(_surplus(model, report["unexpected_keys"])):
+        raise CoterieError(
+            f"The checkpoint of the base {name!r} does not fit its config.json, by which it should "
+            f"not have {_listed(surplus)}; use the config.json that belongs to the checkpoint."
+        )
+    for tensor, values in _floats(model):
+        if not all(bound.isfinite() for bound in values.aminmax()):
+            raise CoterieError(
+                f"The checkpoint of the base {name!r} is damaged: {tensor} contains values that "
+                "are not finite (NaN or infinity); download it again."
+            )
+
+
+def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield tensors that belong to the model's modules, or to further ones of the same kind."""
+    modules = {path for path, _ in model.named_modules() if path}
+    patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
+    for tensor in unexpected:
+        inside = tensor.rpartition(".")[0] in modules or NUMBER.sub("*", tensor) in patterns
+        if inside and not BUFFERS.search(tensor):
+            yield tensor
+
+
+def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's floating-point weights, and scales of quantised ones, with their names."""
+    for tensor, weight in model.named_parameters():
+        values = weight.detach()
+        if (scales := getattr(weight, "SCB", None)) is not None:  # int8
+            values = scales
+        elif (state := getattr(weight, "quant_state", None)) is not None:  # nf4
+            values = state.offset
+        if values.is_floating_point() and values.numel():
+            yield tensor, values
+
+
+def _listed(tensors: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(tensors) - shown} more tensors" if len(tensors) > shown else ""
+    return ", ".join(tensors[:shown]) + more
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Check that a base's folder has a tokenizer; transformers makes an empty one without files."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise CoterieError(
+            f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it."
+        )
+
+
+def check_tokenizer(name: str, tokenizer: Tokenizer) -> None:
+    """Check that a base's tokenizer has other tokens than special ones."""
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+        raise CoterieError(
+            f"The tokenizer of the base {name!r} has no tokens but special ones; download its "
+            "files again."
+        )
+
+
+def check_vocabulary(name: str, tokenizer: Tokenizer, model: PreTrainedModel) -> None:
+    """Check that a base has an embedding for every token of its tokenizer."""
+    rows = embedding_rows(model)
+    ids: dict[str, int] = tokenizer.get_vocab()
+    largest = max(ids.values())
+    if largest >= rows:
+        raise CoterieError(
+            f"The tokenizer of the base {name!r} has {len(tokenizer):,} tokens with ids up to "
+            f"{largest:,}, but the base's embedding has only {rows:,} rows; use the tokenizer "
+            "that the base was trained with, or resize the embedding (resize_token_embeddings)."
+        )
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model has embeddings for."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
