@@ -262,7 +262,8 @@ def check_tokenizer_files(folder: Path) -> None:
 
 def check_tokenizer(name: str, tokenizer: Tokenizer) -> None:
     """Check that a base's tokenizer has other tokens than special ones."""
-    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):
+    ids: dict[str, int] = tokenizer.get_vocab()
+    if not set(ids.values()) - set(tokenizer.added_tokens_decoder):
         raise CoterieError(
             f"The tokenizer of the base {name!r} has no tokens but special ones; download its "
             "files again."
