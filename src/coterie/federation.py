@@ -102,13 +102,15 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     for client in config.clients:
         if client.name == name:
             texts = client_texts(client, config.data, config.root, config.seed)
-            return tokenise(_own_texts(config, texts, name), tokenizer, config.data.of(name), name)
+            return tokenise(
+                _own_texts(config, texts, name)[0], tokenizer, config.data.of(name), name
+            )
     raise CoterieError(f"The run file has no client {name!r}.")
 
 
-def _own_texts(config: RunConfig, texts: Texts[Any], name: ClientId) -> Texts[Any]:
-    """A client's texts, without duplicates if the run says so."""
-    return without_held_out(texts, f"Client {name}") if config.data.deduplicate else texts
+def _own_texts(config: RunConfig, texts: Texts[Any], name: ClientId) -> tuple[Texts[Any], int]:
+    """A client's texts, without duplicates if the run says so, and how many these are."""
+    return without_held_out(texts, f"Client {name}") if config.data.deduplicate else (texts, 0)
 
 
 Look = Callable[[Reading], None]
@@ -146,15 +148,16 @@ def gathered(
     tokenizers = _tokenizers(config, tokenizer, [*names, *others])
     texts: dict[ClientId, Texts[Any]] = {}
     data: dict[ClientId, ClientData] = {}
+    removed: dict[ClientId, int] = {}
     for number, name in enumerate(names, start=1):
         begin(f"Tokenising {name} ({number} of {len(names)})")
-        texts[name] = _own_texts(config, division[name], name)
+        texts[name], removed[name] = _own_texts(config, division[name], name)
         data[name] = tokenise(texts[name], tokenizers[name], config.data.of(name), name)
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = division.public
     shared = _public_items(config, set_aside)
     public = _public(config, tokenizers, shared)
-    look(Reading(texts, data, division.labels, tokenizers, shared or (), public[names[0]]))
+    look(Reading(texts, data, removed, division.labels, tokenizers, shared or (), public[names[0]]))
     server = None
     if config.server is not None:
         server = _server(config, tokenizers[SERVER], public[SERVER], set_aside)

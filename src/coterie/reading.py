@@ -21,6 +21,8 @@ class Reading:
 
     texts: Mapping[ClientId, Texts[Any]]
     data: Mapping[ClientId, ClientData]
+    removed: Mapping[ClientId, int]
+    """Training texts that `data.deduplicate` removed."""
     labels: Mapping[ClientId, Mapping[str, int]]
     """As in `Participant`."""
     tokenizers: Mapping[ClientId, Tokenizer]
@@ -34,21 +36,26 @@ class Reading:
     ) -> Quality:
         """What is found in these texts; near duplicates, in `most` characters."""
         left_out = survey(_sources(config), config.data, config.divide, config.root)
-        names = self.texts
-        reads = [
-            (name, split, getattr(self.texts[name], split), getattr(self.data[name], split))
-            for name in names
+        template = config.data.chat_template
+        special = [
+            special_tokens(
+                name,
+                split,
+                getattr(own, split),
+                getattr(self.data[name], split),
+                tokenizer,
+                template,
+            )
+            for name, own in self.texts.items()
+            for tokenizer in [self.tokenizers[name]]
             for split in SPLITS
         ]
         if self.public_split is not None:
-            reads.append((min(names), "public", self.public, self.public_split))
-        special = [
-            special_tokens(*read, self.tokenizers[read[0]], config.data.chat_template)
-            for read in reads
-        ]
-        return quality(
-            self.texts, self.data, most, left_out, special, config.data.deduplicate, progress
-        )
+            first = self.tokenizers[min(self.texts)]
+            read = (self.public, self.public_split, first, template)
+            special.append(special_tokens("everybody", "public", *read))
+        removed = self.removed if config.data.deduplicate else None
+        return quality(self.texts, self.data, most, left_out, special, removed, progress)
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str]]:

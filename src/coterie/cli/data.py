@@ -76,7 +76,7 @@ def data(
     _examples(found)
     _left_out(found)
     if json is not None:
-        write_json(json, {**asdict(found), "labels": read.labels})
+        write_json(json, {**asdict(found), "empty": found.survey.empty, "labels": read.labels})
         terminal.say(f"\nSaved to {json}.")
 
 
@@ -145,7 +145,7 @@ def _left_out(found: "Quality") -> None:
     for field, counts in sorted(found.survey.unused.items()):
         terminal.say(f"Field {field} is not used; it is in records of {_owners(counts)}.")
     for kind, counts in sorted(found.survey.skipped.items()):
-        terminal.say(f"Skipped {kind} files: {_owners(counts)}.")
+        terminal.say(f"Skipped {kind}: {_owners(counts)}.")
 
 
 def _owners(counts: "Mapping[str, int]") -> str:

@@ -137,13 +137,14 @@ def quality(
     most: int,
     survey: Survey,
     special: list[SpecialTokens],
-    deduplicated: bool = False,
+    removed: Mapping[str, int] | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Quality:
     """Return what is found in clients' texts, as far as their tokens reach.
 
     Exact duplicates are looked for everywhere. Near ones, too, unless that is more than `most`
-    characters: then in the start of each split, and as much of each.
+    characters: then in the start of each split, and as much of each. `removed` are the texts that
+    `data.deduplicate` removed, by client; None: it is off.
     """
     read = {
         (client, split): texts_read(getattr(own, split), getattr(data[client], split))
@@ -163,11 +164,11 @@ def quality(
             sum(len(_text(item)) < SHORT for item in part),
             {kind: counts[kind, True, client, split] for kind in KINDS},
             {kind: counts[kind, False, client, split] for kind in KINDS},
-            texts[client].removed if split == "train" else 0,
+            (removed or {}).get(client, 0) if split == "train" else 0,
         )
         for (client, split), part in read.items()
     ]
-    return Quality(splits, copies, special, survey, compared, deduplicated)
+    return Quality(splits, copies, special, survey, compared, removed is not None)
 
 
 def sentences(found: Quality) -> list[str]:
@@ -301,9 +302,9 @@ def _found(place: Place, where: Mapping[tuple[str, str], int]) -> dict[Kind, Pla
     return found
 
 
-def without_held_out(texts: Texts[Any], owner: str) -> Texts[Any]:
+def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
     """Return a client's texts without the training texts that are, exactly or nearly, in its
-    validation or test.
+    validation or test, and how many these are.
 
     A document loses the pieces concerned; what stood between them becomes documents of their own.
     Raises CoterieError, which begins with `owner`, if nothing is left to train on.
@@ -327,7 +328,7 @@ def without_held_out(texts: Texts[Any], owner: str) -> Texts[Any]:
             "text is also in its validation or test split, exactly or nearly; give other splits, "
             "or set data.deduplicate to false."
         )
-    return Texts(kept, texts.validation, texts.test, removed)
+    return Texts(kept, texts.validation, texts.test), removed
 
 
 def _parts(item: Item) -> Sequence[Item]:

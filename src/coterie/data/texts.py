@@ -31,8 +31,6 @@ class Texts(Generic[Item]):
     train: list[Item]
     validation: list[Item]
     test: list[Item]
-    removed: int = 0
-    """Training texts that `data.deduplicate` removed."""
 
 
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
