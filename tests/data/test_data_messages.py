@@ -269,5 +269,5 @@ def test_a_history_that_is_no_list_of_pairs_is_refused(history: Any) -> None:
 @pytest.mark.parametrize("earlier", [{"history": [["Hello?", 3]]}, {"system": ["Be brief."]}])
 def test_an_earlier_turn_that_is_no_text_is_refused(earlier: dict[str, Any]) -> None:
     record = {"instruction": "And now?", "output": "Now too.", **earlier}
-    with pytest.raises(CoterieError, match="turn [12] has"):
+    with pytest.raises(CoterieError, match=r"turn [12] has"):
         instructions(records(record), InstructionSpec(template="chat"))

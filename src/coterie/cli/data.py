@@ -117,21 +117,16 @@ def _special(found: "Quality") -> "Table":
     """A row per client and split: unknown and control tokens, and what was removed."""
     from coterie.results.tables import Table
 
-    removed = {(split.client, split.split): split.removed for split in found.splits}
+    removed = {(s.client, s.split): f"{s.removed:,}" for s in found.splits}
     rows = [
-        [
-            f"{s.client} {s.split}",
-            f"{s.unknown / max(1, s.tokens):.2%}",
-            f"{s.control:,}",
-            *[f"{removed[s.client, s.split]:,}"]
-            * (found.deduplicated and (s.client, s.split) in removed),
-        ]
+        [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
+        + [removed.get((s.client, s.split), "")] * found.deduplicated
         for s in found.special
     ]
     return Table(
         "Special tokens" + " and removed duplicates" * found.deduplicated,
         ["", "unknown", "control", *["removed"] * found.deduplicated],
-        [row + [""] * (3 + found.deduplicated - len(row)) for row in rows],
+        rows,
         "Unknown: share of tokens that stand for what the tokenizer has no token for. Control: "
         "special tokens, such as <|endoftext|>, and chat markers in texts; the model learns them "
         "as such. To refuse them, set data.special_tokens: refuse."

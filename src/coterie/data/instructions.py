@@ -58,7 +58,7 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
     has any, the prompt and the answer. Only an answer without earlier ones is chosen from a list.
     """
     system, history = (record.fields.get(field) for field in EARLIER)
-    pairs = history if isinstance(history, list) else [history] * bool(history)
+    pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise CoterieError(
             f"{record.where}: field history contains {history!r:.60}, not a list of pairs (what "

@@ -127,7 +127,8 @@ def special_tokens(
     control = count_control(items, control_tokens(tokenizer, chat))
     unknown = tokenizer.unk_token_id
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
-    count = 0 if unknown is None or unknown in ends else int((read.ids == unknown).sum())
+    can_be = isinstance(unknown, int) and unknown not in ends
+    count = int(read.ids.eq(unknown).sum()) if can_be else 0
     return SpecialTokens(client, split, len(read.ids), count, control)
 
 

@@ -183,7 +183,7 @@ class DataSpec(Spec):
     )
     special_tokens: Literal["keep", "refuse"] = Field(
         default="keep",
-        description="control tokens that texts contain, such as `<|endoftext|>` or a chat "
+        description="whether control tokens in texts, such as the end-of-text token or a chat "
         "template's markers, are trained as such (keep) or are an error (refuse)",
     )
     public: str | None = Field(
