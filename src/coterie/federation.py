@@ -15,20 +15,19 @@ from coterie.config import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
-from coterie.data.files import empty_records, resolve
 from coterie.data.pairs import Pairs
-from coterie.data.quality import Quality, quality, without_held_out
+from coterie.data.quality import without_held_out
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
 from coterie.errors import CoterieError
 from coterie.methods.contract import SERVER, Log, ServerContext, Setting
 from coterie.privacy.ledger import Ledger
+from coterie.reading import PUBLIC, Reading
 from coterie.training.context import ClientContext, ClientId
 
 EVERYONE = "everyone"
 """The name of the one client of a pooled federation."""
 
-PUBLIC = "The public text"
 HELD_OUT = ("validation", "test")
 NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
 
@@ -102,48 +101,16 @@ def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> Clie
     """The data of one client of `clients`, from nothing but its own files."""
     for client in config.clients:
         if client.name == name:
-            texts = _own_texts(config, client_texts(client, config.data, config.root, config.seed))
-            return tokenise(texts, tokenizer, config.data.of(name), name)
+            texts = client_texts(client, config.data, config.root, config.seed)
+            return tokenise(
+                _own_texts(config, texts, name)[0], tokenizer, config.data.of(name), name
+            )
     raise CoterieError(f"The run file has no client {name!r}.")
 
 
-def _own_texts(config: RunConfig, texts: Texts[Any]) -> Texts[Any]:
-    """A client's texts, without duplicates if the run says so."""
-    return without_held_out(texts) if config.data.deduplicate else texts
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What clients read, sorted by name: texts, and their tokens."""
-
-    texts: Mapping[ClientId, Texts[Any]]
-    data: Mapping[ClientId, ClientData]
-    labels: Mapping[ClientId, Mapping[str, int]]
-    """As in `Participant`."""
-
-    def quality(self, config: RunConfig, most: int) -> Quality:
-        """What is found in these texts; near duplicates, in `most` characters."""
-        return quality(self.texts, self.data, most, _empty_records(config))
-
-
-def _empty_records(config: RunConfig) -> int:
-    """Records without text in all files; where records are samples, they are errors."""
-    sources = [
-        (f"Client {client.name}", source)
-        for client in config.clients
-        for source in (client.path, client.train, client.validation, client.test)
-    ]
-    if config.divide is not None:
-        given = config.divide.source
-        given = {"": given} if isinstance(given, str) else given
-        sources = [("divide", s if isinstance(s, str) else s.source) for s in given.values()]
-    return sum(
-        empty_records(config.root, source, config.data.fields, owner)
-        for owner, source in sources
-        if source is not None
-        and not config.data.samples
-        and resolve(config.root, source).exists()  # data sets of the hub are not read twice
-    )
+def _own_texts(config: RunConfig, texts: Texts[Any], name: ClientId) -> tuple[Texts[Any], int]:
+    """A client's texts, without duplicates if the run says so, and how many these are."""
+    return without_held_out(texts, f"Client {name}") if config.data.deduplicate else (texts, 0)
 
 
 Look = Callable[[Reading], None]
@@ -157,12 +124,18 @@ def participants_of(
     return gathered(config, tokenizer, look).clients
 
 
-def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None) -> Federation:
+def gathered(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    look: Look = lambda _: None,
+    begin: Callable[[str], None] = lambda _: None,
+) -> Federation:
     """Everybody who takes part in a run, each with texts in the tokens of its own base.
 
-    `tokenizer` is that of the run's base. Raises CoterieError if a text cannot be read or does not
-    suffice.
+    `tokenizer` is that of the run's base. `begin` is told what begins, such as "Reading". Raises
+    CoterieError if a text cannot be read or does not suffice.
     """
+    begin("Reading")
     if config.divide is None:
         own = {
             c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients
@@ -173,12 +146,18 @@ def gathered(config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: Non
     names = sorted(division)
     others = [EVERYONE] * config.pooled + [SERVER] * (config.server is not None)
     tokenizers = _tokenizers(config, tokenizer, [*names, *others])
-    texts = {name: _own_texts(config, division[name]) for name in names}
-    data = {n: tokenise(texts[n], tokenizers[n], config.data.of(n), n) for n in names}
-    look(Reading(texts, data, division.labels))
+    texts: dict[ClientId, Texts[Any]] = {}
+    data: dict[ClientId, ClientData] = {}
+    removed: dict[ClientId, int] = {}
+    for number, name in enumerate(names, start=1):
+        begin(f"Tokenising {name} ({number} of {len(names)})")
+        texts[name], removed[name] = _own_texts(config, division[name], name)
+        data[name] = tokenise(texts[name], tokenizers[name], config.data.of(name), name)
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = division.public
-    public = _public(config, tokenizers, set_aside)
+    shared = _public_items(config, set_aside)
+    public = _public(config, tokenizers, shared)
+    look(Reading(texts, data, removed, division.labels, tokenizers, shared or (), public[names[0]]))
     server = None
     if config.server is not None:
         server = _server(config, tokenizers[SERVER], public[SERVER], set_aside)
@@ -201,8 +180,8 @@ def served(config: RunConfig) -> Participant | None:
         return None
     precision, window = config.training.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
-    tokenizers = {SERVER: base.tokenizer}
-    own = _server(config, base.tokenizer, _public(config, tokenizers, None)[SERVER], None)
+    public = _public(config, {SERVER: base.tokenizer}, _public_items(config, None))
+    own = _server(config, base.tokenizer, public[SERVER], None)
     return replace(own, base=base)
 
 
@@ -221,15 +200,20 @@ def _tokenizers(
     return {name: found[config.base_of(name)] for name in names}
 
 
-def _public(
-    config: RunConfig, tokenizers: Mapping[str, Tokenizer], set_aside: Texts[Any] | None
-) -> Mapping[str, Split | None]:
-    """The text that everybody may see, for each of `tokenizers`; it is read once."""
+def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] | None:
+    """The documents or samples that everybody may see, where the run has any."""
     if set_aside is not None:
-        items = set_aside.train
-    elif config.data.public is not None:
-        items = whole_text(config.data.public, config.data, config.root, PUBLIC)
-    else:
+        return set_aside.train
+    if config.data.public is None:
+        return None
+    return whole_text(config.data.public, config.data, config.root, PUBLIC)
+
+
+def _public(
+    config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
+) -> Mapping[str, Split | None]:
+    """The text that everybody may see, for each of `tokenizers`."""
+    if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
     tokens = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
@@ -238,9 +222,8 @@ def _public(
 
 def public_digest(config: RunConfig) -> str | None:
     """A hash of the text of `data.public`, by which machines find out that they have the same."""
-    if config.data.public is None:
+    if (items := _public_items(config, None)) is None:
         return None
-    items = whole_text(config.data.public, config.data, config.root, PUBLIC)
     digest = blake2b(digest_size=16)
     for item in items:
         digest.update(json.dumps(_plain(item)).encode())
@@ -259,10 +242,11 @@ def described_templates(
 
 
 def _plain(item: Any) -> Any:
-    """A text or sample without the place that it was read from, which differs by machine."""
+    """A text or sample without the place that it was read from, which differs by machine, and
+    without the fields that its prompt was made from."""
     if isinstance(item, str):
         return item
-    return {key: value for key, value in vars(item).items() if key != "where"}
+    return {key: value for key, value in vars(item).items() if key not in ("where", "fields")}
 
 
 def _server(

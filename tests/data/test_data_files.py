@@ -86,7 +86,9 @@ def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=r"Client anna: there is no file or folder .*gone\.txt"):
         read(tmp_path, "gone.txt")
     (tmp_path / "notes.md").write_text("text")
-    with pytest.raises(CoterieError, match=r"contains no \.txt, \.jsonl or \.parquet file; add"):
+    with pytest.raises(
+        CoterieError, match=r"contains no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"
+    ):
         read(tmp_path, ".")
     table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "none.parquet")

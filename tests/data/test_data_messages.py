@@ -18,6 +18,7 @@ from coterie.data.instructions import instructions
 from coterie.data.messages import conversations
 from coterie.data.quality import quality, without_held_out
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec, Limits, MessagesSpec
+from coterie.data.survey import Survey
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
@@ -237,8 +238,36 @@ def test_copies_of_conversations_are_found(tokenizer: PreTrainedTokenizerBase) -
     copy, other = item("How is the weather at sea today?"), item("Who wrote these many letters?")
     texts = Texts([copy, other], [copy], [item("Where do the whales go in winter?")])
     data = tokenise(texts, tokenizer, DataSpec(messages=MessagesSpec()), "anna")
-    found = quality({"anna": texts}, {"anna": data}, 10**6)
+    found = quality({"anna": texts}, {"anna": data}, 10**6, Survey(0, {}, {}), [])
     assert [(c.kind, c.place.split, c.exact) for c in found.copies] == [
         ("in_training", "validation", True)
     ]
-    assert without_held_out(texts).train == [other]
+    assert without_held_out(texts, "Anna")[0].train == [other]
+
+
+def test_an_earlier_history_and_a_system_prompt_come_first() -> None:
+    spec = InstructionSpec(template="chat")
+    fields = {"instruction": "And now?", "output": "Now too."}
+    history = [["Hello?", "Hello."], ["Was it so?", "It was."]]
+    found = instructions(records({**fields, "system": "Be brief.", "history": history}), spec)
+    said = ["Be brief.", *history[0], *history[1], "And now?", "Now too."]
+    roles = ["system", *["user", "assistant"] * 3]
+    [item] = found
+    assert isinstance(item, Conversation)
+    assert item.turns == tuple(map(Turn, roles, said))
+    nothing = {"system": "", "history": None}
+    assert instructions(records({**fields, **nothing}), spec) == instructions(records(fields), spec)
+
+
+@pytest.mark.parametrize("history", ["Hello", [["Hello?"]], ["Hello?", "Hello."], {"a": "b"}])
+def test_a_history_that_is_no_list_of_pairs_is_refused(history: Any) -> None:
+    record = {"instruction": "And now?", "output": "Now too.", "history": history}
+    with pytest.raises(CoterieError, match=r"field history contains .*, not a list of pairs"):
+        instructions(records(record), InstructionSpec(template="chat"))
+
+
+@pytest.mark.parametrize("earlier", [{"history": [["Hello?", 3]]}, {"system": ["Be brief."]}])
+def test_an_earlier_turn_that_is_no_text_is_refused(earlier: dict[str, Any]) -> None:
+    record = {"instruction": "And now?", "output": "Now too.", **earlier}
+    with pytest.raises(CoterieError, match=r"turn [12] has"):
+        instructions(records(record), InstructionSpec(template="chat"))

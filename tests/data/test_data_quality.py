@@ -1,28 +1,28 @@
 """Duplicates are those that a comparison of every text with every other finds."""
 
 import random
-from itertools import combinations
 from pathlib import Path
 
 import pytest
+from naive_near import naive_pairs
 
 from coterie.data.examples import Instruction
 from coterie.data.quality import (
-    COMMON,
-    NEAR,
     Copy,
     Kind,
     Place,
+    Quality,
     find_copies,
-    near_pairs,
     quality,
     sentences,
     texts_read,
     without_held_out,
 )
 from coterie.data.spec import PIECE, DataSpec, InstructionSpec
+from coterie.data.survey import Survey
 from coterie.data.texts import Texts, pieces
-from coterie.data.tokens import tokenise
+from coterie.data.tokens import ClientData, tokenise
+from coterie.errors import CoterieError
 
 WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 Splits = dict[tuple[str, str], list[str]]
@@ -36,24 +36,6 @@ def changed(text: str, words: int, draw: random.Random) -> str:
     return " ".join(parts)
 
 
-def runs_of(text: str) -> set[bytes]:
-    raw = " ".join(text.lower().split()).encode()
-    return {raw[i : i + 8] for i in range(max(1, len(raw) - 7))}
-
-
-def naive_pairs(texts: list[str]) -> list[tuple[int, int]]:
-    sets = [runs_of(text) for text in texts]
-    counts: dict[bytes, int] = {}
-    for run in (run for one in sets for run in one):
-        counts[run] = counts.get(run, 0) + 1
-    sets = [{run for run in one if counts[run] <= COMMON} for one in sets]
-    return [
-        (a, b)
-        for a, b in combinations(range(len(texts)), 2)
-        if sets[a] | sets[b] and len(sets[a] & sets[b]) / len(sets[a] | sets[b]) >= NEAR
-    ]
-
-
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Pieces of a book, and the same with ever more words changed."""
@@ -63,28 +45,11 @@ def texts() -> list[str]:
     return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
 
 
-def test_near_pairs_are_those_of_a_comparison_of_all(texts: list[str]) -> None:
-    wanted = naive_pairs(texts)
-    assert len(texts) / 2 > len(wanted) > 10  # some of the changed are near, and some no longer
-    assert near_pairs(texts) == wanted
-    assert near_pairs([]) == near_pairs([" ", "a"]) == []
-
-
-def test_space_and_case_make_texts_nearly_the_same(texts: list[str]) -> None:
-    assert near_pairs([texts[0], texts[1], texts[0].upper().replace(" ", "\n")]) == [(0, 2)]
-
-
-def test_records_of_one_template_are_not_alike(texts: list[str]) -> None:
-    filled = [
-        f"{texts[0]} {number * 7919:09d} {number * 104729:09d}" for number in range(COMMON + 1)
-    ]
-    assert len(near_pairs(filled[:3])) == 3
-    assert near_pairs(filled) == naive_pairs(filled) == []
-
-
 def naive_copies(splits: Splits) -> list[Copy]:
     every = sorted({text for texts in splits.values() for text in texts})
-    near = {(a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([a, b])}
+    near = {
+        (a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([[a], [b]])
+    }
     copies = []
     for place, text in places(splits):
         found: dict[Kind, Copy] = {}
@@ -133,6 +98,10 @@ def test_near_copies_are_looked_for_in_the_start_alone(texts: list[str]) -> None
     assert [c.exact for c in find_copies(splits, compared=10)] == [True]
 
 
+def found_in(own: Texts, tokens: ClientData, most: int, empty: int = 0) -> Quality:
+    return quality({"ann": own}, {"ann": tokens}, most, Survey(empty, {}, {}), [])
+
+
 def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     book = (WRITERS / "poet.txt").read_text(encoding="utf-8")[:40_000]
     data = DataSpec.model_validate({"window": 16, "limits": {"train": 3000}})
@@ -144,13 +113,13 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert 0 <= len(kept) - len("".join(read)) < 2 * PIECE
     assert "".join(texts_read(own.test, tokens.test)) == book[20_000:25_000]
 
-    found = quality({"ann": own}, {"ann": tokens}, most=10**6, empty=2)
+    found = found_in(own, tokens, 10**6, empty=2)
     train, validation, test = found.splits
     assert (train.tokens, train.texts, train.short) == (3000, len(read), 0)
     assert validation.exact["in_training"] == validation.texts - 1 > 0  # the last ends elsewhere
     assert sum(test.exact.values()) == 0
     assert found.compared is None
-    assert quality({"ann": own}, {"ann": tokens}, most=300).compared == 100
+    assert found_in(own, tokens, 300).compared == 100
     first, last = sentences(found)
     assert first.startswith("Data: validation and test texts that are in training, too: ")
     assert last == "Data: empty records, left out: 2; see `coterie data FILE`"
@@ -160,8 +129,8 @@ def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
     twice = Instruction("Is it?", "yes")
     own = Texts([twice, Instruction("word " * 100, "no"), twice], [twice], [twice])
     tokens = tokenise(own, tokenizer, DataSpec(window=20, instructions=InstructionSpec()), "ann")
-    assert texts_read(own.train, tokens.train) == ["Is it?\nyes"] * 2
-    train, validation, _ = quality({"ann": own}, {"ann": tokens}, 99).splits
+    assert texts_read(own.train, tokens.train) == (twice, twice)
+    train, validation, _ = found_in(own, tokens, 99).splits
     assert (train.short, train.exact["repeats"], validation.exact["in_training"]) == (2, 1, 1)
 
 
@@ -188,9 +157,16 @@ def test_what_is_held_out_leaves_training() -> None:
         validation=[some[2] + some[3], "A record, and no more. "],
         test=[changed(some[8], 3, draw), changed(some[9], 200, draw)],
     )
-    every = {part for split in vars(own).values() for text in split for part in pieces(text, PIECE)}
-    near = {(a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([a, b])}
-    left = without_held_out(own)
+    every = {
+        part
+        for split in (own.train, own.validation, own.test)
+        for text in split
+        for part in pieces(text, PIECE)
+    }
+    near = {
+        (a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([[a], [b]])
+    }
+    left, _ = without_held_out(own, "Ann")
     assert (left.validation, left.test) == (own.validation, own.test)
     assert "".join(left.train) == naively_without(own, near)
     gone = "".join(some[:2]), "".join(some[4:8]), "".join(some[9:])
@@ -199,4 +175,9 @@ def test_what_is_held_out_leaves_training() -> None:
 
 def test_instructions_that_are_held_out_leave_training() -> None:
     one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
-    assert without_held_out(Texts([one, two, three, two], [two], [three])).train == [one]
+    left, removed = without_held_out(Texts([one, two, three, two], [two], [three]), "Ann")
+    assert (left.train, removed) == ([one], 3)
+    with pytest.raises(
+        CoterieError, match=r"^Ann: data\.deduplicate removes its whole train .*\(2 "
+    ):
+        without_held_out(Texts([two, three], [two], [three]), "Ann")

@@ -11,12 +11,16 @@ from coterie.cli import terminal
 from coterie.cli.options import Debug, Plugins, RunFile, Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from coterie.data.quality import Copy, Place, Quality
-    from coterie.federation import Reading
+    from coterie.reading import Reading
     from coterie.results.tables import Table
 
 EXAMPLES = 2
 """Shown of each kind of copy."""
+OWNERS = 5
+"""Clients that a line names."""
 SHOWN = 60
 """Characters of an example's text."""
 MOST = 50_000_000
@@ -42,7 +46,9 @@ def data(
     has the texts of all clients, with theirs. Text files are compared in pieces of about two
     thousand characters. Only this terminal shows texts; nothing leaves the machine.
 
-    To leave out of training what is in a client's validation or test, set data.deduplicate.
+    Also shows what is left out (fields that are not used, skipped files) and the shares of unknown
+    and control tokens. To leave out of training what is in a client's validation or test, set
+    data.deduplicate.
 
     Example:
 
@@ -53,25 +59,31 @@ def data(
     check_texts(file, settings or ())
     config = load_config(file, settings or ())
     from coterie.bases import load_tokenizer
-    from coterie.federation import Reading, gathered
+    from coterie.federation import gathered
     from coterie.files import write_json
 
     readings: list[Reading] = []
-    gathered(config, load_tokenizer(config.base, config.root), readings.append)
-    [read] = readings
-    found = read.quality(config, MOST)
+    with terminal.progress() as (begin, progress):
+        tokenizer = load_tokenizer(config.base, config.root)
+        gathered(config, tokenizer, readings.append, begin)
+        [read] = readings
+        begin("Comparing texts")
+        found = read.quality(config, MOST, progress)
     terminal.console.print(_splits(found))
+    terminal.console.print(_special(found))
     if read.labels:
         terminal.console.print(_labels(read))
     _examples(found)
+    _left_out(found)
     if json is not None:
-        write_json(json, {**asdict(found), "labels": read.labels})
+        write_json(json, {**asdict(found), "empty": found.survey.empty, "labels": read.labels})
         terminal.say(f"\nSaved to {json}.")
 
 
 def _splits(found: "Quality") -> "Table":
     """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
-    from coterie.data.quality import KINDS, NEAR, SHORT
+    from coterie.data.near import NEAR
+    from coterie.data.quality import KINDS, SHORT
     from coterie.results.tables import Table
 
     rows = []
@@ -89,15 +101,53 @@ def _splits(found: "Quality") -> "Table":
         "Texts by client and split",
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
-        "Texts: records, samples, or pieces of text files, within data.limits. "
+        "Texts: records, samples, or pieces of text files, within data.limits, without the text of "
+        "templates. "
         f"Short: less than {SHORT} characters. Duplicates: exact + near (similarity {NEAR} or "
         f"more{looked}), repeated in the same split, or found in the training text of the same "
-        f"client or of others. Empty records, left out: {found.empty:,}.",
+        f"client or of others. Empty records, left out: {found.survey.empty:,}.",
     )
 
 
 def _copies(exact: int, near: int) -> str:
     return f"{exact:,}" + (f" + {near:,}" if near else "")
+
+
+def _special(found: "Quality") -> "Table":
+    """A row per client and split: unknown and control tokens, and what was removed."""
+    from coterie.results.tables import Table
+
+    removed = {(s.client, s.split): f"{s.removed:,}" for s in found.splits}
+    rows = [
+        [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
+        + [removed.get((s.client, s.split), "")] * found.deduplicated
+        for s in found.special
+    ]
+    return Table(
+        "Special tokens" + " and removed duplicates" * found.deduplicated,
+        ["", "unknown", "control", *["removed"] * found.deduplicated],
+        rows,
+        "Unknown: share of tokens that stand for what the tokenizer has no token for. Control: "
+        "special tokens, such as <|endoftext|>, and chat markers in texts; the model learns them "
+        "as such. To refuse them, set data.special_tokens: refuse."
+        + " Removed: texts that data.deduplicate leaves out."
+        * found.deduplicated,
+    )
+
+
+def _left_out(found: "Quality") -> None:
+    """What reading leaves out: fields and files, and whose they are."""
+    for field, counts in sorted(found.survey.unused.items()):
+        terminal.say(f"Field {field} is not used; it is in records of {_owners(counts)}.")
+    for kind, counts in sorted(found.survey.skipped.items()):
+        terminal.say(f"Skipped {kind}: {_owners(counts)}.")
+
+
+def _owners(counts: "Mapping[str, int]") -> str:
+    """The owners with their numbers, the first ones by name."""
+    owners = [f"{owner} ({count:,})" for owner, count in counts.items()]
+    more = len(owners) - OWNERS
+    return ", ".join([*owners[:OWNERS], *[f"{more:,} more"] * (more > 0)])
 
 
 def _labels(read: "Reading") -> "Table":

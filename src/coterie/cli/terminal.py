@@ -1,13 +1,14 @@
 """How commands speak: to the console, about errors, and when they are stopped."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from coterie.runs import Watch
@@ -36,6 +37,23 @@ def watch() -> "Watch":
     from coterie.runs import ConsoleWatch
 
     return ConsoleWatch(console)
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
+    """Show progress where errors go, if that is a terminal.
+
+    Yields one function for the name of what begins, and one for how much of how much is done.
+    """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("Loading the tokenizer", total=None)
+        yield (
+            lambda name: bar.reset(task, description=escape(name), total=None),
+            lambda done, of: bar.update(task, completed=done, total=of),
+        )
 
 
 def tell_unhelped(method: str, result: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ conversation is rendered twice, the second time with a mark in place of each ans
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
 from itertools import takewhile
@@ -28,6 +29,7 @@ TODAY = datetime(2024, 7, 26)
 
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _SPACE = re.compile(r"\s*")
+_TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
 """Stands for the thinking or the answer of the assistant's turn of that number."""
 
@@ -61,6 +63,8 @@ class Conversation:
     where: str = "The conversation"
     choices: tuple[str, ...] = ()
     """Answers to choose the last from, if any."""
+    fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The fields of the record that made the turns, where a template did."""
 
     @property
     def answer(self) -> str:
@@ -71,6 +75,14 @@ class Conversation:
     def text(self) -> str:
         """All that is said."""
         return "\n".join(turn.content for turn in self.turns)
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The record's fields; elsewhere what the system prompt, the user and the assistant say."""
+        return self.fields or tuple(
+            "\n".join(turn.content for turn in self.turns if turn.role == role)
+            for role in ("system", "user", "assistant")
+        )
 
     def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
         """The system prompt, if any, and the turns in parts that each end with an answer."""
@@ -146,6 +158,15 @@ class ChatTemplate:
     def markers(self) -> tuple[str, ...]:
         """What ends answers, the last and, where that is another, those before."""
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
+
+    @property
+    def turn_markers(self) -> set[str]:
+        """What marks turns and their speakers, such as <|im_start|>, <start_of_turn> or [INST]."""
+        rendered = [self._render(TRIAL, "A trial conversation")]
+        with suppress(CoterieError):  # some templates refuse system prompts
+            rendered.append(self._render((Turn("system", "S"), *TRIAL), "A trial conversation"))
+        found = {marker for text in rendered for marker in _TURN_MARKER.findall(text)}
+        return found.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
 
     def opening(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
         """What a base reads before it answers these turns, in parts; before it thinks, with

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,20 @@ class Instruction:
     prompt: str
     answer: str
     choices: tuple[str, ...] = ()
+    fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The fields of the record that made the prompt and the answer, where a template did."""
+    where: str = field(default="The sample", compare=False, repr=False)
+    """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
 
     @property
     def text(self) -> str:
         """Prompt and answer."""
         return f"{self.prompt}\n{self.answer}"
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The record's own texts, without the template."""
+        return self.fields or (self.prompt, self.answer)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ Errors begin with the `owner` of the text, such as "Client anna", and name the f
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,13 +78,6 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
     return documents
 
 
-def empty_records(root: Path, source: str, fields: Sequence[str], owner: str) -> int:
-    """How many records of a file or folder are blank, which `read_documents` leaves out."""
-    files = find_files(resolve(root, source), owner)
-    records = (r for f in files if f.suffix.lower() != ".txt" for r in read_records(f, owner))
-    return sum(not record.text(fields).strip() for record in records)
-
-
 def resolve(root: Path, source: str) -> Path:
     """The path that a run file names, relative to `root` unless it is absolute."""
     return root / expanded(source)
@@ -91,17 +86,12 @@ def resolve(root: Path, source: str) -> Path:
 def find_files(path: Path, owner: str) -> list[Path]:
     """The file itself, or a folder's usable files at any depth, sorted; hidden ones are skipped."""
     if path.is_dir():
-        files = [
-            file
-            for file in path.rglob("*")
-            if file.suffix.lower() in SUFFIXES
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        files, skipped = _listed(path, owner)
         if not files:
+            others = f" (it has {listed(skipped)})" if skipped else ""
             raise CoterieError(
-                f"{owner}: the folder {path} contains no {_SUFFIX_LIST} file; add one or name "
-                "another folder."
+                f"{owner}: the folder {path} contains no {_SUFFIX_LIST} file{others}; add one or "
+                "name another folder."
             )
         return sorted(files, key=Path.as_posix)
     if not path.exists():
@@ -114,6 +104,46 @@ def find_files(path: Path, owner: str) -> list[Path]:
             "extension."
         )
     return [path]
+
+
+def skipped_files(path: Path, owner: str) -> Counter[str]:
+    """Return how many files of a folder `find_files` leaves out: by suffix, hidden ones, and links
+    to folders or to nothing."""
+    return _listed(path, owner)[1] if path.is_dir() else Counter()
+
+
+def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
+    """Return a folder's usable files, and what else it has."""
+
+    def refuse(error: OSError) -> None:
+        raise CoterieError(
+            f"{owner}: the folder {error.filename} cannot be read ({error.strerror}); check its "
+            "permissions."
+        ) from error
+
+    files: list[Path] = []
+    skipped: Counter[str] = Counter()
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        for name in [*folders, *names]:
+            path = Path(parent, name)
+            is_folder = path.is_dir()
+            if name.startswith("."):
+                skipped["hidden"] += 1
+            elif is_folder:
+                skipped["links to folders"] += path.is_symlink()
+            elif not path.is_file():
+                skipped["broken links" if path.is_symlink() else "special files"] += 1
+            elif path.suffix.lower() in SUFFIXES:
+                files.append(path)
+            else:
+                skipped[path.suffix.lower() or "without suffix"] += 1
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return files, +skipped
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Return counts for a sentence, such as "3 .md, 1 hidden"."""
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
 
 
 _SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
@@ -187,3 +217,11 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
         raise CoterieError(
             f"{owner}: {file} cannot be read as Parquet ({error}); export it again."
         ) from error
+
+
+def parquet_fields(file: Path) -> dict[str, int]:
+    """Return the columns of a Parquet file, each with how many of its records are not null."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(file)
+    return {name: len(table) - table[name].null_count for name in table.column_names}

@@ -9,10 +9,13 @@ from typing import Any
 from coterie.data.chat import Conversation, Turn
 from coterie.data.examples import Instruction
 from coterie.data.files import Record, find_files, read_records, resolve
+from coterie.data.messages import turns_of
 from coterie.data.spec import CHAT, InstructionSpec
-from coterie.data.templates import is_text, render
+from coterie.data.templates import fields, is_text, render
 from coterie.errors import CoterieError
 
+EARLIER = ("system", "history")
+"""The fields of a record that come before its prompt in a conversation."""
 MOST_CHOICES = 20
 """Of more different answers than this, a task is not taken to be a choice."""
 
@@ -34,24 +37,43 @@ def instructions(
         found[task].add(answer)
     few = {task: a if 2 <= len(a) <= MOST_CHOICES else () for task, a in found.items()}
     among = {task: tuple(sorted(choices)) for task, choices in few.items()}
+    names = fields(spec.template) + (fields(spec.answer) if is_text(spec.answer) else [spec.answer])
     items = [
         Instruction(
             render(spec.template, record.fields, record.where),
             answer,
             among[task] if spec.choices is None else _choices(record, answer, spec.choices),
+            tuple("" if (v := record.fields.get(name)) is None else str(v) for name in names),
+            record.where,
         )
         for record, answer, task in zip(records, answers, tasks, strict=True)
     ]
     if spec.template != CHAT:
         return items
-    return [
-        Conversation(
-            (Turn("user", item.prompt.strip()), Turn("assistant", item.answer)),
-            record.where,
-            item.choices,
+    return [_conversation(record, item) for record, item in zip(records, items, strict=True)]
+
+
+def _conversation(record: Record, item: Instruction) -> Conversation:
+    """Return the conversation of a record: after its system prompt and its earlier exchanges, if it
+    has any, the prompt and the answer. Only an answer without earlier ones is chosen from a list.
+    """
+    system, history = (record.fields.get(field) for field in EARLIER)
+    pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise CoterieError(
+            f"{record.where}: field history contains {history!r:.60}, not a list of pairs (what "
+            "the user said, and the answer); fix the record or remove the field."
         )
-        for record, item in zip(records, items, strict=True)
-    ]
+    said = [("system", system)] * bool(system)
+    said += [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
+    messages = [{"role": role, "content": content} for role, content in said]
+    earlier = turns_of(Record(record.where, {"history": messages}), "history") if messages else []
+    return Conversation(
+        (*earlier, Turn("user", item.prompt.strip()), Turn("assistant", item.answer)),
+        record.where,
+        () if pairs else item.choices,
+        () if pairs else (str(system or ""), *item.content),
+    )
 
 
 def instructions_by_split(

@@ -60,9 +60,9 @@ def turns_of(record: Record, field: str) -> list[Turn]:
             f"{record.where}: field {field} is an empty list; add turns or remove the record."
         )
     for key in TOOLS:
-        if not _is_nothing(record.fields.get(key)):
+        if not is_nothing(record.fields.get(key)):
             raise CoterieError(f"{record.where} has a field {key}: {NO_TOOLS}.")
-    if not _is_nothing(record.fields.get("system")):
+    if not is_nothing(record.fields.get("system")):
         raise CoterieError(
             f"{record.where} has a system prompt in the field system, outside the conversation; "
             "put it into the first turn."
@@ -78,7 +78,7 @@ def _turn(record: Record, number: int, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
         why = f"is {turn!r:.60}, not a mapping such as {{role: user, content: Hello}}"
         _refuse(record, number, why)
-    held = {key: value for key, value in turn.items() if not _is_nothing(value)}
+    held = {key: value for key, value in turn.items() if not is_nothing(value)}
     speaker = "from" if "from" in held else "role"
     said = FORMS[speaker]
     role, content = held.pop(speaker, None), held.pop(said, "")
@@ -118,7 +118,7 @@ def _text(record: Record, number: int, key: str, content: Any) -> str:
                 number,
                 f"has a part of type {kind!r:.40} in {key}; only text can be learned, so remove it",
             )
-        held = {name for name, value in part.items() if not _is_nothing(value)} - {"type", "text"}
+        held = {name for name, value in part.items() if not is_nothing(value)} - {"type", "text"}
         if held or not isinstance(part.get("text"), str):
             why = f"the key {min(held)}" if held else f"{part.get('text')!r:.40}, not text,"
             _refuse(record, number, f"has {why} in {key}; fix or remove it")
@@ -127,7 +127,7 @@ def _text(record: Record, number: int, key: str, content: Any) -> str:
     return Record(where, {key: "".join(texts)}).text([key])
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     """Whether a key's value says no more than if the key were not there."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 

@@ -26,6 +26,11 @@ class Preference:
         """The prompt and both answers."""
         return f"{self.chosen.text}\n{self.rejected.answer}"
 
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The record's own texts: the prompt and both answers."""
+        return (*self.chosen.content, self.rejected.answer)
+
 
 def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Preference]:
     """The preference of every record, in their order.
@@ -54,7 +59,7 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
             turns = [Turn("user", text)]
             found = [_conversation(record, turns, answer) for answer in answers]
         else:
-            found = [Instruction(text, answer.strip()) for answer in answers]
+            found = [Instruction(text, a.strip(), where=record.where) for a in answers]
     chosen, rejected = found
     if chosen == rejected:
         raise CoterieError(

@@ -5,34 +5,33 @@ travels: it is for whoever holds the texts.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy
-from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
-from coterie.data.chat import Conversation
+from coterie.data.chat import Conversation, chat_template
+from coterie.data.control import contents, control_tokens, count_control, has_conversations
 from coterie.data.examples import Instruction
+from coterie.data.files import listed
+from coterie.data.near import near_pairs
 from coterie.data.preferences import Preference
 from coterie.data.spec import PIECE
+from coterie.data.survey import Survey
 from coterie.data.texts import SPLITS, Texts, pieces
 from coterie.data.tokens import ClientData, Split, Tokens
+from coterie.errors import CoterieError
 
+NAMED = 5
+"""Clients' splits that a line of a run names."""
 SHORT = 20
 """Characters below which a text is very short."""
-NEAR = 0.8
-"""Jaccard similarity of two texts' shingles from which they are nearly the same."""
-SHINGLE = 8
-"""Bytes of a shingle: a run of text, in lower case and with single spaces."""
-COMMON = 50
-"""A shingle in more texts than this is a template's or a phrase, and is left out of comparisons."""
-BANDS, ROWS = 20, 5
-"""Of MinHash: two texts with similarity 0.8 are missed once in 2,800 times."""
-
 AT_START = 2_000_000
 """Characters in which a run that begins looks for near duplicates: about a second's work."""
+Progress = Callable[[int, int], None]
+"""Is told how much of how much is done."""
 Item = str | Instruction | Conversation | Preference
 SEE = "; see `coterie data FILE`"
 
@@ -75,6 +74,21 @@ class SplitQuality:
     exact: Mapping[Kind, int]
     """How many of its texts are found again, by where."""
     near: Mapping[Kind, int]
+    removed: int
+    """How many texts `data.deduplicate` removed."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens of one client's split, or of the public text, that are no ordinary text."""
+
+    client: str
+    split: str
+    tokens: int
+    unknown: int
+    """Tokens that stand for what the tokenizer has no token for."""
+    control: int
+    """Control tokens in texts, within `data.limits` or not."""
 
 
 @dataclass(frozen=True)
@@ -83,28 +97,64 @@ class Quality:
 
     splits: list[SplitQuality]
     copies: list[Copy]
-    empty: int
-    """Records without text, which were left out."""
+    special: list[SpecialTokens]
+    survey: Survey
     compared: int | None
     """Characters of each split that near duplicates were looked for in; None: all."""
+    deduplicated: bool
+    """Whether `data.deduplicate` is on."""
+
+
+def special_tokens(
+    client: str,
+    split: str,
+    items: Sequence[Any],
+    read: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+) -> SpecialTokens:
+    """Return the unknown and control tokens of one split.
+
+    Args:
+        client: the client's name.
+        split: train, validation, test or public.
+        items: the split's documents or samples.
+        read: the tokens that the run reads of them.
+        tokenizer: the client's tokenizer.
+        template: the run file's chat template, if it gives one.
+    """
+    chat = chat_template(tokenizer, template) if has_conversations(items) else None
+    control = count_control(items, control_tokens(tokenizer, chat))
+    unknown = tokenizer.unk_token_id
+    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
+    can_be = isinstance(unknown, int) and unknown not in ends
+    count = int(read.ids.eq(unknown).sum()) if can_be else 0
+    return SpecialTokens(client, split, len(read.ids), count, control)
 
 
 def quality(
-    texts: Mapping[str, Texts[Any]], data: Mapping[str, ClientData], most: int, empty: int = 0
+    texts: Mapping[str, Texts[Any]],
+    data: Mapping[str, ClientData],
+    most: int,
+    survey: Survey,
+    special: list[SpecialTokens],
+    removed: Mapping[str, int] | None = None,
+    progress: Progress = lambda done, of: None,
 ) -> Quality:
-    """What is found in clients' texts, as far as their tokens reach, and `empty`.
+    """Return what is found in clients' texts, as far as their tokens reach.
 
     Exact duplicates are looked for everywhere. Near ones, too, unless that is more than `most`
-    characters: then in the start of each split, and as much of each.
+    characters: then in the start of each split, and as much of each. `removed` are the texts that
+    `data.deduplicate` removed, by client; None: it is off.
     """
     read = {
         (client, split): texts_read(getattr(own, split), getattr(data[client], split))
         for client, own in texts.items()
         for split in SPLITS
     }
-    size = sum(len(text) for part in read.values() for text in part)
+    size = sum(len(_text(item)) for part in read.values() for item in part)
     compared = None if size <= most else most // len(read)
-    copies = find_copies(read, compared)
+    copies = find_copies(read, compared, progress)
     counts = Counter((c.kind, c.exact, c.place.client, c.place.split) for c in copies)
     splits = [
         SplitQuality(
@@ -112,13 +162,14 @@ def quality(
             split,
             len(getattr(data[client], split).ids),
             len(part),
-            sum(len(text.strip()) < SHORT for text in part),
+            sum(len(_text(item)) < SHORT for item in part),
             {kind: counts[kind, True, client, split] for kind in KINDS},
             {kind: counts[kind, False, client, split] for kind in KINDS},
+            (removed or {}).get(client, 0) if split == "train" else 0,
         )
         for (client, split), part in read.items()
     ]
-    return Quality(splits, copies, empty, compared)
+    return Quality(splits, copies, special, survey, compared, removed is not None)
 
 
 def sentences(found: Quality) -> list[str]:
@@ -131,13 +182,36 @@ def sentences(found: Quality) -> list[str]:
         "training texts of more than one client": _again(train, "in_others"),
         "texts repeated in their split": _again(found.splits, "repeats"),
         f"texts of less than {SHORT} characters": (sum(s.short for s in found.splits), 0),
-        "empty records, left out": (found.empty, 0),
+        "empty records, left out": (found.survey.empty, 0),
     }
-    return [
-        f"Data: {what}: {exact + near:,}" + (f" ({near:,} nearly)" if near else "") + SEE
+    lines = [
+        f"{what}: {exact + near:,}" + (f" ({near:,} nearly)" if near else "")
         for what, (exact, near) in counts.items()
         if exact + near
     ]
+    if found.deduplicated:
+        removed = {f"{s.client} {s.split}": s.removed for s in train}
+        lines.append(f"texts removed by data.deduplicate: {_total(removed)}")
+    for what, by_owner in (("fields", found.survey.unused), ("files", found.survey.skipped)):
+        if by_owner:
+            kinds = {kind: sum(counts.values()) for kind, counts in by_owner.items()}
+            verb = "not used (records that have them)" if what == "fields" else "skipped"
+            lines.append(f"{what} {verb}: {listed(kinds)}")
+    if unknown := sum(s.unknown for s in found.special):
+        share = unknown / sum(s.tokens for s in found.special)
+        lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all)")
+    if any(s.control for s in found.special):
+        control = {f"{s.client} {s.split}": s.control for s in found.special}
+        lines.append(f"control tokens in texts, trained as such: {_total(control)}")
+    return [f"Data: {line}{SEE}" for line in lines]
+
+
+def _total(counts: Mapping[str, int]) -> str:
+    """Return a sum and its largest parts by name, such as "3 (anna train 2, ben test 1)"."""
+    parts = [f"{name} {count:,}" for name, count in counts.items() if count]
+    more = [f"{len(parts) - NAMED:,} more"] * (len(parts) > NAMED)
+    named = f" ({', '.join([*parts[:NAMED], *more])})" if parts else ""
+    return f"{sum(counts.values()):,}{named}"
 
 
 def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
@@ -145,10 +219,10 @@ def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
     return sum(s.exact[kind] for s in splits), sum(s.near[kind] for s in splits)
 
 
-def texts_read(items: Sequence[Any], read: Split) -> list[str]:
-    """The texts of a split that are compared: whole ones, up to where its tokens end."""
+def texts_read(items: Sequence[Any], read: Split) -> Sequence[Item]:
+    """Return the texts of a split that are compared: whole ones, up to where its tokens end."""
     if not isinstance(read, Tokens):
-        return [_text(item) for item in read.items]
+        return read.items
     found: list[str] = []
     left = read.bytes
     for document in items:
@@ -162,43 +236,57 @@ def texts_read(items: Sequence[Any], read: Split) -> list[str]:
 
 
 def _text(item: Item) -> str:
-    return item if isinstance(item, str) else item.text
+    """Return the whole text, by which exact copies are found."""
+    return (item if isinstance(item, str) else item.text).strip()
 
 
 def find_copies(
-    splits: Mapping[tuple[str, str], Sequence[str]], compared: int | None = None
+    splits: Mapping[tuple[str, str], Sequence[Item]],
+    compared: int | None = None,
+    progress: Progress = lambda done, of: None,
 ) -> list[Copy]:
-    """Every text of (client, split) that is found again, once for each kind, exact before near.
+    """Return every text of (client, split) that is found again, once for each kind, exact before
+    near.
 
     Exact copies are the same but for space around them. Near ones are looked for in the first
     `compared` characters of each split.
     """
     where: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
-    nearby: dict[str, None] = {}
-    for split, texts in splits.items():
+    nearby: dict[str, Item] = {}
+    for split, items in splits.items():
         left = compared
-        for number, text in enumerate(texts, start=1):
-            where[text.strip()].setdefault(split, number)
+        for number, item in enumerate(items, start=1):
+            text = _text(item)
+            where[text].setdefault(split, number)
             if left is None or left > 0:
-                nearby[text.strip()] = None
+                nearby.setdefault(text, item)
                 left = None if left is None else left - len(text)
-    distinct = list(nearby)
-    near: defaultdict[str, list[str]] = defaultdict(list)
-    for a, b in near_pairs(distinct):
-        near[distinct[a]].append(distinct[b])
-        near[distinct[b]].append(distinct[a])
+    near = _near(nearby, progress)
     copies = []
-    for (client, split), texts in splits.items():
-        for number, text in enumerate(texts, start=1):
-            place = Place(client, split, number)
-            exact = _found(place, where[text.strip()])
+    for (client, split), items in splits.items():
+        for number, item in enumerate(items, start=1):
+            text, place = _text(item), Place(client, split, number)
+            exact = _found(place, where[text])
             nearly: dict[Kind, Place] = {}
-            for other in near[text.strip()]:
+            for other in near[text]:
                 nearly = {**_found(place, where[other]), **nearly}
             for kind in KINDS:
                 if found := exact.get(kind) or nearly.get(kind):
-                    copies.append(Copy(kind, kind in exact, place, found, text))
+                    shown = "\n".join(filter(None, *contents([item])))
+                    copies.append(Copy(kind, kind in exact, place, found, shown))
     return copies
+
+
+def _near(
+    items: Mapping[str, Item], progress: Progress = lambda done, of: None
+) -> defaultdict[str, list[str]]:
+    """Return the near duplicates of each text among distinct ones."""
+    texts = list(items)
+    near: defaultdict[str, list[str]] = defaultdict(list)
+    for a, b in near_pairs(list(contents(items.values())), progress):
+        near[texts[a]].append(texts[b])
+        near[texts[b]].append(texts[a])
+    return near
 
 
 def _found(place: Place, where: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
@@ -215,73 +303,33 @@ def _found(place: Place, where: Mapping[tuple[str, str], int]) -> dict[Kind, Pla
     return found
 
 
-def near_pairs(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs a < b of distinct texts that are nearly the same, in order.
-
-    MinHash proposes pairs (A. Broder, 1997), whose similarity is then computed. Shingles that more
-    than `COMMON` texts have do not count: records that share a long template are not alike.
-    """
-    from datasketch import MinHash, MinHashLSH  # imports SciPy, which takes half a second
-
-    sets = _rare([_shingles(text) for text in texts])
-    empty = MinHash(BANDS * ROWS, hashfunc=int)
-    index = MinHashLSH(num_perm=BANDS * ROWS, params=(BANDS, ROWS))
-    pairs: list[tuple[int, int]] = []
-    for b, shingles in enumerate(sets):
-        if not len(shingles):
-            continue
-        sketch = empty.copy()
-        sketch.update_batch(shingles)
-        proposed = sorted(cast("list[int]", index.query(sketch)))
-        pairs += [(a, b) for a in proposed if _jaccard(sets[a], shingles) >= NEAR]
-        index.insert(b, sketch, check_duplication=False)
-    return sorted(pairs)
-
-
-def _shingles(text: str) -> NDArray[numpy.uint32]:
-    """Hashes of all runs of `SHINGLE` bytes, each once, sorted; a shorter text is one run."""
-    raw = " ".join(text.lower().split()).encode().ljust(SHINGLE)
-    runs = numpy.lib.stride_tricks.sliding_window_view(numpy.frombuffer(raw, "u1"), SHINGLE)
-    numbers = numpy.ascontiguousarray(runs).view("<u8").ravel()
-    mixed = (numbers ^ (numbers >> numpy.uint64(29))) * numpy.uint64(0x9E3779B97F4A7C15)
-    return numpy.unique((mixed >> numpy.uint64(32)).astype(numpy.uint32))
-
-
-def _rare(sets: Sequence[NDArray[numpy.uint32]]) -> list[NDArray[numpy.uint32]]:
-    """The sets without what is in more than `COMMON` of them."""
-    if not sets:
-        return []
-    values, counts = numpy.unique(numpy.concatenate(sets), return_counts=True)
-    common = values[counts > COMMON]
-    return [one[~numpy.isin(one, common, assume_unique=True)] for one in sets]
-
-
-def _jaccard(a: NDArray[numpy.uint32], b: NDArray[numpy.uint32]) -> float:
-    both = len(numpy.intersect1d(a, b, assume_unique=True))
-    return both / (len(a) + len(b) - both)
-
-
-def without_held_out(texts: Texts[Any]) -> Texts[Any]:
-    """A client's texts, without what of its training text is, exactly or nearly, in its validation
-    or test.
+def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
+    """Return a client's texts without the training texts that are, exactly or nearly, in its
+    validation or test, and how many these are.
 
     A document loses the pieces concerned; what stood between them becomes documents of their own.
+    Raises CoterieError, which begins with `owner`, if nothing is left to train on.
     """
     held_out = {
-        _text(part).strip() for item in (*texts.validation, *texts.test) for part in _parts(item)
+        _text(part): part for item in (*texts.validation, *texts.test) for part in _parts(item)
     }
     train = [(number, part) for number, item in enumerate(texts.train) for part in _parts(item)]
-    distinct = sorted(held_out.union(_text(part).strip() for _, part in train))
-    again = set(held_out)
-    for pair in near_pairs(distinct):
-        a, b = (distinct[number] for number in pair)
-        again |= {a, b} if held_out & {a, b} else set()
+    every = held_out | {_text(part): part for _, part in train}
+    near = _near(dict(sorted(every.items())))
+    again = held_out.keys() | {other for text in held_out for other in near[text]}
     kept: list[Any] = []
-    parts = [(number, part, _text(part).strip() in again) for number, part in train]
+    parts = [(number, part, _text(part) in again) for number, part in train]
     for (_, gone), run in groupby(parts, key=lambda part: (part[0], part[2])):
         if not gone:
             kept.append(_joined([part for _, part, _ in run]))
-    return Texts(kept, texts.validation, texts.test)
+    removed = sum(gone and bool(_text(part)) for _, part, gone in parts)
+    if removed and not any(_text(part) for _, part, gone in parts if not gone):
+        raise CoterieError(
+            f"{owner}: data.deduplicate removes its whole train split ({removed:,} texts), as each "
+            "text is also in its validation or test split, exactly or nearly; give other splits, "
+            "or set data.deduplicate to false."
+        )
+    return Texts(kept, texts.validation, texts.test), removed
 
 
 def _parts(item: Item) -> Sequence[Item]:

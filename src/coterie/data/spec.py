@@ -5,7 +5,7 @@ of range is a pydantic `ValidationError` whose message is a sentence for the use
 """
 
 import re
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -180,6 +180,11 @@ class DataSpec(Spec):
         default=False,
         description="leave out of a client's training text what is, exactly or nearly, in its "
         "validation or test text",
+    )
+    special_tokens: Literal["keep", "refuse"] = Field(
+        default="keep",
+        description="whether control tokens in texts, such as the end-of-text token or a chat "
+        "template's markers, are trained as such (keep) or are an error (refuse)",
     )
     public: str | None = Field(
         default=None, description="file or folder of the public set, for methods that need one"

@@ -126,6 +126,11 @@ def _expression(expression: str) -> tuple[TemplateExpression, frozenset[str]]:
         ) from error
 
 
+def names_in(expression: str) -> frozenset[str]:
+    """Return the names of the fields that a Jinja expression uses."""
+    return _expression(expression)[1]
+
+
 def fields(template: str) -> list[str]:
     """Names of the fields that a template may use, sorted."""
     return sorted(_compiled(template)[1])

@@ -8,6 +8,7 @@ a large text costs no more than what is kept of it.
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coterie.bases import context_token
-from coterie.data.chat import Conversation, chat_template
+from coterie.data.chat import chat_template
+from coterie.data.control import control_tokens, has_conversations, refuse_control
 from coterie.data.examples import Examples, chats, examples, joined
 from coterie.data.files import read_documents
 from coterie.data.instructions import field_records
@@ -28,6 +30,8 @@ from coterie.errors import CoterieError
 
 CHUNK = 100_000
 """Characters of a document that are encoded at once."""
+BATCH = 64
+"""Chunks that are encoded side by side at most, where the machine has several cores."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,14 @@ def encoded(
     """
     encoder, end = bare_encoder(tokenizer)
     limit = getattr(data.limits, split)
+    chat = data.chats or has_conversations(items)
+    template = chat_template(tokenizer, data.chat_template) if chat else None
+    if data.special_tokens == "refuse":
+        refuse_control(items, control_tokens(tokenizer, template), owner)
     if data.preferences is not None:
         ends = context_token(tokenizer), end
-        chat = any(isinstance(item.chosen, Conversation) for item in items)
-        template = chat_template(tokenizer, data.chat_template) if chat else None
         return pairs(items, encoder, ends, template, data.window, limit, owner)
-    if data.chats:
-        template = chat_template(tokenizer, data.chat_template)
+    if template is not None:
         return chats(items, encoder, template, data.window, limit, owner)
     if data.instructions is not None:
         first = context_token(tokenizer)
@@ -167,16 +172,25 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
     """The documents' tokens until the limit, `end` between them; empty ones are passed over."""
     parts = [_tokens([], 0)]
     room = sys.maxsize if limit is None else limit
-    for number, document in enumerate(filter(None, documents)):
-        if number:
-            parts.append(_tokens([end], 0))
-            room -= 1
-        for chunk in pieces(document, CHUNK):
-            part = _encode_chunk(chunk, encoder, room)
-            parts.append(part)
-            room -= len(part.ids)
-            if room == 0 or part.bytes < len(chunk.encode()):
-                return _joined(parts)
+    chunks = (
+        (number and not place, chunk)
+        for number, document in enumerate(filter(None, documents))
+        for place, chunk in enumerate(pieces(document, CHUNK))
+    )
+    size = 1  # doubles, so that a low limit encodes little more than it keeps
+    while batch := list(islice(chunks, size)):
+        size = min(2 * size, BATCH)
+        encodings = encoder.encode_batch_fast(
+            [chunk for _, chunk in batch], add_special_tokens=False
+        )
+        for (after_another, chunk), encoding in zip(batch, encodings, strict=True):
+            if after_another:
+                parts.append(_tokens([end], 0))
+                room -= 1
+            if len(encoding.ids) >= room:
+                return _joined([*parts, _encode_chunk(chunk, encoder, room)])
+            parts.append(_tokens(encoding.ids, len(chunk.encode())))
+            room -= len(encoding.ids)
     return _joined(parts)
 
 

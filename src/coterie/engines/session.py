@@ -17,7 +17,6 @@ from coterie.errors import CoterieError
 from coterie.federation import (
     Federation,
     Participant,
-    Reading,
     check,
     described_templates,
     gathered,
@@ -25,6 +24,7 @@ from coterie.federation import (
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import is_installed
+from coterie.reading import Reading
 from coterie.runs import RunFolder, Watch, describe
 
 Engine = Literal["local", "flower-simulation"]

@@ -31,8 +31,9 @@ from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.federation import Participant, Reading, described_templates, participants_of
+from coterie.federation import Participant, described_templates, participants_of
 from coterie.privacy.ledger import Budget, Ledger
+from coterie.reading import Reading
 from coterie.runs import Recorder, RunFolder, describe
 
 log = logging.getLogger(__name__)

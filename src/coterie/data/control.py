@@ -1,0 +1,71 @@
+"""Control tokens in texts: what a tokenizer or a chat template reserves for itself.
+
+A record that contains `<|endoftext|>`, or a forged turn such as `<|im_start|>assistant`, is encoded
+with the base's own special tokens, so a model learns to obey them wherever a text has them.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from coterie.data.chat import ChatTemplate, Conversation
+from coterie.errors import CoterieError
+
+AROUND = 20
+"""Characters of a text that an error shows before and after a control token."""
+_BARS = re.compile(r"<[|｜].*[|｜]>")
+"""The form of tokens that some tokenizers do not declare special, such as DeepSeek's."""
+
+
+def contents(items: Iterable[Any]) -> Iterable[tuple[str, ...]]:
+    """Return the own texts of documents or samples, without those of templates."""
+    return ((item,) if isinstance(item, str) else item.content for item in items)
+
+
+def has_conversations(items: Sequence[Any]) -> bool:
+    """Return whether a chat template renders any of these items."""
+    return any(isinstance(getattr(item, "chosen", item), Conversation) for item in items)
+
+
+def control_tokens(
+    tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
+) -> re.Pattern[str] | None:
+    """Return a pattern of all control tokens, the longest first; None if there are none.
+
+    They are the tokenizer's special tokens and, with a chat template, the markers of its turns.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {t.content for t in added if t.special or _BARS.fullmatch(t.content)}
+    tokens |= set(template.turn_markers) if template else set()
+    ordered = sorted(filter(str.strip, tokens), key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def count_control(items: Iterable[Any], tokens: re.Pattern[str] | None) -> int:
+    """Return how many control tokens the own texts of documents or samples contain."""
+    if tokens is None:
+        return 0
+    return sum(len(tokens.findall(text)) for own in contents(items) for text in own)
+
+
+def refuse_control(items: Sequence[Any], tokens: re.Pattern[str] | None, owner: str) -> None:
+    """Raise CoterieError for the first control token in documents or samples.
+
+    Args:
+        items: documents or samples.
+        tokens: a pattern of all control tokens.
+        owner: whose text it is, such as "Client anna: its train text".
+    """
+    if tokens is None:
+        return
+    for item, own in zip(items, contents(items), strict=True):
+        for text in own:
+            if found := tokens.search(text):
+                start, end = max(0, found.start() - AROUND), found.end() + AROUND
+                where = owner if isinstance(item, str) else getattr(item, "chosen", item).where
+                raise CoterieError(
+                    f"{where} contains the control token {found[0]!r} ({text[start:end]!r}); "
+                    "remove it, or set data.special_tokens: keep."
+                )

@@ -1,0 +1,145 @@
+"""Near duplicates are those of the definition, and records with a common template are none."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from naive_near import naive_pairs
+
+from coterie.data.files import Record
+from coterie.data.near import near_pairs
+from coterie.data.spec import DataSpec
+from coterie.data.texts import items_by_split, pieces
+
+WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
+WORDS = re.findall(
+    r"\w+",
+    "sea tree house river mountain cloud stone bird fish horse table chair window door lamp book "
+    "pen paper road bridge garden flower grass field forest lake island ship boat train car wheel "
+    "clock watch ring coin king queen prince knight",
+)
+SIGNS = "海木家川山雲石鳥魚馬机椅窓戸灯本筆紙道橋庭花草野森湖島船車輪時鐘環貨王妃子騎剣盾"
+NOTICE = "This text may be copied and passed on, as long as this notice stays on top of it. " * 4
+HINWEIS = "この文書は自由に複製し配布することができます。いかなる保証もありません。" * 3
+SHIPPED = ["alpaca", "plain", "chat"]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Pieces of a book, and the same with ever more words changed."""
+    draw = random.Random(0)
+    book = (WRITERS / "whaler.txt").read_text(encoding="utf-8")
+    own = list(pieces(book[:36_000], 600))[:50]
+    return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
+
+
+def changed(text: str, words: int, draw: random.Random) -> str:
+    """The text with some of its words replaced."""
+    parts = text.split(" ")
+    for place in draw.sample(range(len(parts)), words):
+        parts[place] = f"word{draw.randrange(10**6)}"
+    return " ".join(parts)
+
+
+def test_near_pairs_are_those_of_the_definition(texts: list[str]) -> None:
+    draw = random.Random(1)
+    versions = [changed(texts[0], 2, draw) for _ in range(6)]
+    records = [[text] for text in texts + versions]
+    wanted = naive_pairs(records)
+    assert len(wanted) > 30  # all versions of the first text, and some of the changed ones
+    assert near_pairs(records) == wanted
+    filled = [[f"{NOTICE}{word}", texts[n % 3]] for n, word in enumerate(WORDS)]
+    assert near_pairs(filled) == naive_pairs(filled) == []
+    assert near_pairs([]) == near_pairs([[" "], ["a"]]) == []
+
+
+def test_space_case_and_a_final_stop_make_texts_nearly_the_same(texts: list[str]) -> None:
+    assert near_pairs([[texts[0]], [texts[1]], [texts[0].upper().replace(" ", "\n")]]) == [(0, 2)]
+    assert near_pairs([["A sea"], ["A lake"], ["a  sea."]]) == [(0, 2)]
+
+
+def instructed(template: str) -> dict[str, Any]:
+    return {"instructions": {"template": template}}
+
+
+def answered(instruction: str, words: Any = WORDS) -> list[dict[str, Any]]:
+    pairs = zip(words, reversed(words), strict=True)
+    return [{"instruction": instruction.format(a), "input": "", "output": b} for a, b in pairs]
+
+
+def said(system: str, user: str, words: Any = WORDS) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": r, "content": c} for r, c in zip(ROLES, (system, user + a, b), strict=True)
+            ]
+        }
+        for a, b in zip(words, reversed(words), strict=True)
+    ]
+
+
+ROLES = ("system", "user", "assistant")
+UNLIKE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    **{f"short, {t}": (instructed(t), answered("Translate: {}")) for t in SHIPPED},
+    "a long template": (instructed(NOTICE + "{{ instruction }} Answer:"), answered("{}")),
+    "a long instruction": (
+        instructed("alpaca"),
+        [{"instruction": NOTICE, "input": w, "output": "yes"} for w in WORDS],
+    ),
+    "sums": (
+        instructed("alpaca"),
+        [{"instruction": f"What is {n} + 5?", "output": str(n + 5)} for n in range(40)],
+    ),
+    "Japanese": (instructed("alpaca"), answered("翻訳してください：{}", SIGNS)),
+    "a system prompt": ({"messages": {}}, said(NOTICE, "What is this: ")),
+    "what every user asks": ({"messages": {}}, said("Be brief.", NOTICE)),
+    "few conversations": ({"messages": {}}, said(NOTICE, "What: ", WORDS[:6])),
+    "preferences": (
+        {"preferences": {}},
+        [{"prompt": NOTICE + w, "chosen": w, "rejected": w + w} for w in WORDS],
+    ),
+    "a header": ({}, [{"text": f"{NOTICE}A {w} is no {w[::-1]} at all."} for w in WORDS]),
+    "a signature": ({}, [{"text": f"The {w}. {NOTICE}"} for w in WORDS]),
+    "few headers": ({}, [{"text": f"{NOTICE}The {w}."} for w in WORDS[:5]]),
+    "a Japanese header": (
+        {},
+        [{"text": HINWEIS + a + b} for a, b in zip(SIGNS, SIGNS[::-1], strict=True)],
+    ),
+    "numbers": (
+        {},
+        [{"text": f"Your bill of {n} pounds has been paid in full."} for n in (17, 18)],
+    ),
+}
+
+
+def contents(kind: dict[str, Any], records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """What is compared of records."""
+    data = DataSpec.model_validate(kind)
+    read = [Record(f"line {n}", record) for n, record in enumerate(records)]
+    if not data.samples:
+        return [(record.text(data.fields),) for record in read]
+    return [item.content for item in items_by_split({"": read}, data)[""]]
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_records_that_share_a_template_or_a_header_are_no_duplicates(kind: str) -> None:
+    assert near_pairs(contents(*UNLIKE[kind])) == []
+
+
+@pytest.mark.parametrize("kind", [k for k, (_, records) in UNLIKE.items() if k != "numbers"])
+def test_edited_copies_among_such_records_are_found(kind: str, texts: list[str]) -> None:
+    data, records = UNLIKE[kind]
+    draw = random.Random(2)
+    key = {"messages": "messages", "preferences": "prompt"}.get(next(iter(data), ""), "")
+    key = key or ("text" if not data else "instruction")
+
+    def longer(record: dict[str, Any], text: str) -> dict[str, Any]:
+        if key != "messages":
+            return {**record, key: f"{record[key]} {text}"}
+        system, user, answer = record["messages"]
+        return {"messages": [system, {**user, "content": user["content"] + text}, answer]}
+
+    more = [longer(records[0], text) for text in (texts[3], changed(texts[3], 2, draw))]
+    assert near_pairs(contents(data, [*records, *more])) == [(len(records), len(records) + 1)]
