@@ -349,7 +349,7 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.training = context.training
+        self.context, self.training = context, context.training
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
 
@@ -369,6 +369,14 @@ class PCLServer(AdapterServer):
         """What the others uploaded at the end of the round before, if it was an exchange."""
         others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
         return Message(self.round, peers=others)
+
+    def reference(self, client: ClientId) -> Groups:
+        """Return the adapter with which the client began the run, as the server does not know its
+        mixture; an update is a change already."""
+        base, seed = self.context.base, self.context.seed
+        parts = self.method.adapter(base, seed, client).parts()
+        start = {name: part.parameter for name, part in parts.items() if self.method.sends(part)}
+        return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
