@@ -5,7 +5,7 @@ the start of the round: the initial A of a LoRA pair makes up nearly all of the 
 would hide it. Every size is compared with the round's median, the smaller one of an even number.
 Fewer than half of the clients cannot move it beyond what other clients send: their uploads are
 excluded from the round if they are too large. Of two halves, nobody can tell which one is wrong;
-both count, and the larger changes and weights are scaled down to the bound. So small uploads never
+both count, and what is larger is scaled down to the bound. So small uploads never
 exclude large ones.
 
 This is no defence against uploads of an ordinary size that are wrong.
@@ -47,7 +47,7 @@ class Bound:
     excluded: str = ""
     """Why the upload does not count; empty if it does."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """By group, the factor of its change."""
+    """By group, the factor of its change, or of its numbers where these are no parameters."""
     weight: float = math.inf
     """The largest weight with which it counts."""
 
@@ -106,13 +106,15 @@ def bounds_of(
             excluded[name] = f"{what} is {ratio:.3g} times the round's median"
         return {}
 
-    for group in sorted({group for m in measures.values() for group in m.changes}):
-        sizes = {n: m.changes[group] for n, m in measures.items() if group in m.changes}
-        for name, limit in compare(f"the change of its {group}", sizes, change).items():
-            scales.setdefault(name, {})[group] = limit / sizes[name]
-    for group in sorted({group for m in measures.values() for group in m.norms}):
-        sizes = {n: m.norms[group] for n, m in measures.items() if group in m.norms}
-        compare(f"its {group}", sizes, norm)
+    for kind, times in (("changes", change), ("norms", norm)):
+        groups: dict[str, dict[str, float]] = {}
+        for name, measure in measures.items():
+            for group, size in getattr(measure, kind).items():
+                groups.setdefault(group, {})[name] = size
+        for group, sizes in sorted(groups.items()):
+            what = f"the change of its {group}" if kind == "changes" else f"its {group}"
+            for name, limit in compare(what, sizes, times).items():
+                scales.setdefault(name, {})[group] = limit / sizes[name]
     weights = compare(
         "its number of tokens", {name: m.weight for name, m in measures.items()}, weight
     )
@@ -123,7 +125,7 @@ def bounds_of(
 
 
 def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
-    """Return an upload's groups, with the changes of some of them scaled."""
+    """Return an upload's groups, some of them scaled towards the reference, or towards zero."""
     groups = dict(upload.groups)
     for group, scale in scales.items():
         starts = reference.get(group, {})
