@@ -201,7 +201,7 @@ class Shown(Watch):
     """What was logged."""
 
     def __init__(self) -> None:
-        self.jumps: list[object] = []
+        self.jumps: list[tuple[str | None, int]] = []
 
     def seen(self, client: str | None, name: str, value: Any) -> None:
         if name == JUMPED:
@@ -213,7 +213,7 @@ def test_a_client_warns_when_its_validation_loss_jumps(rate, config, tmp_path) -
     training = HIGH | {"learning_rate": rate}
     run = config(method="fedavg", rounds=2, training=training, base="tiny-gpt2-2m")
     shown = Shown()
-    done = coterie.run(run, out=tmp_path / "run", watch=shown)
+    done = coterie.run(run, out=tmp_path / "run", watch=lambda: shown)
     lines = list(RunFolder(done.path).metrics())
     losses = {
         (m["client"], m["round"] + 1): m["value"] for m in lines if m["name"] == "validation/loss"
