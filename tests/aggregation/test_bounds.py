@@ -108,8 +108,9 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     assert not excluded
     assert found.bounded("a", good[0], START).groups is good[0].groups
     shrunk = found.bounded("c", times(good[0], 0.05), START)
-    size = found.measure("c", shrunk, START).changes["adapter"]
-    assert size == pytest.approx(3 * found.measure("a", good[0], START).changes["adapter"], rel=0.1)
+    size, _ = found.measure("c", shrunk, START).changes["adapter"]
+    honest, _ = found.measure("a", good[0], START).changes["adapter"]
+    assert size == pytest.approx(3 * honest, rel=0.1)
 
 
 def test_without_a_bound_everything_counts() -> None:
@@ -145,10 +146,11 @@ def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
 def test_a_change_is_measured_from_the_rows_that_a_client_still_has(rank: int) -> None:
     whole = trained()["adapter"]
     cut = Message(0, {"adapter": {"A": whole["A"][:rank], "B": whole["B"][:, :rank]}})
-    change = measured(cut, START, 1).changes["adapter"]
+    change, count = measured(cut, START, 1).changes["adapter"]
     expected = [whole["A"][:rank] - START["adapter"]["A"][:rank], whole["B"][:, :rank]]
     together = torch.cat([t.flatten() for t in expected]).double()
-    assert change == pytest.approx(float(together.square().mean().sqrt()), rel=1e-9)
+    assert change == pytest.approx(float(together.norm()), rel=1e-9)
+    assert count == len(together)
 
 
 def test_scaling_reaches_the_start_and_leaves_whole_numbers() -> None:
@@ -173,6 +175,20 @@ def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
     assert (found["d"]["cosine"] or 0) < -0.9
     assert figures({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
     assert figures({"a": measured(moved({}), START, 1)}) == {}
+
+
+@pytest.mark.parametrize("counts", [(16, 16, 16, 3), (3, 3, 3, 48), (4, 16, 64, 64)])
+@pytest.mark.parametrize("grows", [True, False])
+def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], grows: bool) -> None:
+    """Whether norms grow with the number of parameters, as AdamW's do, or not."""
+    start: Groups = {"adapter": {"A": torch.zeros(64, 8)}}
+    uploads = {
+        name: {"adapter": {"A": torch.full((count, 8), 1.0 if grows else 1 / count**0.5)}}
+        for name, count in zip("abcd", counts, strict=True)
+    }
+    measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
+    assert not bounds_of(measures, 1.01, 10, 100)
+    assert {round(f["ratio"] or 0, 6) <= 1 for f in figures(measures).values()} == {True}
 
 
 def test_bounds_are_of_each_group_by_itself() -> None:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from coterie.exchange import Groups, Message
 
+Size = tuple[float, int]
+"""The L2 norm of a group's numbers, and how many they are."""
 SAMPLED = 64
 """Entries of each tensor by which the directions of changes are compared."""
 
@@ -30,10 +32,10 @@ SAMPLED = 64
 class Measure:
     """The sizes of one upload."""
 
-    changes: Mapping[str, float]
-    """By group of parameters, the L2 norm of its change, divided by the root of its size."""
-    norms: Mapping[str, float]
-    """The same norm of all other groups of floating-point numbers, which are no parameters."""
+    changes: Mapping[str, Size]
+    """The size of the change of each group of parameters."""
+    norms: Mapping[str, Size]
+    """The size of each other group of floating-point numbers."""
     weight: float
     direction: Mapping[str, Tensor] = field(default_factory=dict)
     """Some entries of each parameter's change, by group, name and shape, scaled so that their norm
@@ -54,8 +56,8 @@ class Bound:
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:
     """Return the sizes of an upload; `reference` is what its parameters started from, by group."""
-    changes: dict[str, float] = {}
-    norms: dict[str, float] = {}
+    changes: dict[str, Size] = {}
+    norms: dict[str, Size] = {}
     direction: dict[str, Tensor] = {}
     for group, tensors in upload.groups.items():
         floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel()}
@@ -70,7 +72,7 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
                 key = f"{group}/{name}/{tuple(tensor.shape)}"  # ranks may differ
                 direction[key] = some * math.sqrt(len(flat) / len(some))
         if floats:
-            (changes if group in reference else norms)[group] = math.sqrt(squares / count)
+            (changes if group in reference else norms)[group] = math.sqrt(squares), count
     return Measure(changes, norms, weight, direction)
 
 
@@ -92,36 +94,51 @@ def bounds_of(
     scales: dict[str, dict[str, float]] = {}
     weights: dict[str, float] = {}
 
-    def compare(what: str, sizes: Mapping[str, float], times: float | None) -> dict[str, float]:
-        """Exclude a minority that is too large; return the bound of each client in a half."""
-        sizes = {name: size for name, size in sizes.items() if size}
-        if not sizes or times is None:
-            return {}
-        median = median_low(sizes.values())
-        larger = sorted(name for name, size in sizes.items() if size > times * median)
-        if 2 * len(larger) == len(sizes):
-            return dict.fromkeys(larger, times * median)
-        for name in larger:
-            ratio = sizes[name] / median
+    def compare(what: str, sizes: Mapping[str, Size], times: float | None) -> dict[str, float]:
+        """Exclude a minority that is too large; return the ratio of each client in a half."""
+        ratios = ratios_of(sizes)
+        larger = {n: ratio for n, ratio in ratios.items() if times is not None and ratio > times}
+        if 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values()):
+            return larger
+        for name, ratio in larger.items():
             excluded[name] = f"{what} is {ratio:.3g} times the round's median"
         return {}
 
-    for kind, times in (("changes", change), ("norms", norm)):
-        groups: dict[str, dict[str, float]] = {}
-        for name, measure in measures.items():
-            for group, size in getattr(measure, kind).items():
-                groups.setdefault(group, {})[name] = size
-        for group, sizes in sorted(groups.items()):
-            what = f"the change of its {group}" if kind == "changes" else f"its {group}"
-            for name, limit in compare(what, sizes, times).items():
-                scales.setdefault(name, {})[group] = limit / sizes[name]
-    weights = compare(
-        "its number of tokens", {name: m.weight for name, m in measures.items()}, weight
-    )
+    for sizes, what, times in (
+        (_by_group({n: m.changes for n, m in measures.items()}), "the change of its", change),
+        (_by_group({n: m.norms for n, m in measures.items()}), "its", norm),
+    ):
+        for group, of in sizes.items():
+            for name, ratio in compare(f"{what} {group}", of, times).items():
+                scales.setdefault(name, {})[group] = (times or 1.0) / ratio
+    tokens = {name: (measure.weight, 1) for name, measure in measures.items()}
+    weights = {
+        name: (weight or 1.0) * tokens[name][0] / ratio
+        for name, ratio in compare("its number of tokens", tokens, weight).items()
+    }
     return {
         name: Bound(excluded.get(name, ""), scales.get(name, {}), weights.get(name, math.inf))
         for name in sorted(excluded.keys() | scales.keys() | weights.keys())
     }
+
+
+def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
+    """Return each client's size as a multiple of the median of those that are not zero: of the
+    norms, or of the norms over the roots of the counts, whichever ratio is smaller.
+
+    Clients may have different ranks or numbers of experts. With AdamW, their norms then grow with
+    the counts; with SGD, a smaller rank has a larger change for each parameter.
+    """
+    norms = {name: norm for name, (norm, _) in sizes.items()}
+    means = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
+    medians = [median_low([v for v in by.values() if v] or [1.0]) for by in (norms, means)]
+    return {name: min(norms[name] / medians[0], means[name] / medians[1]) for name in sorted(sizes)}
+
+
+def _by_group(sizes: Mapping[str, Mapping[str, Size]]) -> dict[str, dict[str, Size]]:
+    """Turn sizes by client and group into sizes by group and client."""
+    groups = sorted({group for of in sizes.values() for group in of})
+    return {g: {name: of[g] for name, of in sizes.items() if g in of} for g in groups}
 
 
 def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
@@ -143,11 +160,9 @@ def figures(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None
     a multiple of the round's median, and `cosine`, between its change and the sum of the others',
     each scaled to a norm of 1 (None without others). Only uploads of parameters have both."""
     ratios: dict[str, float] = {}
-    for group in {group for m in measures.values() for group in m.changes}:
-        sizes = {n: m.changes[group] for n, m in measures.items() if group in m.changes}
-        median = median_low([size for size in sizes.values() if size] or [1.0])
-        for name, size in sizes.items():
-            ratios[name] = max(ratios.get(name, 0.0), min(size / median, sys.float_info.max))
+    for sizes in _by_group({n: m.changes for n, m in measures.items()}).values():
+        for name, ratio in ratios_of(sizes).items():
+            ratios[name] = max(ratios.get(name, 0.0), min(ratio, sys.float_info.max))
     units = {name: _unit(measures[name].direction) for name in sorted(ratios)}
     total: dict[str, Tensor] = {}
     for unit in units.values():
