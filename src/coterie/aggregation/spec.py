@@ -64,9 +64,9 @@ class AggregationSpec(BaseModel):
     largest_change: float | None = Field(
         default=3.0,
         ge=1,
-        description="largest change of an upload's parameters since the download (norm per "
-        "parameter), as a multiple of the round's median; larger ones are excluded from the round, "
-        "or scaled down if they are half of all; null: unlimited",
+        description="largest change of an upload's parameters since the download, as a multiple "
+        "of the round's median; larger ones are excluded from the round, or scaled down if they "
+        "are half of all; null: unlimited",
     )
     largest_norm: float | None = Field(
         default=10.0,

@@ -371,11 +371,9 @@ class PCLServer(AdapterServer):
         return Message(self.round, peers=others)
 
     def reference(self, client: ClientId) -> Groups:
-        """Return the adapter with which the client began the run, as the server does not know its
-        mixture; an update is a change already."""
-        base, seed = self.context.base, self.context.seed
-        parts = self.method.adapter(base, seed, client).parts()
-        start = {name: part.parameter for name, part in parts.items() if self.method.sends(part)}
+        """Return the client's first adapter, as its mixture is unknown; an update is a change."""
+        parts = self.method.adapter(self.context.base, self.context.seed, client).parts()
+        start = {n: part.parameter for n, part in parts.items() if n in self.shared}
         return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
@@ -387,9 +385,8 @@ class PCLServer(AdapterServer):
 
     def close(self, mean: Message) -> None:
         """From now on, downloads hold this round's uploads."""
-        self.uploads = {}
-        if self.method.due(self.round + 1):
-            self.uploads = {name: self._coming[name] for name in sorted(self._coming)}
+        coming = self._coming if self.method.due(self.round + 1) else {}
+        self.uploads = {name: coming[name] for name in sorted(coming)}
         self.round += 1
 
     def state(self) -> State:
