@@ -79,3 +79,10 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text
     assert "round 2/2: 999 B up, 1.5 kB down\n" in text
     assert text.endswith("is unreachable; retrying\n")
+
+
+def test_a_client_warns_of_a_validation_loss_that_jumps(console) -> None:
+    with ClientBoard(console) as board:
+        board("validation/loss", 4.9)
+        board("validation/jump", {"round": 3, "loss": 8.8, "best": 4.9})
+    assert "validation loss is 8.80 after round 3, against 4.90 at best" in shown(console)

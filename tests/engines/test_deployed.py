@@ -65,7 +65,7 @@ def test_a_deployment_ends_in_the_bits_of_one_process(run, local, tmp_path) -> N
 def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -> None:
     deploy(run, tmp_path / "kept")
     names = {m["name"].split("/")[0] for m in RunFolder(tmp_path / "kept/server").metrics()}
-    assert names == {"bytes", "seconds"}
+    assert names == {"bytes", "change", "seconds"}  # `change` is the server's own measure
     deploy(deployed(run, share_metrics=True), tmp_path / "shared")
     server_folder = RunFolder(tmp_path / "shared/server")
     assert server_folder.result is not None

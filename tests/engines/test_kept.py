@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from coterie.data.tokens import Tokens
 from coterie.engines import part
 from coterie.engines.session import Session
 from coterie.methods.pretrained import bare
-from coterie.runs import RunFolder, Watch, folder
+from coterie.runs import JUMPED, RunFolder, Watch, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
@@ -194,6 +195,41 @@ def test_who_does_not_gain_keeps_the_base_as_it_came(method, config, tmp_path) -
     ids = torch.arange(12)[None]
     own = coterie.load(done.path / "baselines" / "pretrained", "poet")
     assert torch.equal(done.model("poet")(ids).logits, own(ids).logits)
+
+
+class Shown(Watch):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        self.jumps: list[tuple[str | None, int]] = []
+
+    def seen(self, client: str | None, name: str, value: Any) -> None:
+        if name == JUMPED:
+            self.jumps.append((client, value["round"]))
+
+
+@pytest.mark.parametrize("rate", [0.3, 1e-3])
+def test_a_client_warns_when_its_validation_loss_jumps(rate, config, tmp_path) -> None:
+    training = HIGH | {"learning_rate": rate}
+    run = config(method="fedavg", rounds=2, training=training, base="tiny-gpt2-2m")
+    shown = Shown()
+    done = coterie.run(run, out=tmp_path / "run", watch=lambda: shown)
+    lines = list(RunFolder(done.path).metrics())
+    losses = {
+        (m["client"], m["round"] + 1): m["value"] for m in lines if m["name"] == "validation/loss"
+    }
+    jumps = {(m["client"], m["round"] + 1): m["value"] for m in lines if m["name"] == JUMPED}
+    assert bool(jumps) == (rate == 0.3)
+    assert sorted(jumps) == sorted(shown.jumps)
+    for place, value in jumps.items():
+        assert value["round"] == place[1]
+        assert value["loss"] == losses[place] > value["best"] + 1
+    loop.deploy(run, tmp_path)
+    for name in ("diarist", "poet", "whaler"):
+        own = [m for m in loop.folder(run, tmp_path, name).metrics() if m["name"] == JUMPED]
+        assert {(name, m["round"] + 1): m["value"] for m in own} == {
+            place: value for place, value in jumps.items() if place[0] == name
+        }
 
 
 def test_the_kept_model_is_scored_once_unless_it_is_the_last(

@@ -1,55 +1,197 @@
-"""How much one upload may weigh: far more than honest clients send, and too little to end a run.
+"""How far one client's upload may move a round's mean.
 
-This keeps a broken client, or one that is crudely hostile, from taking a run with it. It is no
-defence against uploads of an ordinary size that are wrong.
+What counts of trained parameters is their *change*, the difference from what the client received at
+the start of the round: the initial A of a LoRA pair makes up nearly all of the pair's norm, and
+would hide it. Every size is compared with the round's median, the smaller one of an even number.
+Fewer than half of the clients cannot move it beyond what other clients send: their uploads are
+excluded from the round if they are too large. Of two halves, nobody can tell which one is wrong;
+both count, and what is larger is scaled down to the bound. So small uploads never
+exclude large ones.
+
+This is no defence against uploads of an ordinary size that are wrong.
 """
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
 
 import torch
+from torch import Tensor
 
-from coterie.exchange import Message
+from coterie.exchange import Groups, Message
+
+Size = tuple[float, int]
+"""The L2 norm of a group's numbers, and how many they are."""
+SAMPLED = 64
+"""Entries of each tensor by which the directions of changes are compared."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What is compared of an upload."""
+    """The sizes of one upload."""
 
-    norms: Mapping[str, float]
-    """By group: the L2 norm of its floating-point numbers, over the root of how many they are."""
+    changes: Mapping[str, Size]
+    """The size of the change of each group of parameters."""
+    norms: Mapping[str, Size]
+    """The size of each other group of floating-point numbers."""
     weight: float
+    direction: Mapping[str, Tensor] = field(default_factory=dict)
+    """Some entries of each parameter's change, by group, name and shape, scaled so that their norm
+    estimates that of the whole."""
 
 
-def norms_of(upload: Message) -> dict[str, float]:
-    """By group, as in `Measure`."""
-    found = {}
+@dataclass(frozen=True)
+class Bound:
+    """What a round's other uploads make of one upload."""
+
+    excluded: str = ""
+    """Why the upload does not count; empty if it does."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """By group, the factor of its change, or of its numbers where these are no parameters."""
+    weight: float = math.inf
+    """The largest weight with which it counts."""
+
+
+def measured(upload: Message, reference: Groups, weight: float) -> Measure:
+    """Return the sizes of an upload; `reference` is what its parameters started from, by group."""
+    changes: dict[str, Size] = {}
+    norms: dict[str, Size] = {}
+    direction: dict[str, Tensor] = {}
     for group, tensors in upload.groups.items():
-        floats = [t.double() for t in tensors.values() if t.is_floating_point() and t.numel()]
+        floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel()}
+        squares, count = 0.0, 0
+        for name, tensor in floats.items():
+            change = _change(tensor, reference.get(group, {}).get(name))
+            squares += float(torch.linalg.vector_norm(change)) ** 2
+            count += tensor.numel()
+            if group in reference:
+                flat = change.flatten()
+                some = flat[:: math.ceil(len(flat) / SAMPLED)]
+                key = f"{group}/{name}/{tuple(tensor.shape)}"  # ranks may differ
+                direction[key] = some * math.sqrt(len(flat) / len(some))
         if floats:
-            squares = sum(float(torch.linalg.vector_norm(t)) ** 2 for t in floats)
-            found[group] = math.sqrt(squares / sum(t.numel() for t in floats))
-    return found
+            (changes if group in reference else norms)[group] = math.sqrt(squares), count
+    return Measure(changes, norms, weight, direction)
 
 
-def left_out(
-    measures: Mapping[str, Measure], norm: float | None, weight: float | None
-) -> dict[str, str]:
-    """The clients whose uploads do not count, and why; `norm`, `weight`: times the median, at most.
+def bounds_of(
+    measures: Mapping[str, Measure],
+    change: float | None,
+    norm: float | None,
+    weight: float | None,
+) -> dict[str, Bound]:
+    """Return the bounds of the clients whose uploads are too large, by client.
 
-    Of an even number the smaller median counts: who sends far too much is not half of the measure.
+    Args:
+        measures: the sizes of a round's uploads, by client.
+        change: largest change of a group of parameters, as a multiple of the median.
+        norm: largest norm of any other group, as a multiple of the median.
+        weight: largest weight, as a multiple of the median.
     """
-    quantities = {
-        f"its {group}": ({n: m.norms[group] for n, m in measures.items() if group in m.norms}, norm)
-        for group in sorted({group for measure in measures.values() for group in measure.norms})
+    excluded: dict[str, str] = {}
+    scales: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+
+    def compare(what: str, sizes: Mapping[str, Size], times: float | None) -> dict[str, float]:
+        """Exclude a minority that is too large; return the ratio of each client in a half."""
+        ratios = ratios_of(sizes)
+        larger = {n: ratio for n, ratio in ratios.items() if times is not None and ratio > times}
+        if 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values()):
+            return larger
+        for name, ratio in larger.items():
+            excluded[name] = f"{what} is {ratio:.3g} times the round's median"
+        return {}
+
+    for sizes, what, times in (
+        (_by_group({n: m.changes for n, m in measures.items()}), "the change of its", change),
+        (_by_group({n: m.norms for n, m in measures.items()}), "its", norm),
+    ):
+        for group, of in sizes.items():
+            for name, ratio in compare(f"{what} {group}", of, times).items():
+                scales.setdefault(name, {})[group] = (times or 1.0) / ratio
+    tokens = {name: (measure.weight, 1) for name, measure in measures.items()}
+    weights = {
+        name: (weight or 1.0) * tokens[name][0] / ratio
+        for name, ratio in compare("its number of tokens", tokens, weight).items()
     }
-    quantities["its number of tokens"] = {n: m.weight for n, m in measures.items()}, weight
-    found: dict[str, str] = {}
-    for what, (sizes, times) in quantities.items():
-        middle = median_low(sizes.values()) if sizes else 0.0
-        for name, size in sorted(sizes.items()):
-            if times is not None and middle and size > times * middle:
-                found[name] = f"{what} is {size / middle:.3g} times the round's median"
-    return found
+    return {
+        name: Bound(excluded.get(name, ""), scales.get(name, {}), weights.get(name, math.inf))
+        for name in sorted(excluded.keys() | scales.keys() | weights.keys())
+    }
+
+
+def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
+    """Return each client's size as a multiple of the median of those that are not zero: of the
+    norms, or of the norms over the roots of the counts, whichever ratio is smaller.
+
+    Clients may have different ranks or numbers of experts. With AdamW, their norms then grow with
+    the counts; with SGD, a smaller rank has a larger change for each parameter.
+    """
+    norms = {name: norm for name, (norm, _) in sizes.items()}
+    means = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
+    medians = [median_low([v for v in by.values() if v] or [1.0]) for by in (norms, means)]
+    return {name: min(norms[name] / medians[0], means[name] / medians[1]) for name in sorted(sizes)}
+
+
+def _by_group(sizes: Mapping[str, Mapping[str, Size]]) -> dict[str, dict[str, Size]]:
+    """Turn sizes by client and group into sizes by group and client."""
+    groups = sorted({group for of in sizes.values() for group in of})
+    return {g: {name: of[g] for name, of in sizes.items() if g in of} for g in groups}
+
+
+def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
+    """Return an upload's groups, some of them scaled towards the reference, or towards zero."""
+    groups = dict(upload.groups)
+    for group, scale in scales.items():
+        starts = reference.get(group, {})
+        groups[group] = {
+            name: (t.double() - (1 - scale) * _change(t, starts.get(name))).to(t.dtype)
+            if t.is_floating_point()
+            else t
+            for name, t in groups[group].items()
+        }
+    return groups
+
+
+def figures(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
+    """Return, by client, what tells of a hostile upload: `ratio`, the largest change of a group as
+    a multiple of the round's median, and `cosine`, between its change and the sum of the others',
+    each scaled to a norm of 1 (None without others). Only uploads of parameters have both."""
+    ratios: dict[str, float] = {}
+    for sizes in _by_group({n: m.changes for n, m in measures.items()}).values():
+        for name, ratio in ratios_of(sizes).items():
+            ratios[name] = max(ratios.get(name, 0.0), min(ratio, sys.float_info.max))
+    units = {name: _unit(measures[name].direction) for name in sorted(ratios)}
+    total: dict[str, Tensor] = {}
+    for unit in units.values():
+        for key, part in unit.items():
+            total[key] = total[key] + part if key in total else part
+    return {
+        name: {"ratio": ratios[name], "cosine": _cosine(unit, total)}
+        for name, unit in units.items()
+    }
+
+
+def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
+    """The difference from the start, whose tail a client may have cut off; else the tensor."""
+    tensor = tensor.double()
+    if start is None or start.dim() != tensor.dim():
+        return tensor
+    start = start.detach().cpu()[tuple(slice(size) for size in tensor.shape)]
+    return tensor - start.double() if start.shape == tensor.shape else tensor
+
+
+def _unit(direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    norm = math.sqrt(sum(float(torch.linalg.vector_norm(t)) ** 2 for t in direction.values()))
+    return {key: t / norm for key, t in direction.items()} if 0 < norm < math.inf else {}
+
+
+def _cosine(unit: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> float | None:
+    """The cosine between one unit vector and the sum of the others, where both have entries."""
+    dot, squares = 0.0, 0.0
+    for key, part in unit.items():
+        others = total[key] - part
+        dot, squares = dot + float(part @ others), squares + float(others @ others)
+    return dot / math.sqrt(squares) if squares > 1e-12 else None

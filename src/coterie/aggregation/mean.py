@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from coterie.aggregation.bounds import Measure, left_out, norms_of
+from coterie.aggregation.bounds import Bound, Measure, bounds_of, measured, scaled
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec
 from coterie.exchange import Field as Travels
@@ -74,6 +74,8 @@ class Aggregation:
         self.spec = spec
         self._most: dict[str, int] = {}
         """By client, the training tokens that its hello told of."""
+        self._bounds: dict[str, Bound] = {}
+        """By client, the bounds of the round in progress; without those who need none."""
         self.optimiser = None if spec.optimiser is None else ServerOptimiser(spec.optimiser)
         """On the server: its state is part of a checkpoint."""
 
@@ -88,13 +90,32 @@ class Aggregation:
         if self._weighted or TOKENS.name in hello.values:  # some methods weigh for themselves
             self._most[client] = _tokens(client, hello)
 
-    def measure(self, client: str, upload: Message) -> Measure:
-        """On the server: what is compared of an upload with those of the others."""
-        return Measure(norms_of(upload), self._most.get(client, 1))
+    def measure(self, client: str, upload: Message, reference: Groups) -> Measure:
+        """On the server: what is compared of an upload with those of the others.
+
+        Args:
+            client: who sent it.
+            upload: what was sent.
+            reference: by group, the parameters that the client started the round from.
+        """
+        return measured(upload, reference, self._most.get(client, 1))
 
     def left_out(self, measures: Mapping[str, Measure]) -> dict[str, str]:
-        """The clients of a round whose uploads are too large to count, and why."""
-        return left_out(measures, self.spec.largest_norm, self.spec.largest_weight)
+        """Set the bounds of a round; return the clients whose uploads are excluded, and why."""
+        spec = self.spec
+        self._bounds = bounds_of(
+            measures, spec.largest_change, spec.largest_norm, spec.largest_weight
+        )
+        return {name: bound.excluded for name, bound in self._bounds.items() if bound.excluded}
+
+    def bounded(self, client: str, upload: Message, reference: Groups) -> Message:
+        """Return an upload within the round's bounds: itself, unless it is one of a larger half."""
+        bound, values = self._bounds.get(client, Bound()), upload.values
+        if self._weighted and _tokens(client, upload) > bound.weight:
+            values = {**values, TOKENS.name: int(bound.weight)}
+        if bound.scales:
+            return replace(upload, groups=scaled(upload, reference, bound.scales), values=values)
+        return replace(upload, values=values)
 
     def contribution(
         self, client: str, upload: Message, expected: Mapping[str, Shapes]

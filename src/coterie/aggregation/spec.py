@@ -61,16 +61,24 @@ class AggregationSpec(BaseModel):
     weights: Literal["uniform", "tokens"] = Field(
         default="uniform", description="weights of clients in means: equal, or by training tokens"
     )
+    largest_change: float | None = Field(
+        default=3.0,
+        ge=1,
+        description="largest change of an upload's parameters since the download, as a multiple "
+        "of the round's median; larger ones are excluded from the round, or scaled down if they "
+        "are half of all; null: unlimited",
+    )
     largest_norm: float | None = Field(
         default=10.0,
         ge=1,
-        description="an upload is left out of its round if its norm per parameter is more than so "
-        "many times the round's median; null: never",
+        description="largest norm of an upload's other numbers (predictions, embeddings), as a "
+        "multiple of the round's median; null: unlimited",
     )
     largest_weight: float | None = Field(
         default=100.0,
         ge=1,
-        description="the same of a client's weight, where clients weigh by training tokens",
+        description="largest weight of a client, as a multiple of the round's median, with "
+        "`weights: tokens`; null: unlimited",
     )
     optimiser: ServerOptimiserSpec | None = Field(
         default=None,

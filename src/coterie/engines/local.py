@@ -19,10 +19,10 @@ from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.part import (
-    LEFT_OUT,
     ClientPart,
     close,
     contribution,
+    record,
     restore,
     result,
     score_server,
@@ -149,11 +149,11 @@ class Rounds(ABC):
         for name, upload in self._steps(round):
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
-            measures[name] = self.aggregation.measure(name, self.schema.receive("up", upload))
+            message = self.schema.receive("up", upload)
+            measures[name] = self.aggregation.measure(name, message, self.server.reference(name))
             self.watch.worked(round, name)
         refused = self.aggregation.left_out(measures)
-        for name, why in refused.items():
-            self.recorder.log(name, LEFT_OUT, why)
+        record(measures, refused, self.recorder.log)
         names = sorted(measures.keys() - refused.keys())
         mean = self.aggregation.mean(round, self._contributions(names, spool))
         close(self.server, self.aggregation, mean)

@@ -1,12 +1,13 @@
 """One client's part of a run: messages in and out as bytes, and what its model scores."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
+from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
@@ -18,13 +19,19 @@ from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context, digest_of
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.privacy.ledger import Ledger
-from coterie.runs import RunFolder
+from coterie.runs import JUMPED, RunFolder
 from coterie.scoring.evaluation import Score, evaluate
 
 SERVER_SCORE = "server/aggregated"
 """The name under which the score of the server's own model is recorded."""
 LEFT_OUT = "left out"
 """The name under which it is recorded why a client's upload of a round did not count."""
+CHANGE = "change"
+"""The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
+
+JUMP = 1.0
+"""Nats per token by which the validation loss exceeds the best so far when a client warns: far more
+than over-fitting adds in a round, and less than a damaged shared model."""
 
 
 class LogFor(Protocol):
@@ -160,8 +167,13 @@ class ClientPart:
 
     def _compare(self, rounds: int) -> None:
         if self.keeper is not None:
+            assert self.keeper.best is not None, "begin() comes first"
+            best = self.keeper.best.loss
             found = self.keeper.compare(rounds)
             self.log(self.name, "validation/loss", found.loss, rounds - 1)
+            if self.schema.down and found.loss > best + JUMP:
+                jump = {"round": rounds, "loss": found.loss, "best": best}
+                self.log(self.name, JUMPED, jump, rounds - 1)
             if found.accuracy is not None:
                 self.log(self.name, "validation/accuracy", found.accuracy, rounds - 1)
 
@@ -241,9 +253,18 @@ def contribution(
 
     Raises MessageError if it is not what it should be.
     """
+    upload = aggregation.bounded(name, upload, server.reference(name))
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
+
+
+def record(measures: Mapping[str, Measure], refused: Mapping[str, str], log: LogFor) -> None:
+    """Record the figures of a round's uploads, and which of them were excluded, and why."""
+    for name, found in figures(measures).items():
+        log(name, CHANGE, found)
+    for name, why in sorted(refused.items()):
+        log(name, LEFT_OUT, why)
 
 
 def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:

@@ -32,7 +32,7 @@ TOLD: dict[Fault, str] = {
 """What a server says of a fault; who must join first is asked to."""
 
 
-OF_SERVER = ("bytes/", "seconds", "server/")
+OF_SERVER = ("bytes/", "seconds", "server/", "change", "left out")
 """How names of entries begin that are the server's to record."""
 
 

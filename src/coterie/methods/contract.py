@@ -142,6 +142,14 @@ class ServerSide:
         """Of the groups of which there is a mean: the shapes that a client must upload now."""
         return {}
 
+    def reference(self, client: ClientId) -> Groups:
+        """Return the parameters that a client's training starts from in this round, by group.
+
+        Uploads are bounded by how far they are from them. Groups of an upload that are not here,
+        such as predictions, are bounded by their norms. By default, all groups of the download.
+        """
+        return self.download(client).groups
+
     def averaged(self) -> Groups:
         """The parameters that a round's means replace, by group: where the step of a server
         optimiser begins. Other means, such as those of statistics, are never stepped."""

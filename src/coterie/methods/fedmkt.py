@@ -35,7 +35,7 @@ from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.exchange import Field as Travels
-from coterie.exchange import Json, Message, MessageError, Schema, Shapes, State
+from coterie.exchange import Groups, Json, Message, MessageError, Schema, Shapes, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import SERVER, ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.distillation import Distiller
@@ -304,6 +304,10 @@ class FedMKTServer(AdapterServer):
         tokens = back.ids[self.known.tokens.long()]
         told = replace(self.known, tokens=tokens).tensors()
         return Message(self.round, {"knowledge": told})
+
+    def reference(self, client: ClientId) -> Groups:
+        """Return the adapter that the client last received; predictions have no reference."""
+        return super().download(client).groups
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """Adapters, where these are exchanged."""

@@ -349,7 +349,7 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.training = context.training
+        self.context, self.training = context, context.training
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
 
@@ -370,6 +370,12 @@ class PCLServer(AdapterServer):
         others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
         return Message(self.round, peers=others)
 
+    def reference(self, client: ClientId) -> Groups:
+        """Return the client's first adapter, as its mixture is unknown; an update is a change."""
+        parts = self.method.adapter(self.context.base, self.context.seed, client).parts()
+        start = {n: part.parameter for n, part in parts.items() if n in self.shared}
+        return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}
+
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
         adapter = dict.fromkeys(self.method.groups, self.held[client])
@@ -379,9 +385,8 @@ class PCLServer(AdapterServer):
 
     def close(self, mean: Message) -> None:
         """From now on, downloads hold this round's uploads."""
-        self.uploads = {}
-        if self.method.due(self.round + 1):
-            self.uploads = {name: self._coming[name] for name in sorted(self._coming)}
+        coming = self._coming if self.method.due(self.round + 1) else {}
+        self.uploads = {name: coming[name] for name in sorted(coming)}
         self.round += 1
 
     def state(self) -> State:

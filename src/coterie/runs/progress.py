@@ -11,6 +11,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coterie.exchange import Json
 
+JUMPED = "validation/jump"
+"""The name of the metric with which a client warns that a download may have damaged its model."""
+
+
+def jump_warning(client: str | None, value: Json) -> str:
+    """Return the warning that the value of a metric JUMPED stands for."""
+    return (
+        f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
+        f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "
+        "model (the server's metrics have the size and direction of each upload)."
+    )
+
 
 class Watch:
     """Follows one run; the default one shows nothing."""
@@ -88,7 +100,9 @@ class ConsoleWatch(Watch):
             self._line(what + (f", resuming after round {done}" if done else ""))
 
     def seen(self, client: str | None, name: str, value: Json) -> None:
-        """Show a loss."""
+        """Show a loss, or a warning."""
+        if name == JUMPED:
+            self._line(jump_warning(client, value))
         if client is None or not name.startswith("loss/"):
             return
         self.updates += 1

@@ -17,6 +17,7 @@ from coterie.config import RunConfig
 from coterie.engines.deployed.seats import Seat, ServerWatch
 from coterie.engines.deployed.terms import in_words
 from coterie.exchange.envelope import Order
+from coterie.runs.progress import JUMPED, jump_warning
 
 
 class LiveDisplay:
@@ -150,6 +151,8 @@ class ClientBoard(LiveDisplay):
                 self._say(f"no gain for {value} rounds: training stopped, waiting for the end")
             case "bytes/up" | "bytes/down":
                 self.bytes[what] = value
+            case _ if what == JUMPED:
+                self._say(jump_warning("this client", value))
             case _ if what.startswith("loss/"):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")

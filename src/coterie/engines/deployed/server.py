@@ -18,7 +18,7 @@ from coterie.config import RunConfig
 from coterie.engines.deployed.joins import Joins
 from coterie.engines.deployed.quorum import Quorum
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
-from coterie.engines.deployed.uploads import Uploads
+from coterie.engines.deployed.uploads import LONGEST_LINE, Uploads
 from coterie.engines.part import LEFT_OUT, close, restore, result, score_server, server_states
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError, State
@@ -33,8 +33,6 @@ RETRY = 20.0
 """Seconds until a client that could not do its work is asked again."""
 GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
-LONGEST_LINE = 300
-"""Characters of a line that tells what happened."""
 
 
 class ServerRun:
@@ -140,8 +138,7 @@ class ServerRun:
         for name in sorted(self.waiting):
             self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
-        for name, why in sorted(refused.items()):
-            self.recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
+        self.uploads.record(self.recorder.log)
         self.waiting = set()  # nobody is asked for anything until the next round
         self._record_entries(counted)
         for name in counted:

@@ -7,10 +7,13 @@ from typing import IO
 
 from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution
-from coterie.engines.part import contribution
+from coterie.engines.part import LogFor, contribution, record
 from coterie.errors import CoterieError
 from coterie.files import writing
 from coterie.methods.contract import ServerSide
+
+LONGEST_LINE = 300
+"""Characters of a line that tells what happened."""
 
 
 class Uploads:
@@ -38,7 +41,8 @@ class Uploads:
         except CoterieError as error:
             self.refused[name] = str(error)
             return
-        self._measures[name] = self.aggregation.measure(name, message)
+        reference = self.server.reference(name)
+        self._measures[name] = self.aggregation.measure(name, message, reference)
         with writing(self.folder):
             self._files[name] = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `begin`)
             self._files[name].write(body)
@@ -62,6 +66,10 @@ class Uploads:
     def counted(self) -> list[str]:
         """Clients whose uploads are not refused."""
         return sorted(self._files.keys() - self.refused.keys())
+
+    def record(self, log: LogFor) -> None:
+        """Record the figures of the round's uploads, and which were excluded, and why."""
+        record(self._measures, {n: why[:LONGEST_LINE] for n, why in self.refused.items()}, log)
 
     def contributions(self) -> Iterator[Contribution]:
         """What the uploads add to the mean. Whatever is wrong with one, the others count."""
