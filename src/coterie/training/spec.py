@@ -99,7 +99,8 @@ class TrainingSpec(BaseModel):
     learning_rate: float = Field(
         default=2e-3,
         gt=0,
-        description="highest learning rate: at the first step of the run, or after the warm-up",
+        description="highest learning rate: at the first step of the run, or after the warm-up; "
+        "a cosine of a single step has final_learning_rate",
     )
     final_learning_rate: float = Field(
         default=2e-4,
