@@ -79,9 +79,8 @@ def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
 def test_the_cosine_goes_from_the_first_rate_to_the_last() -> None:
     rate = learning_rate(TrainingSpec(steps=10), rounds=20)
     assert rate(0) == 2e-3
-    assert rate(100) == pytest.approx((2e-3 + 2e-4) / 2)
-    assert rate(200) == pytest.approx(2e-4)
-    assert rate(50) == pytest.approx(2e-4 + 1.8e-3 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate(199) == 2e-4
+    assert rate(50) == pytest.approx(2e-4 + 1.8e-3 * (1 + math.cos(math.pi * 50 / 199)) / 2)
     assert rate(10_000) == pytest.approx(2e-4)
 
 
@@ -93,7 +92,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch
 
     original = dpo.language_model_loss
     monkeypatch.setattr(dpo, "language_model_loss", broken)
-    with pytest.raises(coterie.CoterieError, match=r"loss of 'diarist'.*step 1"):
+    with pytest.raises(coterie.CoterieError, match=r"In round 1, .* of every client is not finite"):
         coterie.run(config(), out=tmp_path / "run")
 
 
@@ -158,10 +157,45 @@ def test_one_cycle_is_torch_s(warmup: float, steps: int) -> None:
 @pytest.mark.parametrize("warmup", [0.0, 0.008, 0.1, 0.95])
 def test_a_warm_up_and_a_cosine_are_transformers(warmup: float) -> None:
     def scheduler(optimiser):
-        return get_cosine_schedule_with_warmup(optimiser, math.ceil(60 * warmup), 60)
+        # Theirs ends one step after the number that it is given, ours at the last step.
+        return get_cosine_schedule_with_warmup(optimiser, math.ceil(60 * warmup), 59)
 
     expected = torch_rates(scheduler, 60)
     assert rates_of(30, 2, warmup=warmup, final_learning_rate=0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one-cycle"])
+@pytest.mark.parametrize("final", [0.0, 3e-4, 4e-3])
+@pytest.mark.parametrize(
+    ("steps", "rounds", "warmup"),
+    [
+        (1, 1, 0.5),
+        (1, 1, 0.999),
+        (2, 1, 0.9),
+        (10, 1, 0.1),
+        (10, 1, 0.95),
+        (1, 7, 0.3),
+        (5, 3, 0.2),
+    ],
+)
+def test_the_last_step_has_the_final_rate(
+    schedule: Any, final: float, steps: int, rounds: int, warmup: float
+) -> None:
+    given: dict[str, Any] = {"final_learning_rate": final, "warmup": warmup, "schedule": schedule}
+    rates = rates_of(steps, rounds, **given)
+    assert rates[-1] == final
+    if final:  # else it is the rate at the start of the warm-up, too
+        assert all(rate != final for rate in rates[:-1])
+    for round in range(rounds):
+        last = round * steps + steps - 1
+        assert rates_of(steps, rounds, restart=True, **given)[last] == final
+    beside = TrainingSpec(steps=steps, restart=True, **given)
+    assert learning_rate_beside(beside, rounds, rounds - 1, 4)(3) == final
+
+
+def test_a_cosine_ends_at_the_last_step_without_a_warm_up() -> None:
+    assert rates_of(3, final_learning_rate=1e-3) == pytest.approx([2e-3, 1.5e-3, 1e-3])
+    assert rates_of(1, final_learning_rate=1e-3) == [1e-3]
 
 
 def test_a_warm_up_leads_to_a_constant_rate() -> None:
@@ -181,7 +215,7 @@ def test_a_schedule_can_restart_in_every_round() -> None:
 def test_updates_beside_the_local_steps_have_the_schedule_if_it_restarts() -> None:
     spec = TrainingSpec(steps=10, warmup=0.5, restart=True, final_learning_rate=0)
     rate = learning_rate_beside(spec, 3, 2, 4)
-    assert [rate(n) for n in range(4)] == pytest.approx([0, 1e-3, 2e-3, 1e-3])
+    assert [rate(n) for n in range(4)] == pytest.approx([0, 1e-3, 2e-3, 0])
     rate = learning_rate_beside(TrainingSpec(steps=10, warmup=0.5), 2, 0, 4)
     assert [rate(n) for n in range(4)] == [2e-3] * 4  # not the 0 of a warm-up's first step
     whole = learning_rate(TrainingSpec(steps=10), 2)

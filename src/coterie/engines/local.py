@@ -19,6 +19,7 @@ from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.part import (
+    LEFT_OUT,
     ClientPart,
     close,
     contribution,
@@ -28,7 +29,9 @@ from coterie.engines.part import (
     score_server,
     server_states,
 )
+from coterie.errors import Diverged
 from coterie.exchange import Json, State
+from coterie.exchange.envelope import TOLD
 from coterie.federation import Participant, server_context
 from coterie.files import writing
 from coterie.runs import Recorder, RunFolder, Watch
@@ -58,6 +61,8 @@ class Rounds(ABC):
         self.names = [p.name for p in participants]
         self.training = self.names
         """Those who take part in the round in progress."""
+        self.diverged: set[ClientId] = set()
+        """Clients that have diverged in the last round that they took part in."""
         self.texts = sum(len(p.tests) for p in participants)
         window = config.data.window
         self.sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
@@ -75,7 +80,7 @@ class Rounds(ABC):
     @abstractmethod
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
         """The upload of every client that trains, in their order; its entries are recorded by
-        then."""
+        then. A client that diverged has none (no bytes), and the state from before the round."""
 
     @abstractmethod
     def _finish(self, round: int) -> None:
@@ -146,13 +151,24 @@ class Rounds(ABC):
         """
         self.server.open(round, sorted(self.training))
         measures: dict[ClientId, Measure] = {}
+        diverged: dict[ClientId, str] = {}
         for name, upload in self._steps(round):
+            if not upload:
+                diverged[name] = TOLD["diverged"]
+                self.watch.warn(f"Round {round + 1} goes on without {name}: {diverged[name]}.")
+                continue
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
             message = self.schema.receive("up", upload)
             measures[name] = self.aggregation.measure(name, message, self.server.reference(name))
             self.watch.worked(round, name)
-        refused = self.aggregation.left_out(measures)
+        if not measures:
+            raise Diverged(
+                f"In round {round + 1}, the loss or the upload of every client is not finite; a "
+                "lower training.learning_rate may help."
+            )
+        self.diverged = self.diverged - set(measures) | set(diverged)
+        refused = diverged | self.aggregation.left_out(measures)
         record(measures, refused, self.recorder.log)
         names = sorted(measures.keys() - refused.keys())
         mean = self.aggregation.mean(round, self._contributions(names, spool))
@@ -177,6 +193,7 @@ class Rounds(ABC):
         if done:
             restore(self.server, self.aggregation, self.folder)
             self._restore_clients()
+            self.diverged = _diverged(self.folder)
         return done
 
     def _note(self, round: int, entries: list[dict[str, Json]]) -> str:
@@ -209,6 +226,7 @@ class LocalRun(Rounds):
     ) -> None:
         super().__init__(config, base, participants, folder, watch, own, rule)
         log = self.recorder.log
+        self.participants = {p.name: p for p in participants}
         self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
         self.clients = {name: part.side for name, part in self.parts.items()}
         self._join()
@@ -223,11 +241,30 @@ class LocalRun(Rounds):
 
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
         for name in self.training:
-            yield name, self.parts[name].step(round, self._download(name))
+            download, counted = self._download(name), name not in self.diverged
+            before = self.recorder.count
+            try:
+                upload = self.parts[name].step(round, download, counted=counted)
+            except Diverged:
+                self.recorder.undo(before)
+                self._begin_anew(name, len(download))
+                upload = b""
+            yield name, upload
+
+    def _begin_anew(self, name: ClientId, down: int) -> None:
+        """Take a client that diverged back to the newest checkpoint, or to the run's start."""
+        participant, log = self.participants[name], self.recorder.log
+        part = ClientPart(self.config, self.base, participant, log)
+        part.hello()
+        if self.folder.rounds():
+            part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
+        self.parts[name], self.clients[name] = part, part.side
+        log(name, "bytes/down", down)
 
     def _finish(self, round: int) -> None:
         for name, part in self.parts.items():
-            part.finish(self._download(name), self.folder.find(f"kept-{name}"), round)
+            kept, counted = self.folder.find(f"kept-{name}"), name not in self.diverged
+            part.finish(self._download(name), kept, round, counted=counted)
             part.keep_items(self.folder)
 
     def _stops(self, name: ClientId, rounds: int) -> bool:
@@ -241,3 +278,14 @@ class LocalRun(Rounds):
         for name, part in self.parts.items():
             state, kept = self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}")
             part.restore(state, kept)
+
+
+def _diverged(folder: RunFolder) -> set[ClientId]:
+    """The clients that diverged in the last round that they took part in, by a run's metrics."""
+    diverged: set[ClientId] = set()
+    for line in folder.metrics():
+        if line["name"] == LEFT_OUT and line["value"] == TOLD["diverged"]:
+            diverged.add(line["client"])
+        elif line["name"] == "bytes/up":
+            diverged.discard(line["client"])
+    return diverged

@@ -13,8 +13,9 @@ from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.engines.reference import with_reference
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Diverged
 from coterie.exchange import Json, Message, MessageError, State
+from coterie.exchange.message import is_finite
 from coterie.exchange.schema import Way
 from coterie.federation import Participant, client_context, digest_of
 from coterie.methods.contract import ClientSide, ServerSide
@@ -87,7 +88,8 @@ class ClientPart:
         """One round: take the download in, train, and return the upload.
 
         Models are scored where that is due: the aggregated one of the round before (if this
-        client's upload `counted` then), and the trained one.
+        client's upload `counted` then), and the trained one. Raises Diverged if the loss or the
+        upload is not finite.
         """
         if self.keeper is not None:
             self.keeper.begin(round)
@@ -101,7 +103,13 @@ class ClientPart:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
-        upload = self._sent("up", self.side.upload(round))
+        message = self.side.upload(round)
+        if not all(is_finite(tensor) for *_, tensor in message.tensors()):
+            raise Diverged(
+                f"The upload of {self.name!r} is not finite in round {round + 1}; a lower "
+                "training.learning_rate may help."
+            )
+        upload = self._sent("up", message)
         self.log(self.name, "bytes/up", len(upload))
         return upload
 

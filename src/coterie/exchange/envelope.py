@@ -16,14 +16,26 @@ LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's entries where they are shared."""
 Kind = Literal["join", "step", "finish"]
 Fault = Literal[
-    "unknown run", "refused", "failed", "protocol", "base", "plugin", "public", "terms", "budget"
+    "unknown run",
+    "refused",
+    "failed",
+    "diverged",
+    "protocol",
+    "base",
+    "no base",
+    "plugin",
+    "public",
+    "terms",
+    "budget",
 ]
 """Why a client has no upload."""
 TOLD: dict[Fault, str] = {
     "refused": "it rejected the message; see its log",
     "failed": "an error occurred on its machine; see its log",
+    "diverged": "its loss or its upload is not finite; a lower training.learning_rate may help",
     "protocol": "it runs another version of Coterie; install the same version on both sides",
     "base": "its base has different weights than the run's",
+    "no base": "it cannot load its base and has left the run; see its log",
     "plugin": "it lacks the run's plugin, or has another version of it",
     "public": "it has no copy of the run's public text, or a different one",
     "terms": "nobody there has agreed to this run as it is",

@@ -19,7 +19,7 @@ from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
 from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.chance import generator
 from coterie.data.examples import Examples
-from coterie.errors import CoterieError
+from coterie.errors import Diverged
 from coterie.training.context import ClientContext
 from coterie.training.loss import soft_target_loss
 from coterie.training.passes import Purpose, training_pass
@@ -93,10 +93,10 @@ class Distiller:
     def begin(self, own: Knowledge) -> None:
         """Nobody has offered anything yet: learn labels, or this side's `own` predictions.
 
-        Raises CoterieError if there are none.
+        Raises Diverged if there are none.
         """
         if not len(own.samples):
-            raise CoterieError(
+            raise Diverged(
                 f"{self.context.name!r} has no finite predictions; a lower "
                 "training.learning_rate may help."
             )

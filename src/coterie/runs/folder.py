@@ -366,6 +366,15 @@ class Recorder:
         self._lines.append(line if of == self.round else {**line, "during": self.round})
         self._seen(client, name, value)
 
+    @property
+    def count(self) -> int:
+        """How many figures of the round in progress are noted."""
+        return len(self._lines)
+
+    def undo(self, count: int) -> None:
+        """Forget all figures but the first `count` of the round in progress."""
+        del self._lines[count:]
+
     def flush(self) -> None:
         """Write the round's figures."""
         self._folder.append(self.take())

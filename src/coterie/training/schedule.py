@@ -40,16 +40,17 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
     """Learning rate at a step of the run, on a schedule over all of its steps; or, with `restart`,
     over those of each round.
 
-    cosine: half a cosine, which ends one step after the last (as transformers'). one-cycle: a
-    cosine up and half a cosine down, which ends at the last step (torch's `OneCycleLR`). constant:
-    as after the warm-up; with `learning_rate_decay` smaller by that factor from round to round.
+    cosine: half a cosine down. one-cycle: a cosine up and half a cosine down (torch's
+    `OneCycleLR`). Both have the final rate at the last step, even if the warm-up fills the
+    schedule; a schedule of a single step has the peak rate. constant: as after the warm-up; with
+    `learning_rate_decay` smaller by that factor from round to round.
     """
     course, steps, first = training.course, training.steps, training.learning_rate
     cycle = course == "one-cycle"
     last, decay = training.final_learning_rate, training.learning_rate_decay
     total = steps if training.restart else rounds * steps
-    top, end = training.warmup * total - 1 if cycle else math.ceil(training.warmup * total), total
-    end -= cycle
+    end = total - 1
+    top = training.warmup * total - 1 if cycle else math.ceil(training.warmup * total)
     start = training.initial_learning_rate
     if start is None:
         start = first / 25 if cycle else 0.0
@@ -57,12 +58,16 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
     def at(step: int) -> float:
         peak = first if decay is None else first * decay ** (step // steps)
         step = step % steps if training.restart else step
+        if total == 1:
+            return peak
+        if course != "constant" and step >= end:
+            return last
         if step < top:
             rise = (1 - math.cos(math.pi * step / top)) / 2 if cycle else step / top
             return start + (peak - start) * rise
         if course == "constant":
             return peak
-        done = (step - top) / (end - top) if step < end else 1.0
+        done = (step - top) / (end - top)
         return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
 
     return at

@@ -27,7 +27,7 @@ from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Diverged
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
@@ -119,6 +119,8 @@ class Worker:
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
+        self.without_base = ""
+        """Why its base could not be loaded, if it could not."""
 
     def answer(self, data: bytes) -> bytes:
         """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
@@ -128,6 +130,8 @@ class Worker:
             return self._obey(order, body)
         except MessageError as error:
             fault, why = "refused", error
+        except Diverged as error:
+            fault, why = "diverged", error
         except CoterieError as error:
             fault, why = "failed", error
         log.error("round %d: %s", order.round + 1, why)
@@ -167,7 +171,11 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
-        base = self._base(config)
+        try:
+            base = self._base(config)
+        except CoterieError as error:  # asking again would not help
+            self.without_base, self.finished = str(error), True
+            return self._unlike(order, "no base", f"cannot be joined: {error}")
         if order.base not in ("", base.digest):
             return self._unlike(
                 order, "base", f"has a base with different weights than {config.base}"

@@ -51,9 +51,8 @@ class ServerRun:
         watch: ServerWatch,
         own: Participant | None = None,
     ) -> None:
-        self.config, self.folder, self.link, self.watch = config, folder, link, watch
-        self.own = own
-        self.run = folder.description["run"]
+        self.config, self.folder, self.link = config, folder, link
+        self.watch, self.own, self.run = watch, own, folder.description["run"]
         self.recorder = Recorder(folder, lambda *_: None)
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
         self.schema = self.aggregation.schema
@@ -295,6 +294,8 @@ class ServerRun:
                 seat.joined, seat.again, seat.failed = False, 0.0, False
             elif reply.fault is not None:
                 self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
+                if (reply.fault, self.kind) == ("diverged", "step") and name in self.waiting:
+                    self.waiting -= self.uploads.diverge(name)
             elif reply.kind == "join":
                 self._join(name, reply, body)
             elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
@@ -334,8 +335,7 @@ class ServerRun:
         seat = self.seats[name]
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
         seat.again, seat.failed = 0.0, False
-        if self.config.deployment.share_metrics:
-            seat.entries = reply.entries or []
+        seat.entries = (reply.entries or []) if self.config.deployment.share_metrics else []
         self.waiting.discard(name)
 
     def _record_entries(self, names: Iterable[str]) -> None:

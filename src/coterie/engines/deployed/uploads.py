@@ -9,6 +9,7 @@ from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.engines.part import LogFor, contribution, record
 from coterie.errors import CoterieError
+from coterie.exchange.envelope import TOLD
 from coterie.files import writing
 from coterie.methods.contract import ServerSide
 
@@ -46,6 +47,12 @@ class Uploads:
         with writing(self.folder):
             self._files[name] = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `begin`)
             self._files[name].write(body)
+
+    def diverge(self, name: str) -> set[str]:
+        """Note that a client has diverged and has no upload; the client's name, in a set."""
+        self.drop(name)
+        self.refused[name] = TOLD["diverged"]
+        return {name}
 
     def ask_again(self, name: str) -> bool:
         """Forget an upload, which is to come again; whether that is for the first time."""

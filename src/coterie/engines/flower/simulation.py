@@ -45,7 +45,7 @@ from coterie.engines.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskId
 from coterie.engines.kept import best_of, stops
 from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Diverged
 from coterie.exchange import Json, State
 from coterie.federation import participants_of
 from coterie.files import write_bytes, writing
@@ -135,6 +135,7 @@ class SimulatedRun(Rounds):
                 yield self._answered(*waiting.popleft())
             run, body = str(self.folder.path.resolve()), download(name)
             order = {"run": run, "client": name, "do": do, "round": round, "body": body}
+            order["counted"] = name not in self.diverged
             order["plugins"] = json.dumps(self.config.plugins)
             waiting.append((name, self.ask(order)))
         while waiting:
@@ -238,7 +239,9 @@ class Actor:
         words = load_tokenizer(config.base, config.root)
         self.participants = {p.name: p for p in participants_of(config, words)}
 
-    def work(self, *, do: str, client: ClientId, round: int, body: bytes) -> tuple[bytes, Entries]:
+    def work(
+        self, *, do: str, client: ClientId, round: int, counted: bool, body: bytes
+    ) -> tuple[bytes, Entries]:
         """One order's answer and the entries that were logged meanwhile."""
         entries: Entries = []
         participant, base = self.participants[client], self.bases[self.config.base_of(client)]
@@ -246,18 +249,28 @@ class Actor:
         def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
             entries.append((client, name, value, round))
 
-        part = ClientPart(self.config, base, participant, log)
+        state, kept = (_newest(self.folder, f"{kind}-{client}") for kind in ("client", "kept"))
+
+        def begun() -> tuple[ClientPart, bytes]:
+            """The client at the newest checkpoint, or at the run's start."""
+            part = ClientPart(self.config, base, participant, log)
+            hello = part.hello()
+            if state is not None:
+                part.restore(state, kept)
+            return part, hello
+
+        part, upload = begun()
         self.participants[client] = part.participant  # what it knows takes time to compute
-        upload = part.hello()
         if do == "hello":
             return upload, entries
-        state, kept = (_newest(self.folder, f"{kind}-{client}") for kind in ("client", "kept"))
-        if state is not None:
-            part.restore(state, kept)
-        if do == "step":
-            upload = part.step(round, body)
-        else:
-            part.finish(body, kept, round)
+        try:
+            if do == "step":
+                upload = part.step(round, body, counted=counted)
+            else:
+                part.finish(body, kept, round, counted=counted)
+        except Diverged:
+            entries[:] = [(client, "bytes/down", len(body), None)]
+            (part, _), upload = begun(), b""
         part.keep_items(self.folder)
         for file, state in part.states():
             if state is not None:
