@@ -69,9 +69,9 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         again = "the same command"
         if folder is not None and (folder / "run.json").exists():
-            from coterie.runs.read import Description, read_json
+            from coterie.runs.read import Plugins, read_json
 
-            began = read_json(folder, "run.json", Description)
+            began = read_json(folder, "run.json", Plugins)
             plugins = began.get("plugins", {})  # runs of earlier versions have none
             again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
         stopped(f"Finished rounds are saved; resume with {again}.")

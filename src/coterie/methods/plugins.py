@@ -109,7 +109,7 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         if here is None:
             raise CoterieError(
                 f"{where} uses the method {name!r} from a plugin, which its folder says was "
-                f"{file!r}; a plugin runs as your own code, so give --plugin with a file that you "
+                f"{file}; a plugin runs as your own code, so give --plugin with a file that you "
                 "trust"
             )
         if here.sha256 != began["sha256"]:

@@ -61,13 +61,18 @@ class _Client(_Part):
     labels: dict[str, dict[str, int]] | None = None
 
 
-class Description(_Part):
+class Plugins(_Part):
+    """The part of run.json that says how a run is resumed."""
+
+    plugins: dict[str, _Plugin] = {}
+
+
+class Description(Plugins):
     """run.json."""
 
     threads: int
     clients: dict[str, _Client]
     config: dict[str, Any]
-    plugins: dict[str, _Plugin] = {}
     server: dict[str, Any] = {}
     run: str = ""
 
