@@ -25,7 +25,6 @@ from coterie.bases.devices import Device, names_of
 from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
-from coterie.engines.deployed.costs import too_costly
 from coterie.engines.deployed.orders import Orders, check_round
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
@@ -148,6 +147,7 @@ class Worker:
             return self._join(order)
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
+        check_round(order, self.run.config.exchanges)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
             return self._reply(order, upload, entries, stops=self.run.stops)
@@ -169,7 +169,7 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
         folder = run_folder(self.site, order.run, config)
-        if why := too_costly(config) or self.orders.begins(folder):
+        if why := self.orders.begins(order.run, config, folder):
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -181,7 +181,6 @@ class Worker:
         if self.run is None or self.run.id != order.run:
             self.close()
             self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
-            self.orders.began(order.run)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
@@ -301,7 +300,6 @@ class SiteRun:
 
     def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
         """The upload of a round and its entries; from store if the order was obeyed before."""
-        check_round(order, self.config.exchanges)
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
@@ -323,7 +321,6 @@ class SiteRun:
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Take in the last download; the folder then holds the result. Returns its entries."""
-        check_round(order, self.config.exchanges)
         last, began = order.round - 1, time.monotonic()
         if self._about().round <= last:
             self._settle(order, "")

@@ -3,6 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
+from coterie.config import RunConfig
+from coterie.engines.deployed.costs import too_costly
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Order
@@ -41,13 +43,15 @@ class Orders:
     def __init__(self, out: Path, client: str) -> None:
         self.out, self.client = out, client
         self.runs: set[str] = set()
-        """The ids of the runs that were begun or resumed."""
+        """The ids of the runs that were begun."""
         self.trained: Counter[tuple[str, int]] = Counter()
         """How often each round of each run was trained."""
 
-    def begins(self, folder: RunFolder) -> str | None:
-        """Return why this client does not begin another run; None if it does, or goes on."""
-        if folder.is_run:
+    def begins(self, run: str, config: RunConfig, folder: RunFolder) -> str | None:
+        """Note a run; return why this client does not begin it, or None if it does, or goes on."""
+        if why := too_costly(config):
+            return why
+        if folder.is_run or run in self.runs:
             return None
         if len(self.runs) >= NEW_RUNS:
             return (
@@ -61,11 +65,8 @@ class Orders:
                 f"comes after {len(unfinished)} unfinished runs in {self.out}; delete the folders "
                 "that are no longer needed, and start this client again to take part"
             )
-        return None
-
-    def began(self, run: str) -> None:
-        """Note a run."""
         self.runs.add(run)
+        return None
 
     def trains(self, order: Order) -> None:
         """Note a training; raises CoterieError if its round was trained too often."""
