@@ -1,14 +1,15 @@
 """Writing files so that a kill or a full disk leaves the old content or the new, never half."""
 
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import IO, Any
 
 from coterie.errors import CoterieError
 
@@ -35,6 +36,66 @@ def writing(path: Path) -> Iterator[None]:
         raise CoterieError(f"Could not write {path}: {error.strerror or error}.") from error
 
 
+def read_inside(folder: Path, name: str | PurePath) -> bytes:
+    """Return the content of a regular file inside a folder.
+
+    Neither the file nor a folder between may be a symbolic link: whoever can write into the
+    folder could otherwise make another user read, and disclose, any file.
+
+    Raises:
+        CoterieError: Something on the way is a link.
+        OSError: The file cannot be read, or is a folder, a device or a pipe.
+    """
+    *between, last = PurePath(name).parts
+    opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        for part in between:
+            refuse_links(folder, name)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            opened.append(os.open(part, flags, dir_fd=opened[-1]))
+        refuse_links(folder, name)
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        opened.append(os.open(last, flags, dir_fd=opened[-1]))
+        if not stat.S_ISREG(os.fstat(opened[-1]).st_mode):
+            raise OSError(errno.EINVAL, "It is not a file", str(folder / name))
+        with open(opened[-1], "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def loads(data: bytes) -> Any:
+    """Return the value of JSON; raises ValueError for anything else, however deep it is nested."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def refuse_links(folder: Path, name: str | PurePath) -> None:
+    """Raise CoterieError if a file inside a folder, or a folder between, is a symbolic link."""
+    path = folder
+    for part in PurePath(name).parts:
+        path = path / part
+        if path.is_symlink():
+            raise CoterieError(
+                f"{path} is a symbolic link, which is never followed inside a run folder; replace "
+                "it with what it points to."
+            )
+
+
+def append_to(path: Path) -> IO[str]:
+    """Open a text file to append to it, for its owner alone if it is new.
+
+    Raises:
+        OSError: It cannot be opened, or is a symbolic link.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(os.open(path, flags, 0o600), "a", encoding="utf-8")
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file atomically: temporary file, fsync, rename.
 
@@ -45,11 +106,13 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     with writing(path):
         try:
             temporary.unlink(missing_ok=True)
-            with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
+            # O_EXCL: whoever else may write here cannot put a link in the temporary file's place.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(temporary, flags, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            _hand_over(temporary)
+                _hand_over(file.fileno(), path.parent)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -96,7 +159,11 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     with writing(path):
         try:
             temporary.mkdir(parents=True)
-            _hand_over(temporary)
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                _hand_over(descriptor, path.parent)
+            finally:
+                os.close(descriptor)
             fill(temporary)
             temporary.replace(path)
         except BaseException:
@@ -105,12 +172,12 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         sync_folder(path.parent)
 
 
-def _hand_over(path: Path) -> None:
+def _hand_over(descriptor: int, folder: Path) -> None:
     """Give what root has written to the owner of its folder: a service that runs as another user
     must be able to read it."""
     if os.geteuid() == 0:
-        owner = path.parent.stat()
-        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+        owner = folder.stat()
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
 def sync_folder(path: Path) -> None:

@@ -1,6 +1,5 @@
 """How commands speak: to the console, about errors, and when they are stopped."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,7 +87,9 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         again = "the same command"
         if folder is not None and (folder / "run.json").exists():
-            began = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            from coterie.runs.read import Plugins, read_json
+
+            began = read_json(folder, "run.json", Plugins)
             plugins = began.get("plugins", {})  # runs of earlier versions have none
             again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
         stopped(f"Finished rounds are saved; resume with {again}.")

@@ -108,7 +108,9 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         file = began["file"]
         if here is None:
             raise CoterieError(
-                f"{where} uses the method {name!r} from the plugin {file}; add --plugin {file}"
+                f"{where} uses the method {name!r} from a plugin, which its folder says was "
+                f"{file}; a plugin runs as your own code, so give --plugin with a file that you "
+                "trust"
             )
         if here.sha256 != began["sha256"]:
             raise CoterieError(

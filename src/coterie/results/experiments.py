@@ -16,10 +16,12 @@ import pandas as pd
 
 from coterie.engines.part import SERVER_SCORE
 from coterie.errors import CoterieError
+from coterie.files import refuse_links
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, kind_of, names
 from coterie.results.frame import Frame, metrics, parts
 from coterie.runs import RunFolder
+from coterie.runs.read import Outcome, Reported, read_json
 from coterie.scoring.metrics import Metric, metric_of
 
 MEAN = "mean over clients"
@@ -44,7 +46,9 @@ class ReportedRun:
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
         """Everything but the checkpoints. A server that was told no scores has no result."""
-        about, result = folder.description, folder.outcome
+        about, result = read_json(folder.path, "run.json", Reported), folder.outcome
+        if result is not None:
+            read_json(folder.path, "result.json", Outcome)
         if result is not None and not result[result["reports"]]:
             result = None
         found, server = metrics(folder.metrics()), about.get("server", {})
@@ -208,8 +212,10 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
     """Run folders with the name of what they belong to: the run, or the folder that holds them."""
     if RunFolder(path).is_run:
-        name = RunFolder(path).description["config"]["name"]
+        about = RunFolder(path).description  # checks the format first
+        name = about["config"].get("name", path.name)
         for folder in (path, *sorted((path / "baselines").glob("*"))):
+            refuse_links(path, folder.relative_to(path))
             if RunFolder(folder).is_run:
                 yield name, RunFolder(folder)
         return

@@ -15,6 +15,7 @@ baselines/NAME/      the run folder of a baseline
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,15 +28,20 @@ import torch
 
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
-from coterie.exchange.formats import FormatError, check_stamp, stamp
+from coterie.exchange.formats import check_stamp, stamp
 from coterie.files import (
+    append_to,
     link,
+    loads,
+    read_inside,
+    refuse_links,
     write_bytes,
     write_folder,
     write_json,
     write_text,
     writing,
 )
+from coterie.runs import read
 
 CHECKSUMS = "checksums.json"
 """In a checkpoint: the hash of each of its files, by name."""
@@ -106,9 +112,7 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether a run began here."""
         try:
-            return bool(self.description)
-        except FormatError:
-            return True  # of another version
+            return "config" in read.read_json(self.path, "run.json")
         except CoterieError:
             return False
 
@@ -128,18 +132,19 @@ class RunFolder:
     @property
     def description(self) -> dict[str, Any]:
         """What `create` was given; raises CoterieError if there is no run of this format."""
-        description = self._read("run.json")
-        if "config" in description:  # else it is no run's at all
-            remedy = "Use the version that wrote it, or start a new run in another folder."
-            check_stamp(f"The run in {self.path}", description, remedy)
-        if not {"clients", "config", "threads"} <= description.keys():
-            raise CoterieError(f"{self.path} is not a run folder (it has no run.json).")
-        return description
+        description = read.read_json(self.path, "run.json")
+        if "config" not in description:
+            raise CoterieError(f"{self.path} is not a run folder (its run.json is no run's).")
+        remedy = "Use the version that wrote it, or start a new run in another folder."
+        check_stamp(f"The run in {self.path}", description, remedy)
+        return read.read_json(self.path, "run.json", read.Description)
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The scores of a finished run."""
-        return self._read("result.json") if (self.path / "result.json").exists() else None
+        if not os.path.lexists(self.path / "result.json"):
+            return None
+        return read.read_json(self.path, "result.json", read.Result)
 
     @property
     def outcome(self) -> dict[str, Any] | None:
@@ -151,13 +156,14 @@ class RunFolder:
             return None
         items: dict[str, dict[str, Any]] = {}
         for path in sorted(self.path.glob("scores/*/*.json")):
-            kept = self._read(str(path.relative_to(self.path)))
+            kept = read.read_json(self.path, str(path.relative_to(self.path)), read.Items)
             items.setdefault(path.parent.name, {})[path.stem] = kept
-        return {**found, "seed": self.description["config"]["seed"], "items": items}
+        return {**found, "seed": self.description["config"].get("seed"), "items": items}
 
     def keep_items(self, point: str, text: str, items: Mapping[str, Json]) -> None:
         """Keep what each window of a test text scored at a point (trained or aggregated)."""
         path = self.path / "scores" / point / f"{text}.json"
+        refuse_links(self.path, path.parent.relative_to(self.path))
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, items)
@@ -195,6 +201,7 @@ class RunFolder:
         None stands for a state that is as in the newest checkpoint. Then drop all but the newest
         `keep`.
         """
+        refuse_links(self.path, "checkpoints")
         newest, before = self.checkpoint(rounds), self.checkpoint(self.rounds())
         sums: dict[str, str] = {}
 
@@ -202,6 +209,7 @@ class RunFolder:
             for name, state in states:
                 file = f"{name}.safetensors"
                 if state is None:
+                    refuse_links(before, file)
                     link(before / file, folder / file)
                     sums[file] = self._checksums(before)[file]
                 else:
@@ -247,7 +255,9 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """The folders of all checkpoints there are, oldest first."""
-        return sorted(p for p in (self.path / "checkpoints").glob("[0-9]*") if p.is_dir())
+        refuse_links(self.path, "checkpoints")
+        found = (self.path / "checkpoints").glob("[0-9]*")
+        return sorted(p for p in found if re.fullmatch(r"[0-9]{5,10}", p.name) and p.is_dir())
 
     def go_back(self, rounds: int) -> None:
         """Make the checkpoint after so many rounds the newest; raises CoterieError without one."""
@@ -260,7 +270,9 @@ class RunFolder:
 
     def without(self) -> set[str]:
         """Clients that an operator has expelled from the run."""
-        return set(self._read(WITHOUT)["clients"]) if (self.path / WITHOUT).exists() else set()
+        if not os.path.lexists(self.path / WITHOUT):
+            return set()
+        return set(read.read_json(self.path, WITHOUT, read.Without)["clients"])
 
     def expel(self, client: str) -> None:
         """A client takes no part any more; its server, if it works, looks every moment."""
@@ -290,7 +302,7 @@ class RunFolder:
         """A file of the newest checkpoint; raises CoterieError if it is not as it was written."""
         path = self.checkpoint(self.rounds()) / file
         try:
-            data = path.read_bytes()
+            data = read_inside(self.path, path.relative_to(self.path))
             if _checksum(data) == self._checksums(path.parent)[file]:
                 return data
             why = "it has changed since it was written"
@@ -302,10 +314,13 @@ class RunFolder:
 
     def digest(self) -> str:
         """A hash of the newest checkpoint's checksums."""
-        return _checksum((self.checkpoint(self.rounds()) / CHECKSUMS).read_bytes())
+        path = self.checkpoint(self.rounds()) / CHECKSUMS
+        return _checksum(read_inside(self.path, path.relative_to(self.path)))
 
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
-        return json.loads((checkpoint / CHECKSUMS).read_bytes())
+        """The hashes of a checkpoint's files; raises ValueError if they are damaged."""
+        name = (checkpoint / CHECKSUMS).relative_to(self.path)
+        return read.CHECKSUMS.validate_python(loads(read_inside(self.path, name)), strict=True)
 
     def has(self, name: str) -> bool:
         """Whether the newest checkpoint has a state."""
@@ -317,20 +332,14 @@ class RunFolder:
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Add figures to metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        with writing(path), path.open("a", encoding="utf-8") as file:
+        with writing(path), append_to(path) as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The figures, in order; a line that a kill cut off is left out."""
-        path = self.path / "metrics.jsonl"
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        for line in text.splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+        return read.read_lines(self.path, "metrics.jsonl")
 
     def forget_from(self, round: int) -> None:
         """Drop figures that came up in rounds that will be run again."""
@@ -339,15 +348,6 @@ class RunFolder:
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
         """Replace all figures."""
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-
-    def _read(self, name: str) -> dict[str, Any]:
-        try:
-            values = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            values = None
-        if not isinstance(values, dict):
-            raise CoterieError(f"{self.path} is not a run folder ({name}).")
-        return values
 
 
 class Recorder:

@@ -25,6 +25,7 @@ from coterie.bases.devices import Device, names_of
 from coterie.config import NOT_TOLD, RunConfig, parse
 from coterie.data.quality import AT_START, sentences
 from coterie.data.templates import SHIPPED, is_text
+from coterie.engines.deployed.orders import Orders, check_round
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError, Diverged
@@ -116,6 +117,7 @@ class Worker:
         self.site, self.seen = site, seen
         self.bases: dict[tuple[object, ...], Base] = {}
         self.run: SiteRun | None = None
+        self.orders = Orders(site.out, site.name)
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
@@ -150,8 +152,9 @@ class Worker:
             return self._join(order)
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
+        check_round(order, self.run.config.exchanges)
         if order.kind == "step":
-            upload, entries = self.run.step(order, body)
+            upload, entries = self.run.step(order, body, self.orders)
             return self._reply(order, upload, entries, stops=self.run.stops)
         entries = self.run.finish(order, body)
         self.finished = True
@@ -170,6 +173,10 @@ class Worker:
         if why := too_much(config.method.budget, ledger):
             self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
+        folder = run_folder(self.site, order.run, config)
+        if why := self.orders.begins(order.run, config, folder):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         try:
             base = self._base(config)
@@ -300,13 +307,14 @@ class SiteRun:
             )
         return folder
 
-    def step(self, order: Order, download: bytes) -> tuple[bytes, Entries]:
+    def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
         """The upload of a round and its entries; from store if the order was obeyed before."""
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
+        orders.trains(order)
         began = time.monotonic()
         with self._whole():
             self.recorder.round = order.round

@@ -10,7 +10,7 @@ from typing import Any
 from coterie.engines.part import LEFT_OUT
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State, without
-from coterie.files import write_text
+from coterie.files import read_inside, write_text
 from coterie.runs import RunFolder
 
 LOGS = ("server.log", "flower/door.log", "flower/door.log.1")
@@ -60,8 +60,9 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
             folder.finish({**folder.result, **of_clients})
         for name in DRAWN:
             path = folder.path / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        cut = sum(_forget_lines(folder.path / log, client) for log in LOGS)
+            is_folder = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
+        cut = sum(_forget_lines(folder.path, log, client) for log in LOGS)
         lines = list(folder.metrics())
         mine = [line for line in lines if line["client"] == client]
         folder.rewrite(_less_of(line, client) for line in lines if line["client"] != client)
@@ -90,12 +91,14 @@ def _less(name: str, state: State, client: str) -> State:
     return state
 
 
-def _forget_lines(log: Path, client: str) -> int:
+def _forget_lines(folder: Path, log: str, client: str) -> int:
     """Remove the lines that name a client; how many."""
-    if not log.exists():
+    try:
+        text = read_inside(folder, log).decode(errors="replace")
+    except FileNotFoundError:
         return 0
     names = re.compile(rf"(?<![\w.-]){re.escape(client)}(?![\w-])")
-    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not names.search(line)]
-    write_text(log, "".join(kept))
+    write_text(folder / log, "".join(kept))
     return len(lines) - len(kept)

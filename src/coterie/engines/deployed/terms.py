@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coterie.config import RunConfig
+from coterie.engines.deployed import costs
 from coterie.exchange.envelope import Order
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import public_digest
@@ -122,6 +123,7 @@ def in_words(order: Order, config: RunConfig) -> list[tuple[str, str]]:
         "method": f"{method.name}: {method.summary}",
         "settings": ", ".join(settings),
         "training": f"{config.rounds} rounds of {training.steps} steps of {training.batch} samples",
+        **costs.in_words(config),
         "base": str(config.base),
         "sent once": "; ".join(field.what for field in schema.hello),
         "every round": "; ".join(field.what for field in schema.up),

@@ -1,0 +1,113 @@
+"""What a run costs a client's machine, and the bounds that no agreement lifts.
+
+Somebody who agrees to a run reads its costs, but need not know what a machine can bear. Each bound
+is far above any useful value.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from coterie.bases import load_skeleton
+from coterie.bases.spec import BaseSpec
+from coterie.config import RunConfig
+
+MOST: dict[str, int] = {
+    "threads": max(64, os.cpu_count() or 1),
+    "rounds": 100_000,
+    "training.steps": 1_000_000,
+    "training.batch": 65_536,
+    "training.micro_batch": 65_536,
+    "data.window": 2**20,
+    "evaluation.batch": 65_536,
+}
+"""The highest value of a setting, by its key."""
+TOKENS_AT_ONCE = 2**24
+"""Tokens in one pass of a training step or of an evaluation."""
+STEPS = 10**8
+"""Training steps of a whole run."""
+MOST_OF_OTHERS = 10**6
+"""The highest number in the method's settings and in the rest of training and evaluation."""
+
+
+def too_costly(config: RunConfig) -> str | None:
+    """Return which setting of a run no machine like this one can bear; None if there is none."""
+    values = dict(_numbers(config.told_to("")))
+    for key, value in values.items():
+        most = MOST.get(key, MOST_OF_OTHERS)
+        if value > most and key.split(".")[0] not in ("seed", "deployment", "base"):
+            if key.startswith("data.limits"):  # how much of a client's own text is read
+                continue
+            return f"sets {key} to {value:,}, where at most {most:,} is accepted; {REMEDY}"
+    training, evaluation = config.training, config.evaluation
+    if training.steps * config.exchanges > STEPS:
+        total = training.steps * config.exchanges
+        return f"takes {total:,} training steps, where at most {STEPS:,} are accepted; {REMEDY}"
+    at_once = max(training.micro_batch or training.batch, evaluation.batch) * config.data.window
+    if at_once > TOKENS_AT_ONCE:
+        return (
+            f"reads {at_once:,} tokens at once (batch times data.window), where at most "
+            f"{TOKENS_AT_ONCE:,} are accepted; {REMEDY}"
+        )
+    return _too_wide(config)
+
+
+REMEDY = "ask the server's operator for a run that this machine can bear"
+
+
+def _too_wide(config: RunConfig) -> str | None:
+    """Return which rank or width of an adapter exceeds the widest layer of the base."""
+    ranks = {
+        key: value
+        for key, value in _numbers(config.method.described())
+        if key.rpartition(".")[2] in WIDTHS or "ranks" in key
+    }
+    if not ranks or max(ranks.values()) <= ALWAYS:
+        return None
+    widest = _widest(config.base, config)
+    for key, value in ranks.items():
+        if value > widest:
+            return (
+                f"sets method.{key} to {value:,}, more than the widest layer of {config.base} has "
+                f"({widest:,}); {REMEDY}"
+            )
+    return None
+
+
+WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
+"""Settings of methods that memory grows with."""
+ALWAYS = 64
+"""A width that is not compared with the base's."""
+
+
+def _widest(spec: BaseSpec, config: RunConfig) -> int:
+    """The largest dimension of the base's weights, the vocabulary apart."""
+    skeleton = load_skeleton(spec, config.root)
+    inner = (p for p in skeleton.parameters() if p.ndim > 1)
+    vocabulary = skeleton.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    return max((n for p in inner for n in p.shape if n != vocabulary), default=ALWAYS)
+
+
+def _numbers(values: Mapping[str, Any] | list[Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in nested settings, by their dotted keys."""
+    pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for key, value in pairs:
+        if isinstance(value, Mapping | list):
+            yield from _numbers(value, f"{above}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{above}{key}", value
+
+
+def in_words(config: RunConfig) -> dict[str, str]:
+    """What somebody should know of the costs who is to agree to a run, by subject."""
+    training, evaluation = config.training, config.evaluation
+    steps = training.steps * config.exchanges
+    at_once = training.micro_batch or training.batch
+    every = "after the last round" if evaluation.every is None else f"every {evaluation.every}"
+    return {
+        "computing": f"{steps:,} training steps in all, with "
+        f"{config.threads or 'the default number of'} threads; scores {every}",
+        "memory": f"{at_once} samples of {config.data.window} tokens at once in training, "
+        f"{evaluation.batch} in scoring; `coterie client --check` measures it",
+        "disk": "two checkpoints of what is trained, and what each test window scored",
+    }

@@ -1,0 +1,79 @@
+"""What a client obeys of a server's orders: the rounds that were agreed, and few repetitions."""
+
+from collections import Counter
+from pathlib import Path
+
+from coterie.config import RunConfig
+from coterie.engines.deployed.costs import too_costly
+from coterie.errors import CoterieError
+from coterie.exchange import MessageError
+from coterie.exchange.envelope import Order
+from coterie.runs import RunFolder
+
+TIMES = 5
+"""How often a client trains in one round. A round is opened again when the server was killed, lost
+too many uploads, expelled a client, or went back to an earlier checkpoint."""
+NEW_RUNS = 3
+"""How many new runs a client begins between its start and its end."""
+UNFINISHED = 8
+"""How many unfinished runs a client keeps in its folder; each takes disk space."""
+
+
+def check_round(order: Order, exchanges: int) -> None:
+    """Raise MessageError for an order outside the rounds of a run.
+
+    Args:
+        order: A step of a round, or the end of the run.
+        exchanges: How many rounds the run has, with one message each way.
+    """
+    most = exchanges - (order.kind == "step")
+    if order.round > most or (order.kind == "finish" and order.round < 1):
+        raise MessageError(
+            f"The server ordered {order.kind} {order.round + 1} of a run of {exchanges} rounds."
+        )
+    if order.counted is not None and not -1 <= order.counted < order.round:
+        raise MessageError(
+            f"The server counts round {order.counted + 1} before round {order.round + 1} is over."
+        )
+
+
+class Orders:
+    """What one client process has done for its server so far."""
+
+    def __init__(self, out: Path, client: str) -> None:
+        self.out, self.client = out, client
+        self.runs: set[str] = set()
+        """The ids of the runs that were begun."""
+        self.trained: Counter[tuple[str, int]] = Counter()
+        """How often each round of each run was trained."""
+
+    def begins(self, run: str, config: RunConfig, folder: RunFolder) -> str | None:
+        """Note a run; return why this client does not begin it, or None if it does, or goes on."""
+        if why := too_costly(config):
+            return why
+        if folder.is_run or run in self.runs:
+            return None
+        if len(self.runs) >= NEW_RUNS:
+            return (
+                f"is the server's new run number {len(self.runs) + 1} since this client started; "
+                "ask its operator why, and start this client again to take part"
+            )
+        pattern = f"*-{self.client}-*/run.json"
+        unfinished = [p for p in self.out.glob(pattern) if not p.with_name("result.json").exists()]
+        if len(unfinished) >= UNFINISHED:
+            return (
+                f"comes after {len(unfinished)} unfinished runs in {self.out}; delete the folders "
+                "that are no longer needed, and start this client again to take part"
+            )
+        self.runs.add(run)
+        return None
+
+    def trains(self, order: Order) -> None:
+        """Note a training; raises CoterieError if its round was trained too often."""
+        key = order.run, order.round
+        if self.trained[key] >= TIMES:
+            raise CoterieError(
+                f"The server has ordered round {order.round + 1} more than {TIMES} times with "
+                "different downloads; ask its operator why, and start this client again to go on."
+            )
+        self.trained[key] += 1

@@ -1,0 +1,197 @@
+"""The content of a run folder's files, checked as it is read.
+
+A run folder can be damaged, or come from somebody else. What these functions return has the types
+that reports, tables and commands expect; they raise CoterieError for everything else.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from coterie.errors import CoterieError
+from coterie.exchange.envelope import Entry
+from coterie.files import loads, read_inside
+
+Score = dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
+Rounds = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Named(_Part):
+    name: str
+
+
+class _Evaluation(_Part):
+    split: Literal["test", "validation"] = "test"
+    metric: str | None = None
+
+
+class _Training(_Part):
+    steps: Rounds
+    batch: Rounds
+
+
+class _Config(_Part):
+    """The keys that are read without validating the whole configuration (see `recorded`)."""
+
+    name: str
+    seed: int
+    method: _Named
+    base: str | _Named
+    pooled: bool
+    rounds: Rounds
+    data: dict[str, Any]
+    clients: list[_Named]
+    training: _Training
+    evaluation: _Evaluation
+
+
+class _Plugin(_Part):
+    file: str
+    sha256: str
+
+
+class _Client(_Part):
+    tokens: dict[str, Any] | None = None
+    labels: dict[str, dict[str, int]] | None = None
+
+
+class Plugins(_Part):
+    """The part of run.json that says how a run is resumed."""
+
+    plugins: dict[str, _Plugin] = {}
+
+
+class Description(Plugins):
+    """run.json."""
+
+    threads: int
+    clients: dict[str, _Client]
+    config: dict[str, Any]
+    server: dict[str, Any] = {}
+    run: str = ""
+
+
+class Reported(Description):
+    """run.json of a run that reports and tables read."""
+
+    config: _Config  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Result(_Part):
+    """result.json."""
+
+    trained: dict[str, Score] = {}
+    aggregated: dict[str, Score] = {}
+    server: Score = {}
+    kept: dict[str, Rounds] = {}
+    left_out: dict[str, dict[str, str]] = {}
+    traffic: dict[Literal["up", "down"], int] = {}
+    seconds: float = 0.0
+
+
+class Outcome(Result):
+    """result.json of a run that reports and tables read."""
+
+    method: str
+    reports: Literal["trained", "aggregated"]
+
+
+class Without(_Part):
+    """without.json."""
+
+    clients: list[str]
+
+
+class Items(_Part):
+    """scores/POINT/NAME.json."""
+
+    __pydantic_extra__: dict[str, list[float | None]]
+    of: str = ""
+
+
+SCORE = TypeAdapter(Score)
+CHECKSUMS = TypeAdapter(dict[str, str])
+
+
+def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Return the mapping in a JSON file of a run folder, as it is in the file.
+
+    Args:
+        folder: The run folder.
+        name: The file's path inside the folder.
+        kind: What the mapping must hold.
+
+    Raises:
+        CoterieError: The file is missing, damaged, or reached through a link.
+    """
+    path = folder / name
+    try:
+        values = loads(read_inside(folder, name))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        if kind is not None:
+            kind.model_validate(values)
+    except OSError as error:
+        raise CoterieError(f"{folder} is not a run folder ({name}: {error.strerror}).") from None
+    except ValidationError as error:
+        raise CoterieError(f"{path} is damaged: {_first(error)}; {REMEDY}") from None
+    except ValueError as error:
+        raise CoterieError(f"{path} is damaged: {error}; {REMEDY}") from None
+    return values
+
+
+REMEDY = "restore it from a copy, or run again in another folder."
+
+
+def read_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the figures in metrics.jsonl; a last line that a kill cut off is left out.
+
+    Raises:
+        CoterieError: A line is damaged, or the file cannot be read.
+    """
+    try:
+        lines = read_inside(folder, name).splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CoterieError(f"{folder / name}: {error.strerror}.") from None
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("it is not a JSON object")
+            _check_line(line)
+        except ValueError as error:
+            if number == len(lines) and not text.endswith(b"\n"):
+                return
+            why = _first(error) if isinstance(error, ValidationError) else error
+            raise CoterieError(
+                f"{folder / name}, line {number}, is damaged: {why}; {REMEDY}"
+            ) from None
+        yield line
+
+
+def _check_line(line: Mapping[str, Any]) -> None:
+    entry = {key: value for key, value in line.items() if key != "during"}
+    name = line.get("name")
+    if isinstance(name, str) and name.startswith(("test/", "server/")):
+        SCORE.validate_python(entry.get("value"), strict=True)
+        entry["name"] = "score"  # which was checked
+    elif line.get("client") is None and name == "taught":
+        entry["name"] = "taught by clients"  # the server's, which counts its teachers, too
+    Entry.model_validate(entry)
+    if type(line.get("during", 0)) is not int:
+        raise ValueError("`during` is not a round")
+
+
+def _first(error: ValidationError) -> str:
+    """The first of the errors, with its place."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]

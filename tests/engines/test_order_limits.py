@@ -1,0 +1,128 @@
+"""A client obeys only orders inside the agreed run, and few of them again."""
+
+from pathlib import Path
+
+import pytest
+from test_rounds_opened_again import Recorded
+from test_terms import asked, order
+
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.costs import too_costly
+from coterie.engines.deployed.orders import NEW_RUNS, TIMES, UNFINISHED
+from coterie.exchange import Message
+from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.testing.loop import server, site, workers
+
+
+@pytest.fixture(scope="module")
+def sent(config, tmp_path_factory) -> list[bytes]:
+    """Return the orders that one client got in a run of two rounds."""
+    folder = tmp_path_factory.mktemp("sent")
+    network = Recorded(workers(config(rounds=2), folder))
+    server(config(rounds=2), folder / "server", network).rounds()
+    return network.sent
+
+
+def fault(worker: Worker, data: bytes) -> str | None:
+    return unseal(Reply, worker.answer(data))[0].fault
+
+
+@pytest.mark.parametrize("round", [2, 3, 5, 50, 2**31 - 1, 2**31])
+@pytest.mark.parametrize("kind", ["step", "finish"])
+def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_path) -> None:
+    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    join, first, *_ = sent
+    assert [fault(worker, data) for data in (join, first)] == [None, None]
+    assert worker.run is not None
+    before = worker.run.folder.digest()
+    told, body = unseal(Order, first)
+    changed = told.model_copy(update={"round": round, "kind": kind})
+    if (kind, round) != ("finish", 2):  # which is the run's end
+        assert fault(worker, seal(changed, body)) == "refused"
+        assert worker.run.folder.digest() == before
+    worker.close()
+
+
+@pytest.mark.parametrize("counted", [0, 1, 7, 2**31, -2])
+def test_no_round_counts_before_it_is_over(counted, sent, config, tmp_path) -> None:
+    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    told, body = unseal(Order, sent[1])
+    assert fault(worker, sent[0]) is None
+    changed = told.model_copy(update={"counted": counted})
+    assert fault(worker, seal(changed, body)) == "refused"
+    worker.close()
+
+
+def test_a_round_is_trained_a_few_times_for_different_downloads(sent, config, tmp_path) -> None:
+    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    told, body = unseal(Order, sent[1])
+    assert fault(worker, sent[0]) is None
+    message, found = Message.decode(body), []
+    for number in range(TIMES + 3):
+        groups = {
+            group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
+            for group, tensors in message.groups.items()
+        }
+        other = Message(message.round, groups, message.values).encode()
+        found.append(fault(worker, seal(told, other)))
+    assert found == [None] * TIMES + ["failed"] * 3
+    worker.close()
+
+
+def test_few_new_runs_are_begun_without_a_person(config, tmp_path) -> None:
+    run = config()
+    ids = [f"{number:016x}" for number in range(1, NEW_RUNS + 3)]
+    orders = [order(run).model_copy(update={"run": id[::-1]}) for id in ids]
+    worker, replies = asked(run, site(run, "poet", tmp_path), *orders)
+    assert [reply.fault for reply in replies] == [None] * NEW_RUNS + ["terms"] * 2
+    assert worker.finished
+    assert "start this client again" in worker.declined
+    assert len(list(tmp_path.glob("*poet*/run.json"))) == NEW_RUNS
+    _, [again] = asked(run, site(run, "poet", tmp_path), orders[0])  # an earlier run goes on
+    assert again.fault is None
+
+
+def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
+    run = config()
+    for number in range(UNFINISHED):
+        folder: Path = tmp_path / f"small-poet-{number}"
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+    worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
+    assert reply.fault == "terms"
+    assert "delete the folders" in worker.declined
+    (tmp_path / "small-poet-0" / "result.json").write_text("{}")
+    _, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
+    assert reply.fault is None
+
+
+COSTLY = [
+    ({"threads": 20_000}, "threads"),
+    ({"rounds": 10**9}, "rounds"),
+    ({"training": {"steps": 10**9}}, "training.steps"),
+    ({"training": {"batch": 10**7}}, "training.batch"),
+    ({"training": {"batch": 2, "micro_batch": 10**7}}, "training.micro_batch"),
+    ({"evaluation": {"batch": 10**7}}, "evaluation.batch"),
+    ({"evaluation": {"validation_samples": 10**9}}, "evaluation.validation_samples"),
+    ({"data": {"window": 10**9}}, "data.window"),
+    ({"method": {"name": "fedavg", "mlp": {"rank": 10**7}}}, "method.mlp.rank"),
+    ({"method": {"name": "fedavg", "mlp": {"rank": 1000}}}, "method.mlp.rank"),
+    ({"method": {"name": "fedavg", "attention": {"rank": 10**5}}}, "method.attention.rank"),
+    ({"method": {"name": "fedprompt", "virtual_tokens": 10**8}}, "method.virtual_tokens"),
+    ({"method": {"name": "comigs-1g1s", "router": {"steps": 10**9}}}, "method.router.steps"),
+    ({"rounds": 99_000, "training": {"steps": 999_000}}, "training steps"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), COSTLY)
+def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config, tmp_path) -> None:
+    run = config()
+    worker, [reply] = asked(run, site(run, "poet", tmp_path), order(config(**changes)))
+    assert reply.fault == "terms"
+    assert named in worker.declined
+    assert not list(tmp_path.glob("*poet*/run.json"))
+
+
+def test_costs_of_usual_runs_are_accepted(config) -> None:
+    assert too_costly(config()) is None
+    assert too_costly(config(method={"name": "fedavg", "mlp": {"rank": 64}}, threads=64)) is None

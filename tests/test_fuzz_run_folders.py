@@ -1,0 +1,144 @@
+"""Whatever a run folder holds, a command that reads it succeeds or says what is wrong."""
+
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie import api
+from coterie.cli import app
+from coterie.config import parse
+from coterie.errors import CoterieError
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 1.5, 10**30, "", "x", "../x", "é" * 300, [], [1], {}, {"a": 1}, [[[]]]),
+    *({"name": 3}, ["x"], {"perplexity": "x"}, {"perplexity": {}}, [None], "1e999", float("inf")),
+]
+"""Values that a key does not have."""
+RAW = [
+    *(b"", b"{", b"null", b"3", b'"x"', b"[]", b"{}", b"[" * 100_000, b"\xff\xfe{}", b"\0" * 50),
+    *(b'{"a": ' * 3000 + b"1" + b"}" * 3000, b"9" * 5000, b'{"config": ' + b"9" * 5000 + b"}"),
+]
+"""What a whole file may hold instead."""
+
+
+def replaced(value: Any, rng: random.Random) -> Any:
+    """Return JSON in which one value, however deep, is another, or its key is missing."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        if rng.random() < 0.2:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: replaced(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        return [*value[:at], replaced(value[at], rng), *value[at + 1 :]]
+    return rng.choice(ODD)
+
+
+def damage(file: Path, rng: random.Random) -> str:
+    """Damage one file; what was done."""
+    data = file.read_bytes()
+    kinds = ["raw", "cut", "folder", "link", "pipe", "missing", "bit"]
+    if file.suffix in (".json", ".jsonl"):
+        kinds += ["value"] * 10
+    kind = rng.choice(kinds)
+    match kind:
+        case "value" if file.suffix == ".json":
+            file.write_text(json.dumps(replaced(json.loads(data), rng)))
+        case "value":
+            lines = data.splitlines()
+            at = rng.randrange(len(lines))
+            lines[at] = json.dumps(replaced(json.loads(lines[at]), rng)).encode()
+            file.write_bytes(b"\n".join(lines) + b"\n")
+        case "raw":
+            file.write_bytes(rng.choice(RAW))
+        case "cut":
+            file.write_bytes(data[: rng.randrange(len(data))])
+        case "bit":
+            at = rng.randrange(len(data))
+            file.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        case _:
+            file.unlink()
+            if kind == "folder":
+                file.mkdir()
+            elif kind == "link":
+                file.symlink_to("/etc/passwd")
+            elif kind == "pipe":
+                os.mkfifo(file)
+    return kind
+
+
+COMMANDS: list[Callable[[Path], list[str]]] = [
+    lambda run: ["report", str(run), "--out", str(run.parent / "page.html")],
+    lambda run: ["compare", "--from", str(run)],
+    lambda run: ["generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2"],
+    lambda run: ["chat", str(run), "--client", "poet"],
+    lambda run: ["run", "--resume", str(run)],
+    lambda run: ["run", "--resume", str(run), "--from-round", "1"],
+    lambda run: ["expel", str(run), "--client", "poet"],
+    lambda run: ["forget", str(run), "--client", "poet"],
+]
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> Path:
+    """The folder of a finished run of seconds, with a server's logs, as a deployment has them."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    evaluation = {"every": 1}
+    api.run(parse(values(rounds=2, method="fedavg", evaluation=evaluation)), out=folder)
+    (folder / "server.log").write_text("poet is here\n")
+    (folder / "without.json").write_text('{"clients": ["whaler"]}')
+    return folder
+
+
+def check(finished: Path, folder: Path, seed: int, count: int) -> None:
+    """Give so many damaged copies of a run to the commands."""
+    rng, found = random.Random(seed), Counter[str]()
+    files = sorted(p.relative_to(finished) for p in finished.rglob("*") if p.is_file())
+    files = [p for p in files if p.name != ".lock"] + [Path("run.json"), Path("metrics.jsonl")] * 3
+    for number in range(count):
+        run = folder / f"run-{number}"
+        shutil.copytree(finished, run)
+        file = rng.choice(files)
+        kind = damage(run / file, rng)
+        if file.suffix == ".safetensors" and rng.random() < 0.5 and (run / file).is_file():
+            resealed(run / file)
+        command = COMMANDS[number % len(COMMANDS)](run)
+        result = CliRunner().invoke(app, command, input="")
+        text = (run / file).read_bytes()[:2000] if (run / file).is_file() else b""
+        where = f"{command} on {file} ({kind}): {text!r}"
+        match result.exception:
+            case None:
+                found["done"] += 1
+            case CoterieError() | OSError() | SystemExit():
+                found["refused"] += 1
+                assert "\n" not in str(result.exception).rstrip(), where
+            case error:
+                raise AssertionError(f"{error!r}: {where}") from error
+        shutil.rmtree(run)
+    assert min(found["done"], found["refused"]) > count / 20, found  # both happen
+
+
+def resealed(file: Path) -> None:
+    """Make a checkpoint's checksum that of what a file now holds."""
+    from coterie.runs.folder import CHECKSUMS, _checksum
+
+    sums = json.loads((file.parent / CHECKSUMS).read_bytes())
+    sums[file.name] = _checksum(file.read_bytes())
+    (file.parent / CHECKSUMS).write_text(json.dumps(sums))
+
+
+def test_some_damaged_run_folders_are_read_or_refused_in_a_sentence(finished, tmp_path) -> None:
+    check(finished, tmp_path, seed=0, count=64)
+
+
+@pytest.mark.slow
+def test_many_more_damaged_run_folders_are_read_or_refused(finished, tmp_path) -> None:
+    check(finished, tmp_path, seed=1, count=1000)
