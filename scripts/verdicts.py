@@ -2,9 +2,12 @@
 
 `python scripts/verdicts.py DATA` reads the runs that `coterie compare` or measure_tables.py left in
 runs/, in every regime; tests without runs are left out. DATA is the folder of data that they had.
+Where answers are chosen from a list, rows that are not better than always giving the commonest
+answer get no verdict.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +17,10 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from coterie.config import RunConfig
+from coterie.engines.session import Session
 from coterie.files import write_text
 from coterie.paper_tables import load_table
+from coterie.results.floor import at_floor
 from coterie.results.frame import Result, of_clients, scores
 from coterie.results.significance import Difference, differences
 from coterie.results.tables import Table, shown_of
@@ -32,8 +37,13 @@ HEAD = """# The papers' claims in the small tables
 
 Written by `scripts/verdicts.py` from runs; do not edit. [Claims](../claims.md) says where the
 papers make them and what the verdicts mean. Intervals are of 95 % (paired bootstrap over windows or
-samples, and over seeds where there are several). *Now* is the regime of a recipe's `run`.
+samples, and over seeds where there are several). *Now* is the regime of a recipe's `run`. *At the
+floor* is no verdict: one of the rows does not exceed, by more than chance, the score of always
+giving the commonest answer of each client's training data, so that it shows nothing that a model
+has learnt of its task.
 """
+AT_FLOOR = "at the floor"
+"""Stands in place of a verdict."""
 HEADINGS = (
     "regime",
     "column",
@@ -88,11 +98,13 @@ class Claim(BaseModel):
 
 
 Rows = Mapping[str, Sequence[Result]]
+FloorOf = Callable[[Rows], list[Result]]
+"""Returns the floor under some rows' scores, one result per seed."""
 
 
 def runs_of(
     path: Path, columns: Sequence[str], regime: str | None, data: Path, runs: Path
-) -> Iterator[tuple[str, TableSpec, Rows]]:
+) -> Iterator[tuple[str, TableSpec, Rows, FloorOf]]:
     """The finished runs of a table by row, column by column; of these columns, or all."""
     settings = [f"data_root={data.resolve()}"]
     spec, found = load_table(path, settings, columns=columns, regime=regime)
@@ -103,7 +115,14 @@ def runs_of(
             if (run := column.cells.get(row.label)) is not None:
                 tuned = slug(row.label) if row.tune or spec.tune else None
                 rows[row.label] = list(outcomes(folder, run, row.point or spec.point, tuned))
-        yield column.spec.name, spec, rows
+        yield column.spec.name, spec, rows, partial(floor_under, column.run)
+
+
+def floor_under(run: RunConfig, rows: Rows) -> list[Result]:
+    """Return the floor of a column's runs, from the data, for each seed that a row has."""
+    session = Session(run)
+    seeds = sorted({result["seed"] for results in rows.values() for result in results})
+    return [session.floor(run.model_copy(update={"seed": seed})) for seed in seeds]
 
 
 def outcomes(
@@ -129,8 +148,20 @@ def figure(results: Sequence[Result], metric: Metric) -> float:
     return sum(means) / len(means)
 
 
-def tried(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, ...]]:
-    """Of each pair of rows: the test, the two figures, difference, interval, seeds, verdict."""
+def tried(
+    test: Test, rows: Rows, metric: Metric, low: Collection[str] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Of each pair of rows: the test, the two figures, difference, interval, seeds, verdict.
+
+    low: rows at the floor, of which no verdict is given.
+    """
+    for other, (*told, verdict) in pairs(test, rows, metric):
+        floored = not {test.better or test.row, test.nearer, other}.isdisjoint(low)
+        yield (*told, AT_FLOOR if floored else verdict)
+
+
+def pairs(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The other row of each pair, and what `tried` tells of the pair, whatever its figures."""
     figures = {row: figure(rows[row], metric) for row in test.rows}
     by_worth = lambda row: metric.order(figures[row])  # noqa: E731
     others = test.than or test.of
@@ -146,18 +177,18 @@ def tried(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, ...]]:
         if test.better:
             found = differences({n: rows[n] for n in (mine, other)}, other, metric)[mine]
             change, span, verdict = shown(found, metric)
-            yield f"{mine} better than {other}", pair, change, span, seeds, verdict
+            yield other, (f"{mine} better than {other}", pair, change, span, seeds, verdict)
         elif test.within:
             far = metric.shown(abs(gap)) if metric.share else 100 * abs(gap) / figures[other]
             verdict = "holds" if far <= test.within else "does not hold"
             told = f"{mine} within {test.within:g} % of {other}"
-            yield told, pair, f"{far:.1f} %", "", seeds, verdict
+            yield other, (told, pair, f"{far:.1f} %", "", seeds, verdict)
         else:
             near = abs(figures[mine] - figures[test.nearer])
             verdict = "holds" if near < abs(gap) else "does not hold"
             told = f"{mine} nearer to {test.nearer} than to {other}"
             three = ", ".join(metric.cell(figures[row]) for row in (mine, test.nearer, other))
-            yield told, three, "", "", seeds, verdict
+            yield other, (told, three, "", "", seeds, verdict)
 
 
 def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
@@ -173,14 +204,20 @@ def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
     """The rows of a claim's table."""
     path = ROOT / "recipes" / "small" / f"{claim.table}.yaml"
     for regime in (None, *read_table(path)[0].regimes):
-        for column, spec, rows in runs_of(path, claim.columns, regime, data, runs):
+        for column, spec, rows, floor_of in runs_of(path, claim.columns, regime, data, runs):
+            floors: list[Result] | None = None
             if claim.clients:
                 rows = {n: [of_clients(r, claim.clients) for r in own] for n, own in rows.items()}
             for test in (test.among({row for row in rows if rows[row]}) for test in claim.tests):
                 if test is not None:
                     every = [result for row in test.rows for result in rows[row]]
                     metric = shown_of(every, spec.shows)
-                    for told in tried(test, rows, metric):
+                    if floors is None and metric.share:
+                        floors = floor_of(rows)
+                        if claim.clients:
+                            floors = [of_clients(floor, claim.clients) for floor in floors]
+                    low = at_floor({row: rows[row] for row in test.rows}, floors or (), metric)
+                    for told in tried(test, rows, metric, low):
                         yield (regime or "now", column, *told)
 
 

@@ -135,11 +135,41 @@ def test_the_small_mixtures_find_their_texts() -> None:
     _, columns = load_table(SMALL[0].parent / "pcl-table4.yaml", [f"data_root={DATA}"])
     for column in columns:
         participants = participants_of(column.run, load_tokenizer(column.run.base))
-        assert len(participants) == (8 if column.spec.name.startswith("Codes") else 4)
+        clients = {"AG": 4, "Multi-Wiki": 9, "Codes-Wiki": 8}[column.spec.name.split()[0]]
+        assert len(participants) == clients
         for p in participants:
             assert len(p.data.train.ids) == 40_000
             assert len(p.data.validation.ids) > 12_000
             assert p.public is not None
+
+
+LANGUAGES = ("Multilingual", "Multi-Wiki", "Figure")
+
+
+@pytest.mark.parametrize("table", ["table1", "table2", "table4", "table5", "table6", "figures4-6"])
+def test_french_and_italian_users_have_more_text_than_german_and_dutch_ones(table) -> None:
+    """As CoMiGS's section 4.3.2 says; the amounts are those of its table 3."""
+    _, columns = load_table(ROOT / "recipes" / "comigs" / f"{table}.yaml")
+    found = [column.run.data for column in columns if column.spec.name.startswith(LANGUAGES)]
+    assert found
+    for data in found:
+        train = {client: limits.train for client, limits in data.limits_of.items()}
+        assert sorted(filter(None, train.values())) == [407_498, 451_584, 556_796, 557_662]
+        assert min(train["fr"], train["it"]) > max(train["de"], train["nl"])  # type: ignore
+
+
+def test_pcls_clients_of_ag_news_train_on_all_of_its_training_split() -> None:
+    _, columns = load_table(ROOT / "recipes" / "pcl" / "table4.yaml")
+    for column in columns[:2]:
+        divide = column.run.divide
+        assert divide is not None
+        assert (divide.validation, divide.test) == ("test", "test")
+
+
+@pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
+def test_fedmkts_epoch_takes_every_sample_once(file) -> None:
+    _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
+    assert {column.run.training.sampling for column in columns} == {"epochs"}
 
 
 TASKS = {

@@ -114,3 +114,13 @@ def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_pat
     [found] = verdicts.outcomes(tmp_path, run, None, "my-row")
     assert (found["n"], found["seed"]) == (1, 0)
     assert list(verdicts.outcomes(tmp_path, run, None)) == []
+
+
+@pytest.mark.parametrize("low", ["good", "bad"])
+def test_no_verdict_is_given_of_a_row_at_the_floor(low) -> None:
+    rows = {"good": shares(*[1.0] * 30), "bad": shares(*[0.0] * 15, *[1.0] * 15)}
+    for test in ({"better": "good", "than": ["bad"]}, {"row": "good", "within": 90, "of": ["bad"]}):
+        told = verdicts.Test.model_validate(test)
+        assert [found[-1] for found in verdicts.tried(told, rows, ACCURACY)] == ["holds"]
+        found = list(verdicts.tried(told, rows, ACCURACY, [low]))
+        assert [one[-1] for one in found] == [verdicts.AT_FLOOR]

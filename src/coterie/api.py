@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from coterie.config import RunConfig, parse
 from coterie.engines.cells import Cells
 from coterie.engines.finished import load, model_of, recorded, tokenizer
+from coterie.engines.floor import floor_in
 from coterie.engines.session import Engine, Session
 from coterie.engines.tuning import Tuner
 from coterie.errors import CoterieError
@@ -39,7 +40,9 @@ class Run:
     def table(self) -> Table:
         """Each client's score by method."""
         scored = self.config.evaluation
-        return run_table(self.results, scored.split, scored.metric)
+        outcome = RunFolder(self.path).outcome
+        floor = None if outcome is None else floor_in(outcome)
+        return run_table(self.results, scored.split, scored.metric, floor)
 
     def gains(self) -> str | None:
         """Who does better with the run's method than alone, told in a sentence; None where the run
@@ -163,9 +166,11 @@ def compare(
         if tried:
             rows[name], tuned[name] = tuner.choose(cells, tried, path)
     split, metric = config.evaluation.split, config.evaluation.metric
-    found = Comparison(config.name, {}, split, metric, against, tuned)
+    floors: list[dict[str, Any]] = []
+    found = Comparison(config.name, {}, split, metric, against, tuned, floors)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
     for seed in range(config.seed, config.seed + seeds):
+        floors.append(session.floor(config.model_copy(update={"seed": seed})))
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
             results[name].append(cells.outcome(session, cell, path))

@@ -84,6 +84,11 @@ def digest_of(splits: Iterable[Split]) -> str:
     return digest.hexdigest()
 
 
+def text_digest(text: Split, window: int) -> str:
+    """Return what scores by window of a text are of: runs with equal ones can be paired."""
+    return f"{digest_of([text])}-{window}"
+
+
 @dataclass(frozen=True)
 class Federation:
     """Who takes part: clients by name, or the one of a pooled run; a server that has a model."""

@@ -218,6 +218,7 @@ def _empty(
         command=command,
         against=against or spec.against,
         tuned={column.spec.name: {} for column, _ in sessions},
+        floors={column.spec.name: [] for column, _ in sessions},
         figure=spec.figure.model_dump() if spec.figure else None,
     )
 
@@ -254,6 +255,8 @@ def _fill_in(
                 chosen, how = tuners_of[row].choose(cells, each, path, points[row])
                 runs[row], shown.tuned[name][row] = chosen, how
         for seed in range(column.run.seed, column.run.seed + seeds):
+            common = column.run.model_copy(update={"seed": seed})
+            shown.floors[name].append(session.floor(common))
             for row, run in runs.items():
                 named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
                 run = run.model_copy(update=named)

@@ -11,13 +11,14 @@ from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
+from coterie.engines.floor import FLOOR, floor_items
 from coterie.engines.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.engines.reference import with_reference
 from coterie.errors import CoterieError, Diverged
 from coterie.exchange import Json, Message, MessageError, State
 from coterie.exchange.message import is_finite
 from coterie.exchange.schema import Way
-from coterie.federation import Participant, client_context, digest_of
+from coterie.federation import Participant, client_context, text_digest
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import JUMPED, RunFolder
@@ -154,15 +155,17 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Keep in this client's folder what each test window scored, where models were scored.
+        """Keep in this client's folder what each test window scored, where models were scored, and
+        what the commonest answer scores.
 
         It is neither logged nor sent.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
-                # Windows of the same length and the same text can be paired between runs.
-                of = f"{digest_of([self.participant.tests[text]])}-{self.config.data.window}"
+                of = text_digest(self.participant.tests[text], self.config.data.window)
                 folder.keep_items(point, text, {"of": of, **score.items()})
+        for text, scored in floor_items(self.config, self.participant).items():
+            folder.keep_items(FLOOR, text, scored)
 
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.

@@ -11,6 +11,7 @@ from coterie.bases import Base, Bases
 from coterie.bases.devices import names_of
 from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
+from coterie.engines.floor import floor_of
 from coterie.engines.local import LocalRun, Rounds
 from coterie.engines.reference import reference_digest
 from coterie.errors import CoterieError
@@ -70,6 +71,11 @@ class Session:
             server = None if found.server is None else self._with_base(config, found.server)
             self._federations[key] = Federation(clients, server)
         return self._federations[key]
+
+    def floor(self, config: RunConfig) -> dict[str, Any]:
+        """Return the floor under the scores of a run with this session's data; see `floor_of`."""
+        alone = config.model_copy(update={"pooled": False})
+        return floor_of(alone, self.participants(alone))
 
     def _look(self, read: Reading) -> None:
         if not self._federations:

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coterie.bases import BaseSpec
+from coterie.engines.floor import floor_in
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
@@ -133,7 +134,11 @@ def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Sect
     found = [item for figures in FIGURES for item in figures(experiment)]
     found += asked
     comparison = Comparison(
-        experiment.name, experiment.finished, experiment.split, experiment.metric.key
+        experiment.name,
+        experiment.finished,
+        experiment.split,
+        experiment.metric.key,
+        floor=_floor(experiment),
     )
     return Section(
         experiment.name,
@@ -141,6 +146,13 @@ def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Sect
         [item for item in found if isinstance(item, Picture)],
         [item for item in found if isinstance(item, LeftOut)],
     )
+
+
+def _floor(experiment: Experiment) -> list[dict[str, Any]]:
+    """Return the floor by seed, from the runs in which each client has its own training data."""
+    outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
+    floors = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
+    return [floor for floor in floors.values() if floor["items"]["trained"]]
 
 
 def _about(experiment: Experiment) -> Table:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from coterie.errors import CoterieError
+from coterie.results.floor import COMMONEST, at_floor, has_floor
 from coterie.results.frame import Column, Result, over_runs, std
 from coterie.results.significance import Unpaired, differences
 from coterie.results.tables import KEPT, Summary, Table, server_score, shown_of
@@ -33,6 +34,8 @@ class Comparison:
     """The row from which the others' differences are told; default: the best."""
     tuned: Mapping[str, Summary] = field(default_factory=dict)
     """Of methods whose settings were chosen: `Tuned.summary`."""
+    floor: Sequence[Result] = ()
+    """What always giving the commonest answer scores, one result per seed; see `engines.floor`."""
 
     @property
     def metric(self) -> Metric:
@@ -49,6 +52,9 @@ class Comparison:
         keep the last.
         `difference` is a `Difference` and the row that it is `from`, or why there is none
         (`unpaired`); None for that row itself.
+
+        Where answers are chosen from a list, the last row is COMMONEST, which has no rank, and each
+        method's `at_floor` says whether it is no better than that by more than chance.
         """
         return self._rows
 
@@ -57,13 +63,20 @@ class Comparison:
         metric = self.metric
         rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
         order = {row["method"]: round(metric.order(row[metric.key]), ALIKE) for row in rows}
-        found = self._differences(self.against or min(order, key=order.__getitem__, default=""))
         for row in rows:
             row["rank"] = 1 + sum(other < order[row["method"]] for other in order.values())
-            row["difference"] = found.get(row["method"])
             if row["method"] in self.tuned:
                 row["tuned"] = self.tuned[row["method"]]
-        return rows
+        floored = bool(rows) and has_floor(self.floor, metric)
+        if floored:
+            low = at_floor(self.results, self.floor, metric)
+            for row in rows:
+                row["at_floor"] = row["method"] in low
+            rows.append(_scored(COMMONEST, self.floor, metric.key) | {"server": None, "rank": None})
+        results = {**self.results, COMMONEST: self.floor} if floored else self.results
+        best = self.against or min(order, key=order.__getitem__, default="")
+        found = _differences(results, best, metric)
+        return [row | {"difference": found.get(row["method"])} for row in rows]
 
     def table(self) -> Table:
         """A row per method, in the given order; see `clients_table`."""
@@ -77,35 +90,45 @@ class Comparison:
         return [self.table(), *([differences_table(what, self.metric, rows)] if rows else [])]
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-        own = over_runs(results)
-        clients = own.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
-        means = own.groupby("run").mean()
         served = pd.Series([score[key] for score in map(server_score, results) if score])
         return {
-            "method": method,
-            "clients": clients["mean"].to_dict(),
-            "clients_std": clients["std"].to_dict(),
-            "spread": std(clients["mean"]),
-            **_over_seeds(means[key], key),
+            **_scored(method, results, key),
             "server": _over_seeds(served, key) if len(served) else None,
-            "bits_per_byte": float(means["bits_per_byte"].mean()),
+            "bits_per_byte": _mean_at(None, results, "bits_per_byte"),
             "trained": _mean_at("trained", results, key),
             "aggregated": _mean_at("aggregated", results, key),
             "kept": _kept(results),
         }
 
-    def _differences(self, reference: str) -> dict[str, dict[str, Any]]:
-        if reference not in self.results:
-            return {}
-        return {
-            name: {"from": reference}
-            | (
-                {"unpaired": str(found)}
-                if isinstance(found, Unpaired)
-                else {**asdict(found), "significant": found.significant}
-            )
-            for name, found in differences(self.results, reference, self.metric).items()
-        }
+
+def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
+    """Return a row's scores over clients and over seeds."""
+    own = over_runs(results)
+    clients = own.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
+    return {
+        "method": method,
+        "clients": clients["mean"].to_dict(),
+        "clients_std": clients["std"].to_dict(),
+        "spread": std(clients["mean"]),
+        **_over_seeds(own[key].groupby("run").mean(), key),
+    }
+
+
+def _differences(
+    results: Mapping[str, Sequence[Result]], reference: str, metric: Metric
+) -> dict[str, dict[str, Any]]:
+    """Return each other row's difference from the reference, or why there is none."""
+    if reference not in results:
+        return {}
+    return {
+        name: {"from": reference}
+        | (
+            {"unpaired": str(found)}
+            if isinstance(found, Unpaired)
+            else {**asdict(found), "significant": found.significant}
+        )
+        for name, found in differences(results, reference, metric).items()
+    }
 
 
 def check_against(against: str | None, rows: Iterable[str]) -> None:
@@ -126,7 +149,7 @@ def _kept(results: Sequence[Result]) -> dict[str, list[int]]:
     return {client: [kept[client] for kept in known] for client in known[0]} if known else {}
 
 
-def _mean_at(point: str, results: Sequence[Result], key: str) -> float:
+def _mean_at(point: str | None, results: Sequence[Result], key: str) -> float:
     return float(over_runs(results, point)[key].groupby("run").mean().mean())
 
 
@@ -167,6 +190,7 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
                 *([f"Kept: {KEPT}"] if any(map(_rounds, entries)) else []),
                 *_how_chosen(entries),
                 *_how_marked(rows),
+                *_how_low(rows),
             ]
         ),
     )
@@ -212,6 +236,16 @@ def _how_marked(rows: Mapping[str, Summary]) -> list[str]:
     return found
 
 
+def _how_low(rows: Mapping[str, Summary]) -> list[str]:
+    """Say what the floor is, and which rows do not exceed it."""
+    if not any("at_floor" in row for row in rows.values()):
+        return []
+    low = [name for name, row in rows.items() if row.get("at_floor")]
+    what = f"`{COMMONEST}`: the score of always giving the commonest answer of the client's "
+    none = f" Not better than that by more than chance: {', '.join(low)}." if low else ""
+    return [f"{what}training data.{none}"]
+
+
 def _chosen(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     """A column for each setting that was tuned, with what was chosen."""
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
@@ -233,7 +267,7 @@ def _how_chosen(rows: Sequence[Summary]) -> list[str]:
 def _rank(row: Summary) -> str:
     """The rank, marked if the row does not differ significantly from the one it is compared to."""
     alike = not (row.get("difference") or {}).get("significant", True)
-    return f"{row['rank']} {MARK}" if alike else str(row["rank"])
+    return f"{row['rank'] or ''}{f' {MARK}' if alike else ''}".strip()
 
 
 def _of_client(row: Summary, client: str, metric: Metric) -> str:

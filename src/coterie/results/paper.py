@@ -16,9 +16,10 @@ from coterie.results.comparison import (
     with_spread,
 )
 from coterie.results.figures import compared as has_paper
+from coterie.results.floor import COMMONEST, has_floor
 from coterie.results.frame import Frame, Result
 from coterie.results.rounds import curves
-from coterie.results.tables import Summary, Table
+from coterie.results.tables import Summary, Table, shown_of
 from coterie.scoring.metrics import METRICS, PERPLEXITY, Metric
 
 Figures = Mapping[str, float | None]
@@ -52,6 +53,8 @@ class PaperTable:
     """By column and row, the standard deviations that the paper gives with its figures."""
     tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
     """By column, how settings of rows were chosen; see `Comparison.tuned`."""
+    floors: Mapping[str, list[Result]] = field(default_factory=dict)
+    """By column, the score of always giving the commonest answer; see `Comparison.floor`."""
     figure: Summary | None = None
     """How the table is drawn, as `figure` in a table file has it; default: as dots."""
 
@@ -77,11 +80,27 @@ class PaperTable:
         """For the screen."""
         return score_tables(self.summary())
 
+    @property
+    def _floored(self) -> bool:
+        """Whether a column with results has a floor, and the table a row for it."""
+        for name, rows in self.results.items():
+            results = list(chain.from_iterable(rows.values()))
+            metric = shown_of(results, self.asked.get(name))
+            if results and has_floor(self.floors.get(name, ()), metric):
+                return True
+        return False
+
     def _column(self, name: str) -> dict[str, Any]:
         finished = {row: found for row, found in self.results[name].items() if found}
         tuned = self.tuned.get(name, {})
         comparison = Comparison(
-            name, finished, self.split, self.asked.get(name), self.against, tuned
+            name,
+            finished,
+            self.split,
+            self.asked.get(name),
+            self.against,
+            tuned,
+            self.floors.get(name, ()),
         )
         metric, rows = comparison.metric, self._rows(name, comparison)
         return {
@@ -98,14 +117,15 @@ class PaperTable:
         deviations = self.deviations.get(column, {})
         measured = {row.pop("method"): row for row in comparison.summary()}
         for name, row in measured.items():
-            if all("rounds" in result for result in comparison.results[name]):
+            if all("rounds" in result for result in comparison.results.get(name, [{}])):
                 row["rounds"] = curves(comparison.results[name], metric)
-        ours = {name: row[metric.key] for name, row in measured.items()}
-        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(measured), dtype=float)
+        ours = {name: measured[name][metric.key] for name in comparison.results}
+        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
         both = found.dropna() if found["paper"].notna().any() else found
         order = both.map(metric.order).round(ALIKE)
         # 0 stands for none.
-        ranks = order.rank(method="min").reindex(list(self.results[column])).fillna(0).astype(int)
+        names = [*self.results[column], *([COMMONEST] if self._floored else [])]
+        ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
         return [
             {
                 "row": name,
@@ -117,7 +137,7 @@ class PaperTable:
                 "paper_std": deviations.get(name),
                 "paper_rank": int(ranks["paper"][name]) or None,
             }
-            for name in self.results[column]
+            for name in names
         ]
 
 

@@ -11,6 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from coterie.federation import EVERYONE
+from coterie.results.floor import COMMONEST, has_floor
 from coterie.results.frame import Column, Frame, Result, scores, std
 from coterie.scoring.metrics import PERPLEXITY, Metric, metric_of
 
@@ -105,15 +106,21 @@ def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
 
 
 def run_table(
-    results: Mapping[str, Result], split: str = "test", asked: str | None = None
+    results: Mapping[str, Result],
+    split: str = "test",
+    asked: str | None = None,
+    floor: Result | None = None,
 ) -> Table:
     """A row per client and a column per method; then the means; then the server, if it has a model.
 
     Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
     for (see `metric_of`); of a share, its standard deviation over clients follows the mean. Where
-    clients keep their best models, their rounds stand in brackets.
+    clients keep their best models, their rounds stand in brackets. A floor of that metric (see
+    `coterie.engines.floor`) is the last column.
     """
     metric = shown_of(results.values(), asked)
+    if floor is not None and has_floor([floor], metric):
+        results = {**results, COMMONEST: floor}
     pair = metric is PERPLEXITY
     found = [scores(result) for result in results.values()]
     clients = sorted({client for one in found for client in one.index})
