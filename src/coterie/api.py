@@ -27,7 +27,7 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 """A run: validated, as plain data, or the path of a run file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A finished run and the baselines that were run beside it."""
 
@@ -35,6 +35,14 @@ class Run:
     config: RunConfig
     results: dict[str, dict[str, Any]]
     """result.json by method: baselines first, the run's own method last."""
+
+    def __repr__(self) -> str:
+        """Return the folder and the methods."""
+        return f"Run({str(self.path)!r}, methods={list(self.results)})"
+
+    def _repr_html_(self) -> str:
+        """Return the table of scores for a notebook."""
+        return self.table()._repr_html_()
 
     def table(self) -> Table:
         """Each client's score by method."""
