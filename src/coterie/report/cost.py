@@ -75,7 +75,7 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield floating-point operations of a round of each label, relative to FedAvg if it was run."""
+    """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
     title = "Floating-point operations"
     settings = experiment.all[0].config  # an experiment has the same bases and server
     if settings.get("bases") or settings.get("server"):
