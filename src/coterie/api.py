@@ -74,6 +74,7 @@ def run(
 ) -> Run:
     """Run a method, after its baselines, into a new folder (default `runs/NAME`).
 
+    `watch` makes what follows each run, baselines included: a subclass of `coterie.runs.Watch`.
     `method` replaces the configuration's, and need not be registered where `engine` is "local".
     Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
     `force`.

@@ -246,8 +246,8 @@ def _unprintable(character: str) -> bool:
 
 def _replace_fixed(axis: Axis) -> None:
     """Replace such characters in tick labels, which an axis sets anew when it is drawn."""
-    places = axis.get_majorticklocs()
-    labels = axis.get_major_formatter().format_ticks(list(places))
+    places = axis.get_majorticklocs().tolist()
+    labels = axis.get_major_formatter().format_ticks(places)
     axis.set_major_locator(FixedLocator(places))
     axis.set_major_formatter(FixedFormatter(list(map(printable, labels))))
 
