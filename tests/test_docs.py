@@ -19,3 +19,13 @@ def test_the_page_shows_the_example_as_it_is() -> None:
 def test_links_lead_somewhere(page) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / link).exists(), link
+
+
+def test_the_example_of_following_a_run_runs(values, tmp_path, monkeypatch, capsys) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    [code] = [code for code in codes if "watch=" in code]
+    monkeypatch.chdir(tmp_path)
+    config = values(method="local", rounds=2)
+    exec(code.replace('"us.yaml"', "CONFIG"), {"CONFIG": config, "__name__": "example"})
+    assert re.findall(r"round \d", capsys.readouterr().out) == ["round 1", "round 2"]

@@ -28,7 +28,7 @@ Config = RunConfig | Mapping[str, Any] | str | Path
 """A run: validated, as plain data, or the path of a run file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A finished run and the baselines that were run beside it."""
 
@@ -36,6 +36,14 @@ class Run:
     config: RunConfig
     results: dict[str, dict[str, Any]]
     """result.json by method: baselines first, the run's own method last."""
+
+    def __repr__(self) -> str:
+        """Return the folder and the methods."""
+        return f"Run({str(self.path)!r}, methods={list(self.results)})"
+
+    def _repr_html_(self) -> str:
+        """Return the table of scores for a notebook."""
+        return self.table()._repr_html_()
 
     def table(self) -> Table:
         """Each client's score by method."""
@@ -69,6 +77,7 @@ def run(
 ) -> Run:
     """Run a method, after its baselines, into a new folder (default `runs/NAME`).
 
+    `watch` makes what follows each run, baselines included: a subclass of `coterie.runs.Watch`.
     `method` replaces the configuration's, and need not be registered where `engine` is "local".
     Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
     `force`.

@@ -1,12 +1,13 @@
 """An audit lists what travels and what stays, whatever their tensors are called."""
 
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
-from coterie.exchange import MessageError
+from coterie.exchange import Field, MessageError, Schema
 from coterie.exchange.envelope import Reply, unseal
-from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, audit_run
+from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
 from coterie.results.messages import WHOLE
 from coterie.results.tables import Table
 from coterie.testing.loop import deploy
@@ -94,3 +95,18 @@ def test_an_audit_lists_every_figure_that_a_deployment_shares(method, config, tm
             sent |= {entry.name for entry in unseal(Reply, data)[0].entries or []}
     assert {name for name, _ in figures.rows} == sent - {"kept", "test/kept"}
     assert "test/aggregated" in sent
+
+
+def test_two_declared_fields_of_one_name_are_two_lines() -> None:
+    schema = Schema(
+        down=(
+            Field("adapter", "the client's own mean"),
+            Field("adapter", "the other clients' tensors", peers=True),
+        )
+    )
+    run = SimpleNamespace(schema=schema, config=SimpleNamespace(label="a method"))
+    rows = {(row[0], row[3]) for row in _declared(run).rows}
+    assert rows == {
+        ("adapter", "the client's own mean"),
+        ("others' adapter", "the other clients' tensors"),
+    }

@@ -7,11 +7,12 @@ order of names: memory does not grow with the number of clients and the order of
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
@@ -197,18 +198,29 @@ class Rounds(ABC):
         return done
 
     def _note(self, round: int, entries: list[dict[str, Json]]) -> str:
-        """The mean over texts of what models were scored in a round, if they were."""
+        """Return the mean score over texts, if models were scored in a round.
+
+        Once the best models are known, the mean is theirs and the last round's is named.
+        """
         scored = f"test/{self.config.method.reports}"
         lines = [line for line in entries if line["name"] == scored]
         last = max((line["round"] for line in lines), default=round)
-        found = [line["value"] for line in lines if line["round"] == last]
+        found = {line["client"]: line["value"] for line in lines if line["round"] == last}
+        best = {line["client"]: line["value"] for line in entries if line["name"] == "test/kept"}
         if not found:
             return ""
-        metric = metric_of(found, self.config.evaluation.metric)
-        mean = sum(score[metric.key] for score in found) / len(found)
+        metric = metric_of(list(found.values()), self.config.evaluation.metric)
         unit = " %" if metric.share else ""
+
+        def mean(scores: Mapping[str, Any]) -> str:
+            total = sum(score[metric.key] for score in scores.values())
+            return f"{metric.cell(total / len(scores))}{unit}"
+
+        if best:
+            title = f"{self.config.evaluation.split} {metric.name}"
+            return f"{title} of the kept models {mean(found | best)} (last round {mean(found)})  "
         after = "" if last == round else f" after round {last + 1}"
-        return f"{self.config.evaluation.split} {metric.name} {metric.cell(mean)}{unit}{after}  "
+        return f"{self.config.evaluation.split} {metric.name} {mean(found)}{after}  "
 
 
 class LocalRun(Rounds):

@@ -61,6 +61,8 @@ class Tuner:
         rows: list[dict[str, Any]] = []
         ranked: list[tuple[float, int]] = []
         for number, (settings, trial) in enumerate(zip(self.grid, trials, strict=True)):
+            chosen = ", ".join(f"{key} = {value}" for key, value in settings.items())
+            cells.report(f"{trial.name}: {trial.label} with {chosen}")
             try:
                 outcome = cells.outcome(self.session, _on_validation(trial), path / TRIALS)
             except Diverged as why:

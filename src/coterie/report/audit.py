@@ -106,14 +106,19 @@ def _together(rows: Sequence[Row]) -> Row:
 
 def _declared(run: LocalRun) -> Table:
     rows = [
-        (field.name, _dtypes(field), where, field.what)
+        (_named(field.name, field.peers), _dtypes(field), where, field.what)
         for way, where in WAYS.items()
-        for field in {f.name: f for f in getattr(run.schema, way)}.values()
+        for field in {(f.name, f.what, f.peers): f for f in getattr(run.schema, way)}.values()
     ]
     title = f"{run.config.label}: the only fields that messages may contain"
     columns = ("group or value", "dtype", "way", "what")
     note = "Every message also contains its round number and format version."
     return Table(title, columns, rows or [("nothing", "", "", "")], note)
+
+
+def _named(group: str, peers: bool) -> str:
+    """Return a group's name in a table, which tells peers' tensors from the client's own."""
+    return f"others' {group}" if peers else group
 
 
 def _dtypes(field: Field) -> str:
@@ -150,8 +155,7 @@ def _contents(schema: Schema, way: Way, message: Message, parts: Parts) -> Itera
         found.setdefault((peer is not None, group), []).append((name, tensor))
     names = {f.name: f.dtype for f in getattr(schema, way) if not isinstance(f.dtype, str)}
     for (others, group), tensors in sorted(found.items()):
-        where = f"others' {group}" if others else group
-        yield from _kinds(where, tensors, parts, names.get(group, {}))
+        yield from _kinds(_named(group, others), tensors, parts, names.get(group, {}))
     for name, value in sorted(message.values.items()):
         yield name, "", "", "json", f"{size(value):,}"
 

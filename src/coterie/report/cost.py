@@ -75,10 +75,7 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Floating-point operations of a round of each label, against FedAvg's.
-
-    FedAvg is the experiment's own, or, if it has none, that with the settings of the first label.
-    """
+    """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
     title = "Floating-point operations"
     settings = experiment.all[0].config  # an experiment has the same bases and server
     if settings.get("bases") or settings.get("server"):
@@ -88,7 +85,6 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     base: Base | None = None
     costs: dict[str, Cost] = {}
     fedavg: Cost | None = None
-    first: RunConfig | None = None
     for label, run in experiment.first:
         if not run.names("loss/"):
             continue  # it trains nothing, or has not begun
@@ -103,12 +99,9 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
             yield LeftOut(f"{title} of {label}", "the training has no levels")
             continue
         costs[label] = cost
-        first = first or config
         if config.label == "fedavg":
             fedavg = fedavg or cost
-    if first and base:
-        fedavg = fedavg or _cost(first.with_method("fedavg"), base, experiment.clients)
-        assert fedavg is not None, "FedAvg's training is made of levels"
+    if costs:
         yield _operations(experiment, costs, fedavg)
 
 
@@ -118,7 +111,7 @@ def _cost(config: RunConfig, base: Base, clients: list[str]) -> Cost | None:
     return round_cost(config, base, {EVERYONE: clients} if config.pooled else apart)
 
 
-def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) -> Picture:
+def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost | None) -> Picture:
     look = looks(list(experiment.runs))
     every = [list(mine.levels) for mine in costs.values()]
     levels = list(dict.fromkeys(level for names in every for level in names))
@@ -138,7 +131,8 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
                 colour = canvas.colour(look[label])
                 axis.barh(place, cost / GIGA, 0.62, left, color=colour, alpha=0.5**turn)
                 left += cost / GIGA
-            axis.text(left, place, f" {_extra(mine, fedavg)}", va="center", fontsize=8.5)
+            if fedavg:
+                axis.text(left, place, f" {_extra(mine, fedavg)}", va="center", fontsize=8.5)
         for turn, names in enumerate(turns):
             axis.barh(0, 0, color=canvas.theme.quiet, alpha=0.5**turn, label=names)
         axis.set_yticks(range(len(costs)), list(costs))
@@ -154,7 +148,7 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
             label,
             *(f"{mine.levels[n] / GIGA:,.1f}" if n in mine.levels else "" for n in levels),
             f"{mine.total / GIGA:,.1f}",
-            _extra(mine, fedavg),
+            *([_extra(mine, fedavg)] if fedavg else []),
         ]
         for label, mine in costs.items()
     ]
@@ -163,13 +157,13 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost) ->
         "Floating-point operations per round",
         "Matrix multiplications of the forward and backward passes, measured on one training "
         "step per level and scaled to one round of all clients; router phases are weighted "
-        f"by their frequency. Percentages are relative to FedAvg.{long}",
+        f"by their frequency.{' Percentages are relative to FedAvg.' if fedavg else ''}{long}",
         f"Bar chart of operations per round by level for {listed(costs)}; the table lists the "
         "values.",
         draw,
         Table(
             "GFLOP per round, all clients together",
-            ["method", *levels, "total", "relative to fedavg"],
+            ["method", *levels, "total", *(["relative to fedavg"] if fedavg else [])],
             rows,
         ),
     )

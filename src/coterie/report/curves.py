@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.methods.contract import SERVER
-from coterie.report.plots import SPREAD, over_rounds, plain_log, scale_of
+from coterie.report.plots import SPREAD, entry, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 from coterie.results.experiments import MEAN, Experiment, ReportedRun
 from coterie.results.frame import Column, Frame
@@ -33,13 +33,33 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Training loss", "no run has trained yet")
 
 
+LAST = (
+    " The last point is the last round's; the summary table has the scores of the kept models, "
+    "which may be of earlier rounds."
+)
+END = "after the last round"
+
+
+def keeps(experiment: Experiment) -> bool:
+    """Return whether a finished run's scores are those of kept models."""
+    return any(run.result and run.result.get("kept") for run in experiment.all)
+
+
 def _title(experiment: Experiment) -> str:
     return f"{experiment.split.capitalize()} {experiment.metric.label}"
 
 
 def _last(experiment: Experiment) -> Frame:
-    """The last figures of every run: a row per label and run, columns as of the series."""
-    return experiment.series.groupby(["label", "run"], sort=False).last()
+    """Return the headline scores: a row per label and run, columns as of the series.
+
+    A finished run has the scores of its result, which are its kept models' where models are kept.
+    """
+    last = experiment.series.groupby(["label", "run"], sort=False).last()
+    for label, runs in experiment.drawn.items():
+        for seed, run in enumerate(runs):
+            for column, score in run.headline(experiment.metric).items():
+                last.loc[(label, seed), column] = score
+    return last
 
 
 def _best(experiment: Experiment) -> list[str]:
@@ -74,7 +94,7 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
         f"{_title(experiment)} over rounds",
         f"Each model on its own {experiment.split} text after every evaluated round, at the "
         f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
-        f"{metric.better}{_some(experiment, best)}",
+        f"{metric.better}{_some(experiment, best)}{LAST if keeps(experiment) else ''}",
         f"Line plot of {what} by round for {listed(best)}, with one panel for the mean and "
         f"one for each of {listed(panels[1:])}. The table lists the means.",
         draw,
@@ -122,7 +142,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
     return Picture(
         metric.key,
-        f"{_title(experiment)} after the last round",
+        f"{_title(experiment)} {'of the kept models' if keeps(experiment) else END}",
         f"Each model on its own {experiment.split} text, at the point where the method "
         f"reports its results{scale_of(metric)}. {SPREAD} "
         f"{metric.better}{_some(experiment, best)}",
@@ -175,7 +195,7 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
                 x, colour = mean.index[thin], canvas.colour(look[label])
                 axis.plot(x, mean.iloc[thin], color=colour, alpha=0.25, linewidth=0.7)
                 line = smooth(mean, width).iloc[thin]
-                axis.plot(x, line, color=colour, linestyle=look[label].dash, label=label)
+                axis.plot(x, line, color=colour, linestyle=look[label].dash, label=entry(label))
             axis.set_title(level.removeprefix("loss/"))
         canvas.legend(figure, axes[0], max(map(len, shown)))
         return figure

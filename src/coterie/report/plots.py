@@ -33,12 +33,17 @@ def plain_log(axis: Axis, count: int) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def entry(label: str) -> str:
+    """Return a label for a legend, from which matplotlib leaves out those that begin with `_`."""
+    return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
+
+
 def line(
     canvas: Canvas, axis: Axes, x: Any, mean: Column, spread: Column, look: Look, label: str
 ) -> None:
     """A line with a marker at every point and a band of one standard deviation."""
     colour = canvas.colour(look)
-    axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=label)
+    axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
     axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
 
 

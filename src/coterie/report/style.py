@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
+from unicodedata import category
 
 import matplotlib
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
 
 from coterie.results.tables import Table
 
@@ -194,6 +198,7 @@ class Canvas:
             "lines.linewidth": 1.8,
             "lines.markersize": 4.5,
             "lines.markeredgewidth": 0,
+            "text.parse_math": False,  # names may contain dollar signs
             "svg.fonttype": "path",  # a picture in a page sees no fonts but the viewer's
             "svg.hashsalt": "coterie",  # the same figure is the same file
         }
@@ -218,8 +223,33 @@ class Picture:
         with matplotlib.rc_context(canvas.rc()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
             metadata = {"Date": None} if kind == "svg" else None
-            self.draw(canvas).savefig(out, format=kind, dpi=144, metadata=metadata)
+            figure = self.draw(canvas)
+            figure.draw_without_rendering()  # tick labels are set while a figure is drawn
+            for text in figure.findobj(Text):
+                text.set_text(printable(text.get_text()))
+            for axis in figure.axes:
+                for ticks in (axis.xaxis, axis.yaxis):
+                    if isinstance(ticks.get_major_formatter(), FixedFormatter | FuncFormatter):
+                        _replace_fixed(ticks)
+            figure.savefig(out, format=kind, dpi=144, metadata=metadata)
         return out.getvalue()
+
+
+def printable(text: str) -> str:
+    """Return a text in which characters that an SVG file may not contain are replaced."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if _unprintable(c) else c for c in text)
+
+
+def _unprintable(character: str) -> bool:
+    return category(character) in {"Cc", "Cs", "Cn"} and character != "\n"
+
+
+def _replace_fixed(axis: Axis) -> None:
+    """Replace such characters in tick labels, which an axis sets anew when it is drawn."""
+    places = axis.get_majorticklocs().tolist()
+    labels = axis.get_major_formatter().format_ticks(places)
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_major_formatter(FixedFormatter(list(map(printable, labels))))
 
 
 @dataclass(frozen=True)

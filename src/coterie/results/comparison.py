@@ -20,7 +20,7 @@ MARK = "="
 """Beside the rank of a row that does not differ significantly."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """Several methods on the same data: results by method, one per seed."""
 
@@ -36,6 +36,14 @@ class Comparison:
     """Of methods whose settings were chosen: `Tuned.summary`."""
     floor: Sequence[Result] = ()
     """What always giving the commonest answer scores, one result per seed; see `engines.floor`."""
+
+    def __repr__(self) -> str:
+        """Return the name and the methods."""
+        return f"Comparison({self.name!r}, methods={list(self.results)})"
+
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        return "".join(table._repr_html_() for table in self.tables())
 
     @property
     def metric(self) -> Metric:

@@ -106,6 +106,16 @@ class ReportedRun:
             return list(self.result[self.result["reports"]].values())
         return list(self.metrics["value"][self.metrics["name"] == self.own])
 
+    def headline(self, metric: Metric) -> dict[str, float]:
+        """Return the result's scores in the unit that is shown, as columns of `series`."""
+        if self.result is None:
+            return {}
+        clients = self.result[self.result["reports"]]
+        shown = {name: metric.shown(score[metric.key]) for name, score in clients.items()}
+        server = self.result.get("server")
+        served = {SERVER: metric.shown(server[metric.key])} if server else {}
+        return {MEAN: sum(shown.values()) / len(shown), **shown, **served}
+
     def series(self, metric: Metric) -> Frame:
         """The method's own figure in the unit that is shown: a row per round, a column per client.
 

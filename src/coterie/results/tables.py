@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from rich import box
@@ -72,6 +73,16 @@ class Table:
                 part = [0]
             part += group
         yield part
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook, with every cell escaped."""
+        rows = [("th", self.columns), *(("td", row) for row in self.rows)]
+        lines = (
+            "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            for tag, cells in rows
+        )
+        note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table><caption>{escape(self.title)}</caption>{''.join(lines)}</table>{note}"
 
     def markdown(self) -> str:
         """For a page."""

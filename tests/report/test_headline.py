@@ -1,0 +1,32 @@
+"""One score for a run wherever it is shown, and short forms of results."""
+
+import re
+
+import pytest
+
+import coterie
+from coterie.report.curves import _last
+from coterie.results.experiments import MEAN, experiments
+from coterie.runs import Watch
+from coterie.scoring.metrics import PERPLEXITY
+
+
+def test_table_figure_and_progress_show_the_kept_models_score(values, tmp_path) -> None:
+    notes: list[str] = []
+
+    class Notes(Watch):
+        def round_over(self, round: int, note: str) -> None:
+            notes.append(note)
+
+    config = values(method="local", rounds=3, evaluation={"every": 1, "keep": "best"})
+    config["training"] = {**config.get("training", {}), "learning_rate": 0.5}
+    done = coterie.run(config, out=tmp_path / "run", watch=Notes)
+    scores = done.results["local"]["trained"].values()
+    mean = sum(score["perplexity"] for score in scores) / len(scores)
+    [experiment] = experiments([tmp_path / "run"])
+    assert _last(experiment)[MEAN].tolist() == pytest.approx([mean])
+    shown = PERPLEXITY.cell(mean)
+    assert shown in done.table().rows[-1][1]
+    assert re.search(rf"of the kept models {re.escape(shown)} \(last round", notes[-1])
+    assert len(repr(done)) < 200
+    assert shown in done._repr_html_()
