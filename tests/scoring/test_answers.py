@@ -1,11 +1,14 @@
 """Losses and choices of answers, one unpadded row at a time; Rouge-L by hand."""
 
 import math
+import random
 import sys
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -175,6 +178,66 @@ def test_answers_of_one_token_are_finite_in_bf16(bases) -> None:
 )
 def test_rouge_l_by_hand(answer, text, score) -> None:
     assert rouge_l([answer, answer], [text, answer]) == pytest.approx([score, 1])
+
+
+EXACT = [
+    "🙂",
+    "👍🏽 👩‍👩‍👧 🇩🇪 1️⃣",
+    "Привет, мир!",
+    "東京は日本の首都です。",
+    "中国",
+    "สวัสดีครับ",
+    "مرحبا بالعالم",
+    "می\u200cروم",
+    "नमस्ते दुनिया",
+    "안녕하세요",
+    "γειά ΣΑΣ",
+    "café",
+    "→",
+    "?!",
+]
+
+
+@pytest.mark.parametrize("text", EXACT)
+def test_an_answer_given_exactly_scores_one_in_any_script(text) -> None:
+    assert rouge_l([text, text], [f" {text}\n", "another answer"]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "score"),
+    [
+        ("café", "caf", 0),
+        ("naïve", "na ve", 0),
+        ("café", "cafe\u0301", 1),
+        ("１２ ＡＢＣ", "12 abc", 1),
+        ("ｶﾞ", "ガ", 1),
+        ("❤", "❤\ufe0f", 1),
+        ("МОСКВА", "москва", 1),
+        ("ΟΔΟΣ", "οδος", 1),
+        ("Straße", "STRASSE", 1),
+        ("👍🏽", "👍", 0),
+        ("東京都", "京都", 2 * 2 / 5),
+        ("12月", "12日", 2 * 1 / 4),
+        ("красный дом", "белый дом", 2 * 1 / 4),
+        ("नमस्ते", "नमसते", 0),
+    ],
+)
+def test_words_of_other_scripts_are_compared_whole(answer, text, score) -> None:
+    assert rouge_l([answer], [text]) == pytest.approx([score])
+
+
+def test_english_scores_are_those_of_the_reference() -> None:
+    draw = random.Random(0)
+    words = ["The", "cat", "don't", "don’t", "x_y", "$5", "£5", "U.S.", "3.14", "e-mail", "—"]
+    texts = [draw.choice((" ", "\n")).join(draw.choices(words, k=9)) for _ in range(400)]
+    texts += ["Coke™ (20°C) …", "Coke, 20 C"]
+    reference = RougeScorer(["rougeL"], use_stemmer=False)
+    wanted = [reference.score(*pair)["rougeL"].fmeasure for pair in pairwise(texts)]
+    assert rouge_l(texts[:-1], texts[1:]) == wanted
+
+
+def test_an_accent_may_be_composed_or_not() -> None:
+    assert exact(["café", "café"], ["cafe\u0301", "cafe"]) == [1, 0]
 
 
 def test_spaces_around_a_written_answer_do_not_count() -> None:

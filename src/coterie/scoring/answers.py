@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -95,23 +96,31 @@ def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
 
 
 def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """1 for each written answer that is the right one, spaces around them apart, else 0."""
+    """Return 1 for each written answer that is the right one, else 0.
+
+    Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
+    """
     pairs = zip(answers, written, strict=True)
-    return [float(right.strip() == text.strip()) for right, text in pairs]
+    return [
+        float(normalize("NFC", right).strip() == normalize("NFC", text).strip())
+        for right, text in pairs
+    ]
 
 
 def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """Each one's F1 of Rouge-L: the longest common subsequence of words, without stemming.
+    """Return each written answer's F1 of Rouge-L: the longest common subsequence of words.
 
-    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004). Words are runs of the
-    letters a to z and digits, case apart: a text in another script has none, and scores 0.
+    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), without stemming and with
+    words in any script (`UnicodeTokenizer`).
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
+
+        from coterie.scoring.words import UnicodeTokenizer
     except ModuleNotFoundError as error:
         raise CoterieError(
             f"Rouge-L needs {error.name}; install it with pip install rouge-score."
         ) from None
-    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+    scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
     pairs = zip(answers, written, strict=True)
     return [scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs]
