@@ -1,6 +1,5 @@
 """How commands speak: to the console, about errors, and when they are stopped."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from coterie.files import parse_json
 
 if TYPE_CHECKING:
     from coterie.runs import Watch
@@ -70,7 +71,7 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         again = "the same command"
         if folder is not None and (folder / "run.json").exists():
-            began = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            began = parse_json((folder / "run.json").read_text(encoding="utf-8"))
             plugins = began.get("plugins", {})  # runs of earlier versions have none
             again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
         stopped(f"Finished rounds are saved; resume with {again}.")

@@ -30,6 +30,7 @@ from coterie.exchange import Json, State
 from coterie.exchange.formats import FormatError, check_stamp, stamp
 from coterie.files import (
     link,
+    parse_json,
     write_bytes,
     write_folder,
     write_json,
@@ -305,7 +306,7 @@ class RunFolder:
         return _checksum((self.checkpoint(self.rounds()) / CHECKSUMS).read_bytes())
 
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
-        return json.loads((checkpoint / CHECKSUMS).read_bytes())
+        return parse_json((checkpoint / CHECKSUMS).read_bytes())
 
     def has(self, name: str) -> bool:
         """Whether the newest checkpoint has a state."""
@@ -328,8 +329,8 @@ class RunFolder:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in text.splitlines():
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
+                yield parse_json(line)
+            except ValueError:
                 return
 
     def forget_from(self, round: int) -> None:
@@ -342,7 +343,7 @@ class RunFolder:
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
-            values = json.loads((self.path / name).read_text(encoding="utf-8"))
+            values = parse_json((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             values = None
         if not isinstance(values, dict):
