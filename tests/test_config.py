@@ -232,17 +232,19 @@ def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, 
     ["training.steps", "training.learning_rate", "rounds", "data.window", "deployment.deadline"],
 )
 def test_a_boolean_is_no_number(key: str) -> None:
-    with pytest.raises(coterie.CoterieError, match=f"{key} should be .* number, not True"):
-        coterie.load_config(None, [f"{key}=yes"])
+    with pytest.raises(CoterieError, match=f"{key} should be .* number, not True"):
+        load_config(None, [f"{key}=yes"])
 
 
 def test_a_boolean_is_no_number_in_a_setting_of_a_method() -> None:
     setting = "method={name: fedit, attention: {rank: yes}}"
-    with pytest.raises(coterie.CoterieError, match=r"method.attention.rank should be a whole"):
-        coterie.load_config(None, [setting])
+    with pytest.raises(CoterieError, match=r"method.attention.rank should be a whole"):
+        load_config(None, [setting])
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000])
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000], ids=["lists", "digits", "hex"]
+)
 def test_yaml_that_python_cannot_hold_is_refused(value: str) -> None:
-    with pytest.raises(coterie.CoterieError, match="is not valid YAML"):
-        coterie.load_config(None, [f"training.steps={value}"])
+    with pytest.raises(CoterieError, match="is not valid YAML"):
+        load_config(None, [f"training.steps={value}"])

@@ -29,7 +29,7 @@ def examples() -> list[tuple[str, str]]:
     found = []
     for where, text in texts().items():
         joined = re.sub(r"\\\n\s*", " ", text)
-        lines = re.findall(r"^\s*(?:\$ )?coterie ([a-z].*)$", joined, re.MULTILINE)
+        lines = re.findall(r"^[ ]*(?:\$ )?coterie ([a-z].*)$", joined, re.MULTILINE)
         found += [(where, line) for line in lines]
     return found
 
@@ -47,7 +47,7 @@ def test_an_example_is_a_command_with_options_that_exist(where: str, line: str) 
     assert options <= known, f"{where}: coterie {line}"
 
 
-@pytest.mark.parametrize(("where", "text"), texts().items())
+@pytest.mark.parametrize(("where", "text"), texts().items(), ids=texts().keys())
 def test_clients_of_the_demo_exist(where: str, text: str) -> None:
     named = re.findall(r"runs/demo --client (\w+)", text)
     if where == "package":

@@ -46,7 +46,9 @@ def test_a_date_is_no_text() -> None:
         instructions([Record("Ada: record 1", {**ROW, "instruction": datetime.date.today()})], SPEC)
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000])
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000], ids=["lists", "mappings", "digits"]
+)
 def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(CoterieError, match="line 1 of .* cannot be read"):
         written(tmp_path, f'{{"text": {value}')
@@ -95,4 +97,4 @@ def test_negative_labels_have_clients_of_their_own(tmp_path: Path) -> None:
     lines = [f'{{"text": "words {n}", "label": {n % 3 - 1}}}' for n in range(60)]
     (tmp_path / "l.jsonl").write_text("\n".join(lines))
     found = divided_texts(BY_LABEL, DataSpec(), tmp_path, 0)
-    assert set(found[0]) == {"minus-1", "0", "1"}
+    assert set(found) == {"minus-1", "0", "1"}
