@@ -30,7 +30,7 @@ def written(folder: Path, line: str) -> list[Record]:
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "null", "true", "{}"])
 def test_an_answer_is_a_text_or_a_finite_number(tmp_path: Path, value: str) -> None:
     records = written(tmp_path, f'{{"instruction": "x", "input": "", "output": {value}}}')
-    with pytest.raises(CoterieError, match="line 1 of .*field output contains"):
+    with pytest.raises(CoterieError, match=r"line 1 of .*field output contains"):
         instructions(records, SPEC)
 
 
@@ -42,7 +42,7 @@ def test_a_template_prints_no_python_expression(tmp_path: Path, value: str) -> N
 
 
 def test_a_date_is_no_text() -> None:
-    with pytest.raises(CoterieError, match="it prints datetime.date"):
+    with pytest.raises(CoterieError, match=r"it prints datetime\.date"):
         instructions([Record("Ada: record 1", {**ROW, "instruction": datetime.date.today()})], SPEC)
 
 
@@ -50,7 +50,7 @@ def test_a_date_is_no_text() -> None:
     "value", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000], ids=["lists", "mappings", "digits"]
 )
 def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(CoterieError, match="line 1 of .* cannot be read"):
+    with pytest.raises(CoterieError, match=r"line 1 of .* cannot be read"):
         written(tmp_path, f'{{"text": {value}')
 
 
