@@ -99,7 +99,7 @@ def run_file(values, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is not a mapping of keys to values."),
+        (b"", "is empty; it needs at least `clients` or `divide` (`coterie run` runs a demo)."),
         (b"- a\n", "is not a mapping of keys to values."),
         (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
         ("name: café".encode("latin-1"), "is not UTF-8 text."),
@@ -225,3 +225,26 @@ def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, 
         CoterieError, match=r"Unknown key 'server\.tset'. Did you mean 'server\.test'"
     ):
         parse(values(server={"tset": "x"}))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["training.steps", "training.learning_rate", "rounds", "data.window", "deployment.deadline"],
+)
+def test_a_boolean_is_no_number(key: str) -> None:
+    with pytest.raises(CoterieError, match=f"{key} should be .* number, not True"):
+        load_config(None, [f"{key}=yes"])
+
+
+def test_a_boolean_is_no_number_in_a_setting_of_a_method() -> None:
+    setting = "method={name: fedit, attention: {rank: yes}}"
+    with pytest.raises(CoterieError, match=r"method.attention.rank should be a whole"):
+        load_config(None, [setting])
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000], ids=["lists", "digits", "hex"]
+)
+def test_yaml_that_python_cannot_hold_is_refused(value: str) -> None:
+    with pytest.raises(CoterieError, match="is not valid YAML"):
+        load_config(None, [f"training.steps={value}"])

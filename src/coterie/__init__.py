@@ -4,7 +4,7 @@ import coterie
 
 run = coterie.run("run.yaml")
 print(run.table().markdown())
-model = coterie.load(run.path, client="poet")
+model = coterie.load(run.path, client="ada")
 """
 
 import os

@@ -1,6 +1,6 @@
 """What is wrong with a run file, in one sentence that names the key as the user would write it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,7 +23,8 @@ WANTED = {
     "list": "a list",
     "model": "a mapping of keys to values",
     "string": "text",
-    "string_pattern_mismatch": "up to 64 letters, digits, dots, dashes and underscores",
+    "string_pattern_mismatch": "up to 64 letters (a to z, A to Z), digits, dots, dashes and "
+    "underscores",
     "model_attributes": "a mapping of keys to values",
     "tuple": "a list",
 }
@@ -37,9 +38,30 @@ def validated(model: type[M], values: Mapping[str, Any], method: str = "local") 
     """
     refuse_renamed(values, method)
     try:
-        return model.model_validate(values)
+        valid = model.model_validate(values)
     except ValidationError as error:
         raise CoterieError(sentence(error, model, values)) from error
+    for place, value, number in _booleans_as_numbers(values, valid, ()):
+        wanted = WANTED[type(number).__name__]
+        raise CoterieError(f"{_written(place)} should be {wanted}, not {value!r}.")
+    return valid
+
+
+def _booleans_as_numbers(
+    given: Any, valid: Any, place: Place
+) -> Iterator[tuple[Place, bool, int | float]]:
+    """Yield every boolean of the given values that pydantic has turned into a number."""
+    if isinstance(given, bool):
+        if isinstance(valid, int | float) and not isinstance(valid, bool):
+            yield place, given, valid
+    elif isinstance(given, Mapping):
+        inside = valid if isinstance(valid, Mapping) else getattr(valid, "__dict__", {})
+        for key, value in given.items():
+            if key in inside:
+                yield from _booleans_as_numbers(value, inside[key], (*place, key))
+    elif isinstance(given, list | tuple) and isinstance(valid, list | tuple):
+        for number, (value, held) in enumerate(zip(given, valid, strict=False)):
+            yield from _booleans_as_numbers(value, held, (*place, number))
 
 
 def sentence(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:

@@ -23,6 +23,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: "1 upload", "2 uploads"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @contextmanager
 def enough_memory(what: str, helps: Callable[[], Sequence[str]]) -> Iterator[None]:
     """Raise CoterieError where memory runs out within the block: for `what`, and what helps.

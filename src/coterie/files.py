@@ -27,6 +27,22 @@ def expanded(path: str) -> Path:
         raise CoterieError(f"{path}: this machine has no home folder of that user.") from None
 
 
+def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: a JSON document.
+        missing: return NaN and infinity, which are not JSON, as None.
+
+    Raises:
+        ValueError: The text is not JSON, too deeply nested, or has an integer of too many digits.
+    """
+    try:
+        return json.loads(text, parse_constant=(lambda _: None) if missing else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the system says about a write (full, read-only, ...) into a CoterieError."""
@@ -64,14 +80,6 @@ def read_inside(folder: Path, name: str | PurePath) -> bytes:
     finally:
         for descriptor in opened:
             os.close(descriptor)
-
-
-def loads(data: bytes) -> Any:
-    """Return the value of JSON; raises ValueError for anything else, however deep it is nested."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 def refuse_links(folder: Path, name: str | PurePath) -> None:

@@ -174,6 +174,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
         values = _read(path.read_text(encoding="utf-8"))
         if isinstance(values, dict):
             return values
+        if values is None:
+            problem = (
+                "is empty; it needs at least `clients` or `divide` (`coterie run` runs a demo)"
+            )
     except FileNotFoundError:
         raise CoterieError(f"There is no run file {path}.") from None
     except OSError as error:
@@ -196,6 +200,16 @@ class _Once(yaml.SafeLoader):
                     None, None, f"duplicate key {key.value!r}", key.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+
+def _whole_number(loader: _Once, node: yaml.ScalarNode) -> int:
+    """A number that can be shown; raises ValueError for one of too many digits."""
+    value = loader.construct_yaml_int(node)
+    str(value)
+    return value
+
+
+_Once.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def _read(text: str) -> Any:
@@ -224,7 +238,7 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
     try:
         value = _read(text)
     except yaml.YAMLError as error:
-        raise CoterieError(f"--set {setting!r}: the value is not valid YAML.") from error
+        raise CoterieError(f"--set {setting!r:.80}: the value is not valid YAML.") from error
     try:
         put(values, path, value)
     except CoterieError as error:

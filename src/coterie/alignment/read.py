@@ -1,7 +1,6 @@
 """Vocabularies from files: of the Hugging Face, GPT-2's, SentencePiece's and tiktoken's kinds."""
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from coterie.alignment.vocabulary import (
 )
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.errors import CoterieError
+from coterie.files import parse_json
 
 UNKNOWN, CONTROL, UNUSED, BYTE = 2, 3, 5, 6
 """Types of SentencePiece's tokens; the others are text."""
@@ -40,7 +40,7 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
             return _sentencepiece(file.read_bytes())
         if file.suffix == ".tiktoken":
             return _tiktoken(file.read_bytes())
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         if isinstance(content.get("model"), dict):
             return Vocabulary.of(Tokenizer.from_file(str(file)))
         return _vocab_json(content)

@@ -4,7 +4,6 @@ transformers draws missing weights at random, ignores surplus ones and builds to
 tokens, each with no more than a warning. Here each is an error.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from coterie.errors import CoterieError
+from coterie.files import parse_json
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -145,8 +145,8 @@ def _refuse_pointer(file: Path) -> None:
 def _json_object(file: Path) -> dict[str, Any]:
     _refuse_pointer(file)
     try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        content = parse_json(file.read_bytes())
+    except ValueError as error:
         raise CoterieError(f"{file} is not valid JSON ({error}); download it again.") from error
     if not isinstance(content, dict):
         raise CoterieError(f"{file} does not contain a JSON object; download it again.")

@@ -5,7 +5,9 @@ No module here imports torch, transformers or pydantic outside a function: help 
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import metadata
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -70,13 +72,29 @@ app.command()(leave.forget)
 app.add_typer(keys.app, name="keys")
 
 
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Raise CoterieError for an argument whose bytes are not text."""
+    for number, argument in enumerate(arguments, start=1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise CoterieError(
+                f"Argument {number}, {argument!a}, is not valid {sys.getfilesystemencoding()}; "
+                "type it again in that encoding."
+            ) from None
+
+
 def main() -> None:
     """Run a command; an error that the user can mend is one sentence and exit code 2.
 
     What is written is for this user alone: models, losses and logs are personal.
     """
     os.umask(0o077)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not where a test or a program has replaced it
+            stream.reconfigure(errors="replace")
     try:
+        _check_arguments(sys.argv[1:])
         app()
     except (CoterieError, OSError) as error:
         if options.debug:

@@ -272,6 +272,11 @@ def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
     """Where a client's texts are; raises CoterieError now for an error at the first order."""
     from coterie.run_file import check_sections
 
+    if (given["path"] is None) == (given["train"] is None):
+        raise CoterieError(
+            "Give either --data (a file or folder, which is split) or --train (with --validation "
+            f"and --test, if there are any), and not {'both' if given['path'] else 'neither'}."
+        )
     texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
     check_sections({"clients": [{"name": name, **texts}]})
     for path in texts.values():

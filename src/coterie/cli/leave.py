@@ -7,6 +7,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import check_run
+from coterie.errors import plural
 
 Run = Annotated[Path, typer.Argument(help="The server's run folder.", show_default=False)]
 Client = Annotated[str, typer.Option(help="The client's name.", show_default=False)]
@@ -47,12 +48,12 @@ def forget(run: Run, client: Client) -> None:
     done = forget_in(RunFolder(run), client)
     terminal.say(
         f"Deleted what {run} kept of {client}: what the last checkpoint had of it, all earlier "
-        f"checkpoints, {done.figures} figures and {done.lines} lines of logs. The name itself is "
-        "still in run.json and without.json."
+        f"checkpoints, {plural(done.figures, 'figure')} and {plural(done.lines, 'line')} of logs. "
+        "The name itself is still in run.json and without.json."
     )
     if done.rounds:
         terminal.say(
-            f"Its uploads counted in {len(done.rounds)} rounds, the last time in round "
+            f"Its uploads counted in {plural(len(done.rounds), 'round')}, the last time in round "
             f"{done.rounds[-1]}. What they changed in the shared parameters, and in the models of "
             "the other clients, cannot be taken back."
         )

@@ -59,8 +59,9 @@ def needs_resume(from_round: int | None) -> None:
 RunFile = Annotated[
     Path | None,
     typer.Argument(
-        help="A run file (YAML). Default: the built-in demo. `who-wrote-this` is a built-in "
-        "demo on instructions, `four-assistants` one on conversations."
+        help="A run file (YAML). Default: the built-in demo. Other built-in demos: "
+        "`who-wrote-this` on instructions, `four-assistants` on conversations, and "
+        "`teach-one-another` with a model of the server's own."
     ),
 ]
 Device = Annotated[

@@ -46,7 +46,7 @@ def generate(
 
     Example, after the demo:
 
-        coterie generate runs/demo --client poet --prompt "I sing of"
+        coterie generate runs/demo --client ada --prompt "I sing of"
 
     After a run on instructions, fill in its template:
 

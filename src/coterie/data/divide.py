@@ -207,7 +207,8 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
         return [f"client-{number}" for number in range(1, spec.clients + 1)]
     names: dict[str, str] = {}
     for number, label in enumerate(labels, start=1):
-        ascii_label = normalize("NFKD", label).encode("ascii", "ignore").decode().lower()
+        signed = re.sub(r"^-(?=\d)", "minus-", label)
+        ascii_label = normalize("NFKD", signed).encode("ascii", "ignore").decode().lower()
         name = re.sub(r"[^a-z0-9._]+", "-", ascii_label)[:64].strip(".-") or f"label-{number}"
         if name in names:
             raise CoterieError(

@@ -4,17 +4,21 @@ Errors begin with the `owner` of the text, such as "Client anna", and name the f
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rapidfuzz import process
 
 from coterie.errors import CoterieError
-from coterie.files import expanded
+from coterie.files import expanded, parse_json
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -28,11 +32,26 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A field's value that cannot be decoded; an error only if the field is used."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Record:
     """Named fields, and where they were found, for errors: "Client anna: line 3 of notes.jsonl"."""
 
     where: str
     fields: dict[str, Any]
+    remedy: str = "Correct the field name in the run file."
+    """What to do about a missing field."""
+
+    def __post_init__(self) -> None:
+        """Treat NaN and infinity, which some programs write for empty cells, as missing values."""
+        for name, value in self.fields.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                self.fields[name] = None
 
     def __getitem__(self, field: str) -> Any:
         """The field's value, or a `CoterieError` that lists the fields there are."""
@@ -41,10 +60,13 @@ class Record:
             near = process.extractOne(field, list(self.fields), score_cutoff=60)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise CoterieError(
-                f"{self.where} has no field {field}{hint}; its fields are: {names}. Correct the "
-                "field name in the run file."
+                f"{self.where} has no field {field}{hint}; its fields are: {names}. {self.remedy}"
             )
-        return self.fields[field]
+        if isinstance(value := self.fields[field], Unreadable):
+            raise CoterieError(
+                f"{self.where}: field {field} cannot be read ({value.why}); export the file again."
+            )
+        return value
 
     def text(self, fields: Sequence[str]) -> str:
         """The text of the fields, joined by newlines."""
@@ -194,11 +216,13 @@ def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
             continue
         where = f"{owner}: line {number} of {file}"
         try:
-            fields = json.loads(line)
+            fields = parse_json(line, missing=True)
         except json.JSONDecodeError as error:
             raise CoterieError(
                 f"{where} is not valid JSON ({error.msg} at column {error.colno}); fix that line."
             ) from error
+        except ValueError as error:
+            raise CoterieError(f"{where} cannot be read ({error!s:.80}); fix that line.") from error
         if not isinstance(fields, dict):
             raise CoterieError(f"{where} is not a JSON object; write it as {{field: value, ...}}.")
         yield Record(where, fields)
@@ -210,8 +234,15 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
     number = 0
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
-            for fields in batch.to_pylist():
+            names = batch.schema.names
+            if len(names) > len(set(names)):
+                raise CoterieError(
+                    f"{owner}: {file} has two columns of one name; rename one and export it again."
+                )
+            columns = [_values(column) for column in batch.columns]
+            for values in zip(*columns, strict=True):
                 number += 1
+                fields = dict(zip(names, values, strict=True))
                 yield Record(f"{owner}: record {number} of {file}", fields)
     except (pyarrow.ArrowException, OSError) as error:
         raise CoterieError(
@@ -225,3 +256,18 @@ def parquet_fields(file: Path) -> dict[str, int]:
 
     table = pyarrow.parquet.read_table(file)
     return {name: len(table) - table[name].null_count for name in table.column_names}
+
+
+def _values(column: "pyarrow.Array") -> list[Any]:
+    """The values of a column; those that Python cannot represent are `Unreadable`."""
+    try:
+        return column.to_pylist()
+    except Exception:  # the kinds depend on the column's type
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: "pyarrow.Scalar") -> Any:
+    try:
+        return scalar.as_py()
+    except Exception as error:  # the kinds depend on the column's type
+        return Unreadable(f"{error!s:.80}")

@@ -1,5 +1,6 @@
 """From records to prompts with their answers, and the answers to choose from."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
@@ -104,7 +105,8 @@ def _answer(record: Record, answer: str) -> str:
 
 def _text(record: Record, field: str, value: Any) -> str:
     """An answer, or one to choose from, without space around it; numbers become text."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and math.isfinite(value):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise CoterieError(

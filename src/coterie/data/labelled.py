@@ -128,12 +128,12 @@ def _kept(records: Iterable[Record], spec: DivideSpec) -> list[Record]:
 
 def _label(record: Record, field: str) -> str:
     value = record[field]
-    if not isinstance(value, str | int) or value == "":
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise CoterieError(
             f"{record.where}: field {field} contains {value!r}, not a label (a text or a "
             "whole number); fix the record or set divide.label."
         )
-    return str(value)
+    return Record(record.where, {field: str(value)}).text([field])
 
 
 def _texts(source: SourceSpec, spec: DivideSpec, data: DataSpec, root: Path) -> Iterator[str]:

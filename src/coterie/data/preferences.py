@@ -1,7 +1,7 @@
 """From records to preferences: a prompt, the answer that was chosen, and one that was rejected."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coterie.data.chat import Conversation, Turn
@@ -12,6 +12,7 @@ from coterie.data.preferences_spec import PreferenceSpec
 from coterie.errors import CoterieError
 
 ANSWERS = ("chosen", "rejected")
+REMEDY = "Name the record's fields prompt, chosen and rejected: the run file cannot rename them."
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Prefere
     Raises CoterieError, naming the record, if it lacks a field, if a text or a list of messages is
     empty or wrong, if its answers are equal, or if their prompts differ.
     """
-    return [_preference(record, spec) for record in records]
+    return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
 
 
 def preferences_by_split(

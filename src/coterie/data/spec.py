@@ -26,8 +26,8 @@ class Spec(BaseModel):
 def _plain(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
         raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters, digits, dots, dashes and "
-            "underscores, and must not start with a dot or dash"
+            f"the name {name!r} must be 1 to 64 letters (a to z, A to Z), digits, dots, "
+            "dashes and underscores, and must not start with a dot or dash"
         )
     return name
 
@@ -254,7 +254,7 @@ class ClientSpec(Spec):
     """One entry of the run file's list `clients:`: a client's name and its own text files."""
 
     name: ClientName = Field(
-        description="client name: letters, digits, dots, dashes and underscores"
+        description="client name: letters (a to z, A to Z), digits, dots, dashes and underscores"
     )
     path: str | None = Field(
         default=None,

@@ -1,11 +1,12 @@
 """Templates of prompts: Jinja text over the fields of a record, some of them shipped by name."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, Undefined, UndefinedError
 from jinja2.environment import TemplateExpression
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,8 +22,22 @@ SHIPPED = {
 
 # What ends a prompt decides how its answer begins, so the last newline of a text counts. The lines
 # of blocks such as {% if %} leave nothing behind.
+
+
+def _printable(value: Any) -> Any:
+    """Refuse what a template would print as a Python expression, such as a mapping."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, str | Undefined) or (number and math.isfinite(value)):
+        return value
+    raise TypeError(f"it prints {value!r:.60}, not a text or a number")
+
+
 _JINJA = ImmutableSandboxedEnvironment(
-    undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=_printable,
 )
 
 
@@ -79,7 +94,11 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     compiled, names = _compiled(template)
     record = Record(where, {name: value for name, value in fields.items() if value is not None})
     try:
+        for name in names & record.fields.keys():
+            record[name]  # raises where it cannot be read
         prompt = compiled.render(record.fields)
+    except CoterieError:
+        raise
     except UndefinedError as error:
         for name in names - record.fields.keys():
             if str(error).startswith(f"{name!r} is"):

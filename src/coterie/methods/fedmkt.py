@@ -138,7 +138,7 @@ class FedMKT(AdapterMethod):
             (
                 setting.instructions,
                 "prompts with answers that no chat template renders: set "
-                "data.instructions (its template not chat) instead of data.messages",
+                "data.instructions, with another template than chat",
             ),
             (setting.public, "public samples: set data.public, or divide.public: true"),
             (setting.server, "a model of the server's own: set server.base"),

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coterie.errors import CoterieError
-from coterie.files import write_private, writing
+from coterie.files import parse_json, write_private, writing
 from coterie.privacy.mechanisms import epsilon, noise_for
 
 Budget = tuple[float, float]
@@ -101,7 +101,7 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
     if path is None or not path.exists():
         return {}
     try:
-        runs = json.loads(path.read_bytes())
+        runs = parse_json(path.read_bytes())
         return {
             run: {release: float(noise) for release, noise in releases.items() if noise > 0}
             for run, releases in runs.items()

@@ -5,13 +5,12 @@ page that is generated from it and shows the pictures of the table in images/, i
 README.md lists all pages.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from coterie.errors import CoterieError
-from coterie.files import write_json, write_text
+from coterie.files import parse_json, write_json, write_text
 from coterie.results.figures import figures
 from coterie.results.messages import message_tables
 from coterie.results.overlap import overlap_tables
@@ -42,7 +41,7 @@ def markdown(summary: Summary) -> str:
 def read_result(path: Path) -> Summary:
     """A result file; raises CoterieError if it is none."""
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         summary = None
     if not isinstance(summary, dict) or summary.get("shows") not in TABLES:

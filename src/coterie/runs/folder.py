@@ -32,7 +32,7 @@ from coterie.exchange.formats import check_stamp, stamp
 from coterie.files import (
     append_to,
     link,
-    loads,
+    parse_json,
     read_inside,
     refuse_links,
     write_bytes,
@@ -320,7 +320,7 @@ class RunFolder:
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
         """The hashes of a checkpoint's files; raises ValueError if they are damaged."""
         name = (checkpoint / CHECKSUMS).relative_to(self.path)
-        return read.CHECKSUMS.validate_python(loads(read_inside(self.path, name)), strict=True)
+        return read.CHECKSUMS.validate_python(parse_json(read_inside(self.path, name)), strict=True)
 
     def has(self, name: str) -> bool:
         """Whether the newest checkpoint has a state."""

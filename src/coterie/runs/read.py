@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coterie.errors import CoterieError
 from coterie.exchange.envelope import Entry
-from coterie.files import loads, read_inside
+from coterie.files import parse_json, read_inside
 
 Score = dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
 Rounds = Annotated[int, Field(ge=0, le=2**31)]
@@ -132,7 +132,7 @@ def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> d
     """
     path = folder / name
     try:
-        values = loads(read_inside(folder, name))
+        values = parse_json(read_inside(folder, name))
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
         if kind is not None:
@@ -163,7 +163,7 @@ def read_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         raise CoterieError(f"{folder / name}: {error.strerror}.") from None
     for number, text in enumerate(lines, start=1):
         try:
-            line = loads(text)
+            line = parse_json(text)
             if not isinstance(line, dict):
                 raise ValueError("it is not a JSON object")
             _check_line(line)

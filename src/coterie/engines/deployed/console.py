@@ -16,6 +16,7 @@ from rich.text import Text
 from coterie.config import RunConfig
 from coterie.engines.deployed.seats import Seat, ServerWatch
 from coterie.engines.deployed.terms import in_words
+from coterie.errors import plural
 from coterie.exchange.envelope import Order
 from coterie.runs.progress import JUMPED, jump_warning
 
@@ -64,7 +65,9 @@ class Board(LiveDisplay, ServerWatch):
     def start(self, title: str, rounds: int, done: int) -> None:
         """Note what runs."""
         self.title, self.rounds, self.done, self.first = title, rounds, done, done
-        self._say(f"{title}: {rounds} rounds" + (f", {done} already done" if done else ""))
+        self._say(
+            f"{title}: {plural(rounds, 'round')}" + (f", {done} already done" if done else "")
+        )
         self.began = time.monotonic()
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
@@ -90,7 +93,7 @@ class Board(LiveDisplay, ServerWatch):
         self.done = round + 1
         left = self._left()
         rest = f", about {left} left" if left else ""
-        self.note(f"round {self.done}/{self.rounds}: {counted} uploads counted{rest}")
+        self.note(f"round {self.done}/{self.rounds}: {plural(counted, 'upload')} counted{rest}")
 
     def _left(self) -> str:
         finished = self.done - self.first
@@ -148,7 +151,9 @@ class ClientBoard(LiveDisplay):
             case "step":
                 self._step(value)
             case "stopped":
-                self._say(f"no gain for {value} rounds: training stopped, waiting for the end")
+                self._say(
+                    f"no gain for {plural(value, 'round')}: training stopped, waiting for the end"
+                )
             case "bytes/up" | "bytes/down":
                 self.bytes[what] = value
             case _ if what == JUMPED:
