@@ -251,7 +251,7 @@ def test_an_earlier_history_and_a_system_prompt_come_first() -> None:
     history = [["Hello?", "Hello."], ["Was it so?", "It was."]]
     found = instructions(records({**fields, "system": "Be brief.", "history": history}), spec)
     said = ["Be brief.", *history[0], *history[1], "And now?", "Now too."]
-    roles = ["system", *["user", "assistant"] * 3]
+    roles: list[Any] = ["system", *["user", "assistant"] * 3]
     [item] = found
     assert isinstance(item, Conversation)
     assert item.turns == tuple(map(Turn, roles, said))

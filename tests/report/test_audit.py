@@ -104,7 +104,7 @@ def test_two_declared_fields_of_one_name_are_two_lines() -> None:
             Field("adapter", "the other clients' tensors", peers=True),
         )
     )
-    run = SimpleNamespace(schema=schema, config=SimpleNamespace(label="a method"))
+    run: Any = SimpleNamespace(schema=schema, config=SimpleNamespace(label="a method"))
     rows = {(row[0], row[3]) for row in _declared(run).rows}
     assert rows == {
         ("adapter", "the client's own mean"),

@@ -127,8 +127,9 @@ def special_tokens(
     control = count_control(items, control_tokens(tokenizer, chat))
     unknown = tokenizer.unk_token_id
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
-    can_be = isinstance(unknown, int) and unknown not in ends
-    count = int(read.ids.eq(unknown).sum()) if can_be else 0
+    count = 0
+    if isinstance(unknown, int) and unknown not in ends:
+        count = int(read.ids.eq(unknown).sum())
     return SpecialTokens(client, split, len(read.ids), count, control)
 
 

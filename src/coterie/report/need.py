@@ -74,7 +74,8 @@ def need_of(config: RunConfig, client: ClientId) -> Need | None:
 
 def _need_of(config: RunConfig, client: ClientId) -> Need | None:
     spec, training = config.base_of(client), config.training_of(client)
-    tokenizer, skeleton = load_tokenizer(spec, config.root), load_skeleton(spec, config.root)
+    tokenizer = load_tokenizer(spec, config.root)
+    skeleton: Any = load_skeleton(spec, config.root)
     kept = kept_dtype(skeleton)
     dtype = _dtype(spec, kept, training)
     cast = dtype != kept or spec.quantised or (kept, training.precision) == CAST
