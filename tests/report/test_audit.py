@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 

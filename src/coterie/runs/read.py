@@ -111,7 +111,7 @@ class Without(_Part):
 class Items(_Part):
     """scores/POINT/NAME.json."""
 
-    __pydantic_extra__: dict[str, list[float | None]] = Field(init=False)
+    __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore[reportIncompatibleVariableOverride]
     of: str = ""
 
 
