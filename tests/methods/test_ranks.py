@@ -325,7 +325,7 @@ def test_hetlora_pruned_parts_stay_zero_and_the_model_is_restored(
     config: Callable[..., coterie.RunConfig], tmp_path: Path
 ) -> None:
     method = {"name": "hetlora", "mlp": {"rank": RANKS}, "gamma": 0.6, "penalty_weight": 1.0}
-    done = coterie.run(config(method=method, rounds=4), out=tmp_path / "run")
+    done = coterie.run(config(method=method, rounds=6), out=tmp_path / "run")
     lines = [line for line in RunFolder(done.path).metrics() if line["name"] == "rank"]
     last: dict[str, dict[str, int]] = {}
     for line in lines:

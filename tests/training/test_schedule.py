@@ -169,8 +169,6 @@ def test_a_warm_up_and_a_cosine_are_transformers(warmup: float) -> None:
 @pytest.mark.parametrize(
     ("steps", "rounds", "warmup"),
     [
-        (1, 1, 0.5),
-        (1, 1, 0.999),
         (2, 1, 0.9),
         (10, 1, 0.1),
         (10, 1, 0.95),
@@ -186,7 +184,7 @@ def test_the_last_step_has_the_final_rate(
     assert rates[-1] == final
     if final:  # else it is the rate at the start of the warm-up, too
         assert all(rate != final for rate in rates[:-1])
-    for round in range(rounds):
+    for round in range(rounds if steps > 1 else 0):
         last = round * steps + steps - 1
         assert rates_of(steps, rounds, restart=True, **given)[last] == final
     beside = TrainingSpec(steps=steps, restart=True, **given)
@@ -195,7 +193,15 @@ def test_the_last_step_has_the_final_rate(
 
 def test_a_cosine_ends_at_the_last_step_without_a_warm_up() -> None:
     assert rates_of(3, final_learning_rate=1e-3) == pytest.approx([2e-3, 1.5e-3, 1e-3])
-    assert rates_of(1, final_learning_rate=1e-3) == [1e-3]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "one-cycle"])
+@pytest.mark.parametrize("warmup", [0.5, 0.999])
+def test_a_schedule_of_one_step_has_the_peak_rate(schedule: Any, warmup: float) -> None:
+    """A final rate of 0 would train nothing."""
+    given: dict[str, Any] = {"final_learning_rate": 0.0, "warmup": warmup, "schedule": schedule}
+    assert rates_of(1, **given) == [2e-3]
+    assert rates_of(1, 3, restart=True, **given) == [2e-3] * 3
 
 
 def test_a_warm_up_leads_to_a_constant_rate() -> None:
