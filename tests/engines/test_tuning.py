@@ -72,7 +72,8 @@ def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
     finals = [(f"{name}-seed{seed}", "test", best[name], seed) for seed in (4, 5) for name in rows]
     assert counted == [*trials, *finals]
     named = {
-        name: f"{name}: {name.partition('-')[0]} with {RATE} = {rate}" for name, _, rate, _ in trials
+        name: f"{name}: {name.partition('-')[0]} with {RATE} = {rate}"
+        for name, _, rate, _ in trials
     }
     assert said == [
         line
