@@ -1,9 +1,18 @@
 """The pages tell the truth: their code runs, their links lead somewhere."""
 
+import ast
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+import coterie
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,3 +38,50 @@ def test_the_example_of_following_a_run_runs(values, tmp_path, monkeypatch, caps
     config = values(method="local", rounds=2)
     exec(code.replace('"us.yaml"', "CONFIG"), {"CONFIG": config, "__name__": "example"})
     assert re.findall(r"round \d", capsys.readouterr().out) == ["round 1", "round 2"]
+
+
+class Harness:
+    """What lm-eval's HFLM needs of a model: its class, device, configuration and logits."""
+
+    def __init__(self, pretrained: Any, tokenizer: Any, batch_size: int) -> None:
+        assert isinstance(pretrained.device, torch.device)
+        assert isinstance(pretrained.name_or_path, str)
+        assert pretrained.config.model_type == "gpt2"
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        self.model, self.tokenizer = pretrained.eval(), tokenizer
+        self.model.tie_weights()
+        self.batch_size = batch_size
+
+    def log_likelihoods(self, texts: list[str]) -> list[float]:
+        """Score texts as HFLM does: as a batch without a mask, padded on the right."""
+        ids = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in texts]
+        with torch.no_grad():
+            logits = self.model(pad_sequence(ids, batch_first=True)).logits.log_softmax(-1)
+        pairs = zip(logits, ids, strict=True)
+        return [float(row[range(len(i) - 1), i[1:]].sum()) for row, i in pairs]
+
+
+@pytest.mark.parametrize("method", ["local", "comigs-1g1s", "fedit"])
+def test_the_example_of_lm_eval_scores_a_clients_model(
+    method, values, tmp_path, monkeypatch, capsys
+) -> None:
+    """Without lm-eval, which is no dependency: its place has what it needs of a model."""
+    page = (ROOT / "docs" / "loaded-models.md").read_text(encoding="utf-8")
+    first, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    texts = ["The sea is wide", "Call me"]
+
+    def simple_evaluate(model: Harness, tasks: list[str]) -> dict[str, Any]:
+        each = [model.log_likelihoods([text])[0] for text in texts]
+        return {"results": {"alone": each, "batch": model.log_likelihoods(texts)}}
+
+    for name, members in (
+        ("lm_eval", {"simple_evaluate": simple_evaluate}),
+        ("lm_eval.models.huggingface", {"HFLM": Harness}),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    monkeypatch.chdir(tmp_path)
+    coterie.run(values(method=method, rounds=1), out="runs/us")
+    capsys.readouterr()
+    exec(first.replace("anna", "poet") + code, {})
+    found = ast.literal_eval(capsys.readouterr().out)
+    assert found["batch"] == pytest.approx(found["alone"], rel=1e-4)

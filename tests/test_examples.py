@@ -11,6 +11,7 @@ from coterie.chance import generator
 from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
+from coterie.methods.adapter import copied
 from coterie.methods.plugins import load_plugin
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round
@@ -20,6 +21,7 @@ from coterie.training.schedule import learning_rate
 EXAMPLES = Path(__file__).parents[1] / "examples"
 [FedSALora] = load_plugin(EXAMPLES / "fedsa_lora.py")
 [Scaffold] = load_plugin(EXAMPLES / "scaffold.py")
+[Alternating] = load_plugin(EXAMPLES / "alternating.py")
 SGD = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd", "learning_rate": 0.5}
 
 
@@ -33,7 +35,26 @@ class TestScaffold(MethodContract):
     changes: ClassVar[dict[str, Any]] = {"training": SGD}
 
 
-@pytest.mark.parametrize(("name", "lines"), [("fedsa_lora", 30), ("scaffold", 80)])
+class TestAlternating(MethodContract):
+    method = Alternating()
+
+
+def test_one_factor_is_trained_and_sent_in_a_round(config) -> None:
+    local: Any = joined(config(method=Alternating()))
+    for round, factor in enumerate("BAB"):
+        client, before = local.clients["poet"], copied(local.server.shared)
+        uploads = one_round(local, round)
+        assert {name.rsplit(".", 1)[1] for name in uploads["poet"]["adapter"]} == {factor}
+        after = client.adapter.parameters()
+        assert {n.rsplit(".", 1)[1] for n, t in before.items() if not t.equal(after[n])} == {factor}
+        for name, tensor in local.server.shared.items():
+            uploaded = [upload["adapter"].get(name, before[name]) for upload in uploads.values()]
+            torch.testing.assert_close(tensor, sum(uploaded) / len(uploaded))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"), [("fedsa_lora", 30), ("alternating", 70), ("scaffold", 80)]
+)
 def test_an_example_is_short(name, lines) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= lines
 

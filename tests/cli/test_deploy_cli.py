@@ -78,12 +78,18 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
             ["--server", "x:1", "--key", "anna.key", "--name", "ben", "--data", "t"],
             "belongs to 'anna'",
         ),
-        (["--server", "x:1", "--key", "anna.key"], "has neither"),
+        (
+            ["--server", "x:1", "--key", "anna.key"],
+            "Give --data .* or --train .*; neither is given",
+        ),
         (
             ["--server", "x:1", "--key", "anna.key", "--data", "nowhere"],
             "No such file or folder: .*nowhere",
         ),
-        (["--server", "x:1", "--key", "anna.key", "--data", "t", "--train", "t"], "has both"),
+        (
+            ["--server", "x:1", "--key", "anna.key", "--data", "t", "--train", "t"],
+            "Give --data .* or --train .*; both are given",
+        ),
     ],
 )
 def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch) -> None:

@@ -71,7 +71,15 @@ def test_each_method_is_tried_alike_and_run_with_what_it_did_best_with(
     best["pretrained"] = run.training.learning_rate  # there is nothing to tune
     finals = [(f"{name}-seed{seed}", "test", best[name], seed) for seed in (4, 5) for name in rows]
     assert counted == [*trials, *finals]
-    assert said == [f"Run {n} of 10: {name}" for n, (name, *_) in enumerate(counted, 1)]
+    named = {
+        name: f"{name}: {name.partition('-')[0]} with {RATE} = {rate}"
+        for name, _, rate, _ in trials
+    }
+    assert said == [
+        line
+        for n, (name, *_) in enumerate(counted, 1)
+        for line in ([named[name]] if name in named else []) + [f"Run {n} of 10: {name}"]
+    ]
     summary = {row["method"]: row for row in json.loads((tmp_path / "compare.json").read_text())}
     assert "tuned" not in summary["pretrained"]
     for name in rows[1:]:

@@ -1,13 +1,16 @@
 """An audit lists what travels and what stays, whatever their tensors are called."""
 
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from coterie.exchange import Field, MessageError, Schema
+from coterie.exchange import Field, Message, MessageError, Schema
 from coterie.exchange.envelope import Reply, unseal
+from coterie.methods.adapter import AdapterServer
+from coterie.methods.averaging import FedAvg
 from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
 from coterie.results.messages import WHOLE
 from coterie.results.tables import Table
@@ -111,3 +114,32 @@ def test_two_declared_fields_of_one_name_are_two_lines() -> None:
         ("adapter", "the client's own mean"),
         ("others' adapter", "the other clients' tensors"),
     }
+
+
+class Both(FedAvg):
+    """A method whose download holds a client's own mean and the other clients' uploads."""
+
+    name: ClassVar[str] = "both"
+
+    def schema(self) -> Schema:
+        schema = super().schema()
+        return replace(schema, down=(*schema.down, replace(schema.down[0], peers=True)))
+
+    def server(self, context):
+        return BothServer(self, context)
+
+
+class BothServer(AdapterServer):
+    def download(self, client):
+        own = super().download(client).groups
+        peers = {name: own for name in self.held if name != client}
+        return Message(self.round, own, peers=peers)
+
+
+def test_an_audit_tells_a_clients_own_group_from_its_peers_of_the_same_name(config) -> None:
+    found = audited(config, method=Both())
+    declared = [row[0] for row in found["declared"].rows if row[2] == WAYS["down"]]
+    assert declared == ["adapter", "others' adapter"]
+    own = kinds(found[WAYS["down"]], "adapter")
+    assert own == DENSE | sets(2)
+    assert kinds(found[WAYS["down"]], "others' adapter") == {(what, 2 * n) for what, n in own}

@@ -1,5 +1,6 @@
 """Figures show what the runs measured, in colours that everybody can tell from the page."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from coterie.report.routing import expert_names, routing
 from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
+from coterie.report.uploads import uploads
 from coterie.results.experiments import Experiment, experiments
 from coterie.results.tables import Table
 from coterie.scoring.metrics import ACCURACY, PERPLEXITY
@@ -49,6 +51,38 @@ def test_perplexity_over_rounds_is_the_point_that_the_method_reports(written) ->
     perplexity, loss = curves(one(folder))
     assert table_of([perplexity]).rows == [["local", "81.00", "61.00", "41.00", "21.00"]]
     assert isinstance(loss, LeftOut)
+
+
+KEPT = "The summary table lists the scores of the kept models"
+
+
+@pytest.mark.parametrize("kept", [{}, {"anna": 1, "ben": 3}], ids=["last", "best"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> None:
+    figures = [
+        (round, client, "test/trained", {"perplexity": 40.0 - round})
+        for round in range(rounds)
+        for client in ("anna", "ben")
+    ]
+    folder = written("run", LOCAL, figures=figures[:-2], perplexities=(11, 31))
+    if rounds == 1:
+        (folder / "metrics.jsonl").write_text(
+            "".join(
+                json.dumps({"round": 3, "client": c, "name": "test/trained", "value": score}) + "\n"
+                for c, score in (("anna", {"perplexity": 50.0}), ("ben", {"perplexity": 60.0}))
+            )
+        )
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | ({"kept": kept} if kept else {})))
+    picture, _ = curves(one(folder))
+    if rounds > 1:
+        assert "The table lists the mean over clients by round." in picture.alt
+        assert (KEPT in picture.alt) == (KEPT in picture.caption) == bool(kept)
+    else:
+        end = "of the kept models" if kept else "after the last round"
+        assert picture.title == f"Test perplexity {end}"
+        assert f"Dot plot of perplexity {end} for local" in picture.alt
+        assert "The summary table lists the values." in picture.alt
 
 
 def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_path) -> None:
@@ -221,9 +255,41 @@ def test_traffic_counts_the_first_download_of_a_round(written) -> None:
     assert table.rows == [["local", "2,000", "3,000", "2,000", "3,000"]]
 
 
+def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) -> None:
+    def changes(round: int, **ratios: float) -> list[tuple]:
+        return [
+            (round, client, "change", {"ratio": ratio, "cosine": None if round else 1 - ratio})
+            for client, ratio in ratios.items()
+        ]
+
+    figures = [
+        *changes(0, anna=1.0, ben=1.5),
+        *changes(1, anna=1.0, ben=9000.0),
+        (1, "ben", "left out", "the change of its adapter is 9e+03 times the round's median"),
+        *changes(2, anna=0.0, ben=0.5),
+        *changes(3, anna=1.0),
+        (3, "ben", "left out", "its loss or its upload is not finite"),
+    ]
+    folder = written("run", LOCAL, figures=figures, perplexities=None)
+    table = table_of(uploads(one(folder)))
+    assert table.rows == [
+        ["local", "anna", "1", "0.00", ""],
+        ["local", "ben", "9,000", "-0.50", "2, 4"],
+    ]
+
+
+def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
+    figures = [
+        (0, "anna", "change", {"ratio": 1.0, "cosine": None}),
+        (0, "ben", "left out", "its loss or its upload is not finite"),
+    ]
+    table = table_of(uploads(one(written("run", LOCAL, figures=figures, perplexities=None))))
+    assert table.rows == [["local", "anna", "1", "", ""], ["local", "ben", "", "", "1"]]
+
+
 def test_what_runs_do_not_hold_is_left_out(written) -> None:
     empty = one(written("run", LOCAL, perplexities=None))
-    for figures in (curves, routing, trust, assignment, sweep, division, traffic):
+    for figures in (curves, routing, trust, assignment, sweep, division, uploads, traffic):
         assert all(isinstance(item, LeftOut) for item in figures(empty))
 
 

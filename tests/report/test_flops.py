@@ -81,8 +81,13 @@ def test_a_method_that_does_not_train_has_no_cost(config) -> None:
     assert round_cost(run, counting_base(run), APART) is None
 
 
-def test_costs_are_set_against_the_fedavg_that_was_run(written, values, tmp_path) -> None:
-    for name in ("fedavg", "local"):
+@pytest.mark.parametrize(
+    ("names", "last"), [(("fedavg", "local"), ["+0.0 %"] * 2), (("local",), None)]
+)
+def test_costs_are_set_against_fedavg_where_it_was_run(
+    names, last, written, values, tmp_path
+) -> None:
+    for name in names:
         method = {"name": name, "mlp": {"sets": 1}}
         folder = written(f"runs/{name}", method, figures=[(0, "anna", "loss/joint", 4.0)])
         about = json.loads((folder / "run.json").read_text())
@@ -92,7 +97,12 @@ def test_costs_are_set_against_the_fedavg_that_was_run(written, values, tmp_path
     (picture,) = operations(experiment)
     assert isinstance(picture, Picture)
     assert picture.table is not None
-    assert [row[-1] for row in picture.table.rows] == ["+0.0 %", "+0.0 %"]
+    assert ("relative to fedavg" in picture.table.columns) == bool(last)
+    assert ("relative to FedAvg" in picture.caption) == bool(last)
+    if last is None:
+        assert not any("%" in cell for row in picture.table.rows for cell in row)
+    else:
+        assert [row[-1] for row in picture.table.rows] == last
 
 
 @pytest.mark.parametrize("own", [{"server": {"base": None}}, {"bases": {"anna": "other"}}])

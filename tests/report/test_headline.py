@@ -1,10 +1,9 @@
 """One score for a run wherever it is shown, and short forms of results."""
 
-import re
-
 import pytest
 
 import coterie
+from coterie.exchange import Json
 from coterie.report.curves import _last
 from coterie.results.experiments import MEAN, experiments
 from coterie.runs import Watch
@@ -13,10 +12,15 @@ from coterie.scoring.metrics import PERPLEXITY
 
 def test_table_figure_and_progress_show_the_kept_models_score(values, tmp_path) -> None:
     notes: list[str] = []
+    last: dict[str | None, float] = {}
 
     class Notes(Watch):
         def round_over(self, round: int, note: str) -> None:
             notes.append(note)
+
+        def seen(self, client: str | None, name: str, value: Json) -> None:
+            if name == "test/trained":
+                last[client] = value["perplexity"]  # of the last round, at the end
 
     config = values(method="local", rounds=3, evaluation={"every": 1, "keep": "best"})
     config["training"] = {**config.get("training", {}), "learning_rate": 0.5}
@@ -27,6 +31,8 @@ def test_table_figure_and_progress_show_the_kept_models_score(values, tmp_path) 
     assert _last(experiment)[MEAN].tolist() == pytest.approx([mean])
     shown = PERPLEXITY.cell(mean)
     assert shown in done.table().rows[-1][1]
-    assert re.search(rf"of the kept models {re.escape(shown)} \(last round", notes[-1])
+    shown_last = PERPLEXITY.cell(sum(last.values()) / len(last))
+    assert shown != shown_last
+    assert notes[-1].strip() == f"test perplexity {shown} (last round {shown_last})"
     assert len(repr(done)) < 200
     assert shown in done._repr_html_()

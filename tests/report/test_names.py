@@ -1,9 +1,13 @@
 """Names of methods and clients that mean something to matplotlib, SVG or HTML."""
 
+import json
+import re
 from xml.etree import ElementTree
 
 import pytest
+from markupsafe import escape
 
+from coterie.report.page import write_report
 from coterie.report.plots import entry
 from coterie.report.style import LIGHT, Canvas, Picture
 from coterie.results.tables import Table
@@ -35,3 +39,21 @@ def test_a_table_for_a_notebook_escapes_every_text() -> None:
     html = Table("<i>", ["<b>"], [["<script>"]], "&")._repr_html_()
     assert not {"<i>", "<b>", "<script>"} & {part + ">" for part in html.split(">")}
     assert "&lt;script&gt;" in html
+
+
+@pytest.mark.parametrize("name", [*NAMES, "<script>alert(1)</script>", '"><img src=x onerror=a()>'])
+def test_a_page_shows_any_name_and_runs_none(name, written) -> None:
+    figures = [
+        *((n, name, "loss/joint", 5.0) for n in range(2)),
+        *((n, name, "test/trained", {"perplexity": 9.0 - n}) for n in range(2)),
+        *((n, name, "change", {"ratio": 1.0, "cosine": None}) for n in range(2)),
+        *((n, name, "trust", {name: 1.0}) for n in range(2)),
+    ]
+    clients = {name: {"data": "1", "tokens": {"train": 9}, "labels": {name: 3}}}
+    folder = written("run", {"name": "local"}, figures=figures, perplexities=None, clients=clients)
+    score = {name: {"perplexity": 8.0, "bits_per_byte": 1.0}}
+    result = {"method": "local", "reports": "trained", "trained": score, "aggregated": score}
+    (folder / "result.json").write_text(json.dumps(result))
+    page = write_report([folder], folder / "report").page.read_text(encoding="utf-8")
+    assert not re.search(r"<script|<img src=x|<b>&", page)
+    assert escape(name.replace("\n", " ")) in page.replace("\n", " ") or name in "\x00\x08\ufffe"

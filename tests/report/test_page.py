@@ -90,7 +90,7 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
 
 
 def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> None:
-    run = values(method="comigs-2s", rounds=1, bases={"poet": other})
+    run = values(method="comigs-2s", rounds=1, bases={"poet": other}, evaluation={"keep": "last"})
     coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
     found = [

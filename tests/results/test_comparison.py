@@ -65,6 +65,16 @@ def test_differences_are_from_the_row_that_is_named() -> None:
         check_against("zed", RESULTS)
 
 
+def test_a_comparison_is_short_in_a_shell_and_a_page_in_a_notebook() -> None:
+    comparison = Comparison("<i>c</i>", {"<script>": [FAR], "best": [BEST]})
+    assert repr(comparison) == "Comparison('<i>c</i>', methods=['<script>', 'best'])"
+    html = comparison._repr_html_()
+    assert html.count("<table>") == 2
+    assert "&lt;script&gt;" in html
+    assert "<script" not in html
+    assert "<i>" not in html
+
+
 def test_rows_that_are_alike_share_a_rank() -> None:
     rows = Comparison("c", {"far": [FAR], "one": [BEST], "same": [BEST]}).summary()
     assert [row["rank"] for row in rows] == [3, 1, 1]

@@ -274,8 +274,8 @@ def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
 
     if (given["path"] is None) == (given["train"] is None):
         raise CoterieError(
-            "Give either --data (a file or folder, which is split) or --train (with --validation "
-            f"and --test, if there are any), and not {'both' if given['path'] else 'neither'}."
+            "Give --data (a file or folder, which is split) or --train (with --validation "
+            f"and --test, if there are any); {'both are' if given['path'] else 'neither is'} given."
         )
     texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
     check_sections({"clients": [{"name": name, **texts}]})

@@ -216,11 +216,10 @@ class Rounds(ABC):
             total = sum(score[metric.key] for score in scores.values())
             return f"{metric.cell(total / len(scores))}{unit}"
 
-        if best:
-            title = f"{self.config.evaluation.split} {metric.name}"
-            return f"{title} of the kept models {mean(found | best)} (last round {mean(found)})  "
         after = "" if last == round else f" after round {last + 1}"
-        return f"{self.config.evaluation.split} {metric.name} {mean(found)}{after}  "
+        if (headline := mean(found | best)) != mean(found):
+            after = f" (last round {mean(found)})"
+        return f"{self.config.evaluation.split} {metric.name} {headline}{after}  "
 
 
 class LocalRun(Rounds):

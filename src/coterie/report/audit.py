@@ -9,6 +9,7 @@ from torch import Tensor
 from coterie.adapters import Part
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
+from coterie.engines.part import CHANGE, LEFT_OUT
 from coterie.engines.session import Session
 from coterie.exchange import Field, Json, Message, Schema, State
 from coterie.exchange.schema import Way
@@ -80,7 +81,8 @@ def _figures(run: LocalRun) -> Table:
     if round < run.config.exchanges:  # in which the aggregated models are scored
         with TemporaryDirectory() as spool:
             run.exchange(round, Path(spool))
-    lines = [line for line in run.recorder.take() if line["client"] is not None]
+    recorded = (line for line in run.recorder.take() if line["client"] is not None)
+    lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
     found = {line["name"]: _kind(line["value"]) for line in lines} | {"seconds": "a number"}
     title = "figures sent beside every upload (deployment.share_metrics)"
     note = "The last upload also has the scores of the model that the client keeps, and its round."

@@ -34,10 +34,9 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 LAST = (
-    " The last point is the last round's; the summary table has the scores of the kept models, "
-    "which may be of earlier rounds."
+    " The last point is the score after the last round. The summary table lists the scores of the "
+    "kept models, which may be of earlier rounds."
 )
-END = "after the last round"
 
 
 def keeps(experiment: Experiment) -> bool:
@@ -96,7 +95,8 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
         f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
         f"{metric.better}{_some(experiment, best)}{LAST if keeps(experiment) else ''}",
         f"Line plot of {what} by round for {listed(best)}, with one panel for the mean and "
-        f"one for each of {listed(panels[1:])}. The table lists the means.",
+        f"one for each of {listed(panels[1:])}. The table lists the mean over clients by round."
+        f"{LAST if keeps(experiment) else ''}",
         draw,
         _rounds_table(experiment),
     )
@@ -116,6 +116,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
     look, what = looks(list(experiment.runs)), metric.label
     figures = _last(experiment).groupby("label").agg(["mean", "std"])
+    end = "of the kept models" if keeps(experiment) else "after the last round"
 
     def draw(canvas: Canvas) -> Figure:
         across = 2 if canvas.narrow else min(len(panels), 5)
@@ -142,11 +143,11 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
     return Picture(
         metric.key,
-        f"{_title(experiment)} {'of the kept models' if keeps(experiment) else END}",
+        f"{_title(experiment)} {end}",
         f"Each model on its own {experiment.split} text, at the point where the method "
         f"reports its results{scale_of(metric)}. {SPREAD} "
         f"{metric.better}{_some(experiment, best)}",
-        f"Dot plot of final {what} for {listed(best)}, with one panel for the mean and one "
+        f"Dot plot of {what} {end} for {listed(best)}, with one panel for the mean and one "
         f"for each of {listed(panels[1:])}. The summary table lists the values.",
         draw,
     )

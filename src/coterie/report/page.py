@@ -33,6 +33,7 @@ from coterie.report.tables import pictures
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
+from coterie.report.uploads import uploads
 from coterie.results.comparison import Comparison
 from coterie.results.experiments import Experiment, experiments
 from coterie.results.pages import TABLES, read_result, runs_name
@@ -46,6 +47,7 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     teaching,
     sweep,
     division,
+    uploads,
     traffic,
     operations,
 )

@@ -86,8 +86,8 @@ def _draw(
 ) -> Figure:
     """Matrices at up to four rounds; ends: the weights of the palest and the fullest colour."""
     shown = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, min(len(rounds), 4))})
-    across = min(len(shown), 2 if canvas.narrow else 4)
     names = 0.075 * max(map(len, clients))  # inches
+    across = min(len(shown), 4 if not canvas.narrow else 1 if names > 0.6 else 2)
     side = min((canvas.width - names - 1.0) / across, 3.2)
     figure, axes = canvas.panels(len(shown), side + 0.25, across, sharex=True, sharey=True)
     figure.set_figheight(figure.get_figheight() + names - 0.4)

@@ -58,7 +58,7 @@ class _Plugin(_Part):
 
 class _Client(_Part):
     tokens: dict[str, Any] | None = None
-    labels: dict[str, dict[str, int]] | None = None
+    labels: dict[str, int] | None = None
 
 
 class Plugins(_Part):

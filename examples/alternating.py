@@ -1,0 +1,66 @@
+"""Alternating LoRA, as in RoLoRA (Chen et al., arXiv 2502.01755): B in even rounds, A in odd ones.
+
+With one factor fixed and equal for all clients, the mean of products is the product of means.
+"""
+
+from typing import ClassVar
+
+from coterie.adapters import Adapter
+from coterie.exchange import Message
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer
+from coterie.methods.settings import Attention, Lora
+
+
+def factor(round: int) -> str:
+    """Return the factor that a round trains."""
+    return "A" if round % 2 else "B"
+
+
+class AlternatingAdapter(Adapter):
+    trained = "B"
+
+    def require_grad(self, *roles):
+        """Freeze the other factor. This is called before every update, with its level's roles."""
+        super().require_grad(*roles)
+        for part in self.parts().values():
+            if part.factor != self.trained:
+                part.parameter.requires_grad_(False)
+
+
+class Alternating(AdapterMethod):
+    name: ClassVar[str] = "alternating"
+    paper: ClassVar[str] = "arXiv 2502.01755"
+    summary: ClassVar[str] = "B travels in even rounds, A in odd ones"
+
+    attention: Attention = Attention()
+    lora: Lora = Lora()
+
+    def adapter(self, base, seed, client):
+        return AlternatingAdapter(base, self.layout(client), seed, client, self.sends)
+
+    def sends(self, part):
+        return part.role == "dense"
+
+    def client(self, context):
+        return AlternatingClient(self, context)
+
+    def server(self, context):
+        return AlternatingServer(self, context)
+
+
+class AlternatingClient(AdapterClient):
+    def train(self, round):
+        self.adapter.trained = factor(round)
+        super().train(round)
+
+    def upload(self, round):
+        parts, tensors = self.parts(), super().upload(round)["adapter"]
+        sent = {n: t for n, t in tensors.items() if parts[n].factor == factor(round)}
+        return Message(round, {"adapter": sent})
+
+
+class AlternatingServer(AdapterServer):
+    def expects(self, client):
+        """Return the shapes of this round's factor; `self.parts` says what each tensor is."""
+        shapes = self.held[client].items()
+        return {"adapter": {n: s for n, s in shapes if self.parts[n].factor == factor(self.round)}}
