@@ -32,9 +32,10 @@ from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, described_templates, participants_of
+from coterie.files import parse_json
 from coterie.privacy.ledger import Ledger
 from coterie.reading import Reading
-from coterie.runs import Recorder, RunFolder, describe
+from coterie.runs import Recorder, RunFolder, describe, read
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
@@ -51,7 +52,7 @@ class Worker:
         self.site, self.seen = site, seen
         self.bases: dict[tuple[object, ...], Base] = {}
         self.run: SiteRun | None = None
-        self.orders = Orders(site.out, site.name)
+        self.orders = Orders(site)
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
@@ -108,7 +109,7 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
         folder = run_folder(self.site, order.run, config)
-        if why := self.orders.begins(order.run, config, folder):
+        if why := self.orders.begins(order, config, folder):
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -238,7 +239,7 @@ class SiteRun:
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.trains(order)
+        orders.trains(order, self.folder)
         began = time.monotonic()
         with self._whole():
             self.recorder.round = order.round
@@ -315,7 +316,14 @@ class SiteRun:
         self.folder.drop(self.folder.checkpoints()[:-1])
 
     def _about(self) -> "About":
-        return About(**json.loads(self.folder.read("about.json")))
+        data = self.folder.read("about.json")
+        try:
+            about = read.About.model_validate(parse_json(data))
+        except ValueError:
+            raise CoterieError(
+                f"{self.folder.path}: about.json of the newest checkpoint is damaged; {read.REMEDY}"
+            ) from None
+        return About(about.round, about.digest, about.entries)
 
     def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
         beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}

@@ -32,6 +32,8 @@ class Site:
     """What it has agreed to; None: whoever is asked decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
     """Asks somebody, once for each run."""
+    asks: bool = False
+    """Whether `agrees` asks a person, who can be asked again after several new runs."""
     limit: Budget | None = None
     """The most that all runs together may spend of its texts; None: each what it says."""
     device: Device = "auto"
