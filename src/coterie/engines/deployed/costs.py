@@ -77,8 +77,9 @@ def too_costly(config: RunConfig) -> str | None:
         return None
     if least > has:
         return (
-            f"takes at least {least / 1e9:,.1f} GB of memory for the hidden states of a batch ("
-            f"batch, evaluation.batch, data.window), where this machine has {has / 1e9:,.1f} GB; {REMEDY}"
+            f"takes at least {least / 1e9:,.1f} GB of memory for the hidden states of a batch "
+            f"(batch, evaluation.batch, data.window), where this machine has {has / 1e9:,.1f} GB; "
+            f"{REMEDY}"
         )
     return None
 
