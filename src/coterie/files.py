@@ -2,16 +2,21 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import IO, Any
 
 from coterie.errors import CoterieError
+
+LOG_BYTES = 10 * 2**20
+"""Size at which a log file starts anew."""
 
 
 def path_part(name: str) -> str:
@@ -98,10 +103,40 @@ def append_to(path: Path) -> IO[str]:
     """Open a text file to append to it, for its owner alone if it is new.
 
     Raises:
-        OSError: It cannot be opened, or is a symbolic link.
+        CoterieError: It is a symbolic link.
+        OSError: It cannot be opened.
     """
+    refuse_links(path.parent, path.name)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return open(os.open(path, flags, 0o600), "a", encoding="utf-8")
+
+
+class LogFile(RotatingFileHandler):
+    """A log that is not written through a symbolic link, and starts anew when it is large.
+
+    One earlier file is kept, as NAME.log.1.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CoterieError if the file cannot be opened."""
+        with writing(path):
+            super().__init__(path, maxBytes=LOG_BYTES, backupCount=1)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def _open(self) -> Any:
+        return append_to(Path(self.baseFilename))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a failure to write: on a full disk, printed output is all there is."""
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open a file that processes lock, for its owner alone if it is new; never through a link."""
+    refuse_links(path.parent, path.name)
+    with writing(path):
+        # Without O_NONBLOCK, opening a pipe would wait for a reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        return open(os.open(path, flags, 0o600), "w")
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:

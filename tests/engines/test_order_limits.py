@@ -1,5 +1,6 @@
 """A client obeys only orders inside the agreed run, and few of them again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from test_rounds_opened_again import Recorded
 from test_terms import asked, order
 
 from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.costs import too_costly
+from coterie.engines.deployed.costs import MOST_DISK, in_words, too_costly
 from coterie.engines.deployed.orders import NEW_RUNS, TIMES, UNFINISHED
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
@@ -126,3 +127,51 @@ def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config,
 def test_costs_of_usual_runs_are_accepted(config) -> None:
     assert too_costly(config()) is None
     assert too_costly(config(method={"name": "fedavg", "mlp": {"rank": 64}}, threads=64)) is None
+
+
+def test_trainings_of_a_round_are_counted_across_restarts(sent, config, tmp_path) -> None:
+    told, body = unseal(Order, sent[1])
+    message, found = Message.decode(body), []
+    for number in range(TIMES + 2):
+        worker = Worker(site(config(rounds=2), "poet", tmp_path))  # a new process
+        assert fault(worker, sent[0]) is None
+        groups = {
+            group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
+            for group, tensors in message.groups.items()
+        }
+        other = Message(message.round, groups, message.values).encode()
+        found.append(fault(worker, seal(told, other)))
+        worker.close()
+    assert found == [None] * TIMES + ["failed"] * 2
+
+
+def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> None:
+    run, shown = config(), []
+    place = replace(
+        site(run, "poet", tmp_path), asks=True, agrees=lambda order, _: shown.append(order) or True
+    )
+    orders = [
+        order(run).model_copy(update={"run": f"{number:x}" * 16}) for number in range(NEW_RUNS + 2)
+    ]
+    worker, replies = asked(run, place, *orders)
+    assert [reply.fault for reply in replies] == [None] * len(orders)
+    assert len(shown) == len(orders) + 1  # once for each run, and once for their number
+    assert not worker.declined
+
+
+def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
+    run = config()
+    folder = tmp_path / "small-poet-0"
+    folder.mkdir()
+    for name in ("run.json", "result.json"):
+        (folder / name).write_text("{}")
+    with (folder / "large").open("wb") as file:
+        file.truncate(MOST_DISK + 1)  # a sparse file
+    worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
+    assert reply.fault == "terms"
+    assert "32 GiB" in worker.declined
+
+
+def test_the_estimated_memory_is_shown_before_somebody_agrees(config) -> None:
+    assert "about 2.0 GB" in in_words(config(), 2 * 10**9)["memory"]
+    assert "about" not in in_words(config())["memory"]

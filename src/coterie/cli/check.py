@@ -14,7 +14,7 @@ from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.config import RunConfig
-    from coterie.engines.deployed.client import Site
+    from coterie.engines.deployed.site import Site
     from coterie.engines.flower.keys import Keys, Kit
 
 ASKED_WITHIN = 30.0
@@ -67,8 +67,9 @@ def check_server(
 
 def check_client(server: str, kit: "Kit", site: "Site") -> None:
     """Kit, connection, and a step of the run that the server asks this client to join."""
-    from coterie.engines.deployed.client import ledger_of
     from coterie.engines.deployed.console import size
+    from coterie.engines.deployed.orders import Orders
+    from coterie.engines.deployed.site import ledger_of, run_folder
     from coterie.engines.deployed.terms import not_agreed, other_text, too_much, unlike
     from coterie.engines.flower.fleet import first_order
     from coterie.engines.session import Session
@@ -84,7 +85,9 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
             raise CoterieError(f"The run {why}.")
         config = site.config(order)
         spends = too_much(config.method.budget, ledger_of(site, order.run))
-        if why := spends or other_text(order, config):
+        folder = run_folder(site, order.run, config)
+        refused = Orders(site).begins(order, config, folder)
+        if why := spends or other_text(order, config) or refused:
             raise CoterieError(f"The run {why}.")
         found(f"{config.name}: {config.label}, {config.rounds} rounds")
     with _checking("texts") as found:

@@ -31,6 +31,7 @@ from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
+    from coterie.config import RunConfig
     from coterie.engines.deployed.client import SiteRun
     from coterie.engines.deployed.terms import Terms
     from coterie.engines.flower.keys import Kit
@@ -211,9 +212,9 @@ def client(
         )
     with _stoppable("Progress is saved. To resume, run the same command."):
         terminal.say(f"{kit.name}: connecting to {server}")
-        with ClientBoard(terminal.console) as seen:
+        with ClientBoard(terminal.console, lambda config: _memory(config, kit.name)) as seen:
             if not yes:
-                site = replace(site, agrees=seen.agrees)
+                site = replace(site, agrees=seen.agrees, asks=sys.stdin.isatty())
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.declined:
         raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
@@ -238,6 +239,17 @@ def _agreed(
     config = load_agreed(run, client)
     own = config.method.budget
     return agreed_in(config, client), limit or (own if own and math.isfinite(own[0]) else None)
+
+
+def _memory(config: "RunConfig", client: str) -> int | None:
+    """The bytes of memory that a client needs for a run; None if nobody can tell."""
+    from coterie.report.need import need_of
+
+    try:
+        need = need_of(config, client)
+    except CoterieError:  # of the base, whose error comes when the run is joined
+        return None
+    return None if need is None else need.memory
 
 
 def _show(run: "SiteRun", client: str) -> None:

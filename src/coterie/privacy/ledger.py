@@ -7,18 +7,23 @@ outlives whatever is undone.
 import fcntl
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from coterie.errors import CoterieError
-from coterie.files import parse_json, write_private, writing
+from coterie.files import open_lock, parse_json, read_inside, write_private
 from coterie.privacy.mechanisms import epsilon, noise_for
 
 Budget = tuple[float, float]
 """Epsilon and delta."""
 ROUNDING = 1e-9
+Noise = Annotated[float, Field(gt=1e-100, lt=1e100)]
+"""A noise multiplier whose square neither overflows nor vanishes."""
+RUNS = TypeAdapter(dict[str, dict[str, Noise]])
 
 
 class Ledger:
@@ -80,10 +85,7 @@ def _alone(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    lock = path.with_name(f".{path.name}.lock")
-    with writing(lock):
-        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with open_lock(path.with_name(f".{path.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -98,15 +100,14 @@ def _most(budget: Budget) -> float:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:
-    if path is None or not path.exists():
+    if path is None:
         return {}
     try:
-        runs = parse_json(path.read_bytes())
-        return {
-            run: {release: float(noise) for release, noise in releases.items() if noise > 0}
-            for run, releases in runs.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        runs = parse_json(read_inside(path.parent, path.name))
+        return RUNS.validate_python(runs, strict=True)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
         raise CoterieError(
             f"{path} cannot be read; without it nobody knows what this client has told of its "
             "texts. Restore it from a backup."

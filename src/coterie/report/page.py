@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from coterie.bases import BaseSpec
 from coterie.engines.floor import floor_in
 from coterie.errors import CoterieError
-from coterie.files import path_part, write_bytes, write_text, writing
+from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
 from coterie.report.curves import curves
@@ -94,6 +94,8 @@ def write_report(
     run.
     """
     shown = with_texts or texts_from is not None
+    for path in paths:
+        refuse_links(path, "table.json")
     results = [path / "table.json" if path.is_dir() else path for path in paths]
     sections = [_table(read_result(path)) for path in results if path.exists()]
     folders = experiments(path for path in paths if path.is_dir())
@@ -101,6 +103,7 @@ def write_report(
         points = relevance(one, layer) if with_samples else ()
         sections.append(_section(one, [*points, *(texts(one, layer, texts_from) if shown else ())]))
     figures = out / "figures"
+    refuse_links(out, figures.name)
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
         for theme in THEMES:

@@ -32,6 +32,7 @@ from coterie.exchange.formats import check_stamp, stamp
 from coterie.files import (
     append_to,
     link,
+    open_lock,
     parse_json,
     read_inside,
     refuse_links,
@@ -175,11 +176,7 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes out while this one works here."""
-        with writing(self.path / ".lock"):
-            descriptor = os.open(
-                self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
-        with os.fdopen(descriptor, "w") as file:
+        with open_lock(self.path / ".lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -108,10 +108,24 @@ class Without(_Part):
     clients: list[str]
 
 
+class Trained(_Part):
+    """trained.json of a deployed client."""
+
+    __pydantic_extra__: dict[str, Rounds]  # pyright: ignore
+
+
+class About(_Part):
+    """about.json in a deployed client's checkpoint."""
+
+    round: int
+    digest: str
+    entries: list[dict[str, Any]]
+
+
 class Items(_Part):
     """scores/POINT/NAME.json."""
 
-    __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore
     of: str = ""
 
 

@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from coterie.bases import Base, is_folder, load_base
-from coterie.bases.devices import Device, names_of
-from coterie.config import NOT_TOLD, RunConfig, parse
+from coterie.bases import Base, load_base
+from coterie.bases.devices import names_of
+from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
-from coterie.data.templates import SHIPPED, is_text
 from coterie.engines.deployed.orders import Orders, check_round
+from coterie.engines.deployed.site import Site, ledger_of, run_folder
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError, Diverged
@@ -33,9 +32,10 @@ from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import Participant, described_templates, participants_of
-from coterie.privacy.ledger import Budget, Ledger
+from coterie.files import parse_json
+from coterie.privacy.ledger import Ledger
 from coterie.reading import Reading
-from coterie.runs import Recorder, RunFolder, describe
+from coterie.runs import Recorder, RunFolder, describe, read
 
 log = logging.getLogger(__name__)
 Seen = Callable[[str, object], None]
@@ -45,71 +45,6 @@ Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 
 
-@dataclass(frozen=True)
-class Site:
-    """What a client brings to any run: where its text, its base and its folders are."""
-
-    name: str
-    texts: dict[str, str]
-    """`path`, or `train`, `validation` and `test`, as in a run file."""
-    out: Path
-    base: str | None = None
-    """In place of the name of the run's, where that is a folder."""
-    public: str | None = None
-    """This machine's copy of the run's public text."""
-    agreed: Terms | None = None
-    """What it has agreed to; None: whoever is asked decides."""
-    agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
-    """Asks somebody, once for each run."""
-    limit: Budget | None = None
-    """The most that all runs together may spend of its texts; None: each what it says."""
-    device: Device = "auto"
-    """Where its base is computed, as in a run file."""
-
-    def config(self, order: Order) -> RunConfig:
-        """The run that an order to join asks for, as this client sees it: with its own text and
-        nobody else's, and with no path that is not its own.
-
-        Raises CoterieError, or MessageError for what no server of ours would send.
-        """
-        described = dict(order.config or {})
-        data, told = described.get("data"), described.get("base")
-        base = {"name": told} if isinstance(told, str) else told
-        if (
-            not isinstance(data, dict)
-            or not isinstance(base, dict)
-            or not isinstance(name := base.get("name"), str)
-            or not described.keys().isdisjoint(NOT_TOLD)
-        ):
-            raise MessageError("The server sent no run.")
-        if order.public is not None and self.public is None:
-            raise CoterieError("The run has a public text; give this machine's copy with --public.")
-        match data.get("instructions"):
-            case {"template": str(template)} if template not in SHIPPED and not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
-        match data.get("chat_template"):
-            case str(template) if not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
-        match described.get("training"):
-            case {"dpo": {"reference": reference}} if reference != "base":
-                raise MessageError("The server named a run of this machine as the reference.")
-        if self.base is None and is_folder(name):
-            raise CoterieError(
-                f"The run's base {name!r} is a folder on this machine, too; if it is the one that "
-                "is meant, give it with --base."
-            )
-        return parse(
-            {
-                **described,
-                "clients": [{"name": self.name, **self.texts}],
-                "base": {**base, "name": self.base or name},
-                "data": {**data, "public": None if order.public is None else self.public},
-                "data_root": "",
-                "device": self.device,
-            }
-        )
-
-
 class Worker:
     """Answers orders. The base is loaded once, whatever the number of rounds and runs."""
 
@@ -117,7 +52,7 @@ class Worker:
         self.site, self.seen = site, seen
         self.bases: dict[tuple[object, ...], Base] = {}
         self.run: SiteRun | None = None
-        self.orders = Orders(site.out, site.name)
+        self.orders = Orders(site)
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
@@ -174,7 +109,7 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
         folder = run_folder(self.site, order.run, config)
-        if why := self.orders.begins(order.run, config, folder):
+        if why := self.orders.begins(order, config, folder):
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -243,16 +178,6 @@ class Worker:
         return seal(reply, body)
 
 
-def ledger_of(site: Site, run: str) -> Ledger:
-    """What a client has told under noise, in all its runs."""
-    return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
-
-
-def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
-    """Where a client keeps its part of a run."""
-    return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
-
-
 class SiteRun:
     """One client's part of one deployed run, in a folder of its own."""
 
@@ -314,7 +239,7 @@ class SiteRun:
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.trains(order)
+        orders.trains(order, self.folder)
         began = time.monotonic()
         with self._whole():
             self.recorder.round = order.round
@@ -391,7 +316,14 @@ class SiteRun:
         self.folder.drop(self.folder.checkpoints()[:-1])
 
     def _about(self) -> "About":
-        return About(**json.loads(self.folder.read("about.json")))
+        data = self.folder.read("about.json")
+        try:
+            about = read.About.model_validate(parse_json(data))
+        except ValueError:
+            raise CoterieError(
+                f"{self.folder.path}: about.json of the newest checkpoint is damaged; {read.REMEDY}"
+            ) from None
+        return About(about.round, about.digest, about.entries)
 
     def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
         beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}

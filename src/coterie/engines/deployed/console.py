@@ -1,7 +1,7 @@
 """What a server or a client of a deployment shows while it works, on a terminal or in a log."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -120,7 +120,11 @@ class Board(LiveDisplay, ServerWatch):
 class ClientBoard(LiveDisplay):
     """A line for every event of a client's part, and on a terminal one that lives."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(
+        self, console: Console, estimate: Callable[[RunConfig], int | None] = lambda _: None
+    ) -> None:
+        """estimate: returns the bytes of memory that a run takes, if it can tell."""
+        self.estimate = estimate
         self.live = Status("connecting to the server", console=console)
         super().__init__(console, self.live)
         self.rounds, self.done, self.began = 0, 0, time.monotonic()
@@ -166,7 +170,7 @@ class ClientBoard(LiveDisplay):
         """Show what the server asks for, and ask whoever is at the terminal."""
         self._live.stop()
         table = Table.grid(padding=(0, 2))
-        for what, text in in_words(order, config):
+        for what, text in in_words(order, config, self.estimate(config)):
             table.add_row(what, Text(text))
         self.console.print("The server asks you to take part in this run:")
         self.console.print(table)

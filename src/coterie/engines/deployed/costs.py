@@ -8,9 +8,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from coterie.bases import load_skeleton
 from coterie.bases.spec import BaseSpec
 from coterie.config import RunConfig
+from coterie.errors import CoterieError
 
 MOST: dict[str, int] = {
     "threads": max(64, os.cpu_count() or 1),
@@ -26,8 +29,25 @@ TOKENS_AT_ONCE = 2**24
 """Tokens in one pass of a training step or of an evaluation."""
 STEPS = 10**8
 """Training steps of a whole run."""
+MOST_DISK = 32 * 2**30
+"""Bytes of all run folders of a client in one --out folder."""
 MOST_OF_OTHERS = 10**6
 """The highest number in the method's settings and in the rest of training and evaluation."""
+
+
+def machine_memory() -> int:
+    """Return the bytes of this machine's memory, or of its largest GPU's where that is more."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(own, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
+
+
+def least_memory(config: RunConfig) -> int:
+    """Return the bytes of one layer's hidden states of a batch, the least that a pass takes."""
+    skeleton: Any = load_skeleton(config.base, config.root)
+    width: int = skeleton.get_input_embeddings().weight.shape[1]
+    rows = max(config.training.micro_batch or config.training.batch, config.evaluation.batch)
+    return 2 * rows * config.data.window * width
 
 
 def too_costly(config: RunConfig) -> str | None:
@@ -49,7 +69,19 @@ def too_costly(config: RunConfig) -> str | None:
             f"reads {at_once:,} tokens at once (batch times data.window), where at most "
             f"{TOKENS_AT_ONCE:,} are accepted; {REMEDY}"
         )
-    return _too_wide(config)
+    try:
+        if why := _too_wide(config):
+            return why
+        least, has = least_memory(config), machine_memory()
+    except CoterieError:  # of the base, whose error comes when the run is joined
+        return None
+    if least > has:
+        return (
+            f"takes at least {least / 1e9:,.1f} GB of memory for the hidden states of a batch "
+            f"(batch, evaluation.batch, data.window), where this machine has {has / 1e9:,.1f} GB; "
+            f"{REMEDY}"
+        )
+    return None
 
 
 REMEDY = "ask the server's operator for a run that this machine can bear"
@@ -98,8 +130,12 @@ def _numbers(values: Mapping[str, Any] | list[Any], above: str = "") -> Iterator
             yield f"{above}{key}", value
 
 
-def in_words(config: RunConfig) -> dict[str, str]:
-    """What somebody should know of the costs who is to agree to a run, by subject."""
+def in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
+    """What somebody should know of the costs who is to agree to a run, by subject.
+
+    memory: estimated bytes of the client's process on a CPU; None if there is no estimate.
+    """
+    estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation
     steps = training.steps * config.exchanges
     at_once = training.micro_batch or training.batch
@@ -107,7 +143,8 @@ def in_words(config: RunConfig) -> dict[str, str]:
     return {
         "computing": f"{steps:,} training steps in all, with "
         f"{config.threads or 'the default number of'} threads; scores {every}",
-        "memory": f"{at_once} samples of {config.data.window} tokens at once in training, "
-        f"{evaluation.batch} in scoring; `coterie client --check` measures it",
-        "disk": "two checkpoints of what is trained, and what each test window scored",
+        "memory": f"{estimate}{at_once} samples of {config.data.window} tokens at once in "
+        f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
+        "disk": "two checkpoints of what is trained, and what each test window scored; at most "
+        f"{MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
     }

@@ -13,7 +13,7 @@ from coterie.exchange import Json, State, without
 from coterie.files import read_inside, write_text
 from coterie.runs import RunFolder
 
-LOGS = ("server.log", "flower/door.log", "flower/door.log.1")
+LOGS = ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1")
 BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
 """Parts of a result."""
 DRAWN = ("report", "table.md")

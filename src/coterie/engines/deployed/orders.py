@@ -1,14 +1,15 @@
 """What a client obeys of a server's orders: the rounds that were agreed, and few repetitions."""
 
-from collections import Counter
-from pathlib import Path
+import os
 
 from coterie.config import RunConfig
-from coterie.engines.deployed.costs import too_costly
+from coterie.engines.deployed.costs import MOST_DISK, too_costly
+from coterie.engines.deployed.site import Site
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Order
-from coterie.runs import RunFolder
+from coterie.files import write_json
+from coterie.runs import RunFolder, read
 
 TIMES = 5
 """How often a client trains in one round. A round is opened again when the server was killed, lost
@@ -17,6 +18,9 @@ NEW_RUNS = 3
 """How many new runs a client begins between its start and its end."""
 UNFINISHED = 8
 """How many unfinished runs a client keeps in its folder; each takes disk space."""
+TRAINED = "trained.json"
+"""In a client's run folder: how often each round was trained, by round."""
+DELETE = "delete the folders that are no longer needed, and start this client again to take part"
 
 
 def check_round(order: Order, exchanges: int) -> None:
@@ -38,42 +42,59 @@ def check_round(order: Order, exchanges: int) -> None:
 
 
 class Orders:
-    """What one client process has done for its server so far."""
+    """What one client has done for its server so far."""
 
-    def __init__(self, out: Path, client: str) -> None:
-        self.out, self.client = out, client
+    def __init__(self, site: Site) -> None:
+        self.site = site
         self.runs: set[str] = set()
-        """The ids of the runs that were begun."""
-        self.trained: Counter[tuple[str, int]] = Counter()
-        """How often each round of each run was trained."""
+        """The ids of the runs that were begun since somebody was last asked about them."""
 
-    def begins(self, run: str, config: RunConfig, folder: RunFolder) -> str | None:
+    def begins(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Note a run; return why this client does not begin it, or None if it does, or goes on."""
         if why := too_costly(config):
             return why
-        if folder.is_run or run in self.runs:
+        if folder.is_run or order.run in self.runs:
             return None
         if len(self.runs) >= NEW_RUNS:
-            return (
-                f"is the server's new run number {len(self.runs) + 1} since this client started; "
-                "ask its operator why, and start this client again to take part"
-            )
-        pattern = f"*-{self.client}-*/run.json"
-        unfinished = [p for p in self.out.glob(pattern) if not p.with_name("result.json").exists()]
+            if not (self.site.asks and self.site.agrees(order, config)):
+                return (
+                    f"is the server's new run number {len(self.runs) + 1} since this client "
+                    "started; ask its operator why, and start this client again to take part"
+                )
+            self.runs.clear()
+        out = self.site.out
+        pattern = f"*-{self.site.name}-*/run.json"
+        unfinished = [p for p in out.glob(pattern) if not p.with_name("result.json").exists()]
         if len(unfinished) >= UNFINISHED:
-            return (
-                f"comes after {len(unfinished)} unfinished runs in {self.out}; delete the folders "
-                "that are no longer needed, and start this client again to take part"
-            )
-        self.runs.add(run)
+            return f"comes after {len(unfinished)} unfinished runs in {out}; {DELETE}"
+        if why := self.too_large():
+            return f"comes after {why}"
+        self.runs.add(order.run)
         return None
 
-    def trains(self, order: Order) -> None:
-        """Note a training; raises CoterieError if its round was trained too often."""
-        key = order.run, order.round
-        if self.trained[key] >= TIMES:
+    def trains(self, order: Order, folder: RunFolder) -> None:
+        """Note a training in the run's folder, where it outlives this process.
+
+        Raises:
+            CoterieError: The round was trained too often, or the runs take too much disk space.
+        """
+        path = folder.path / TRAINED
+        counts = read.read_json(folder.path, TRAINED, read.Trained) if os.path.lexists(path) else {}
+        count = counts.get(str(order.round), 0)
+        if count >= TIMES:
             raise CoterieError(
                 f"The server has ordered round {order.round + 1} more than {TIMES} times with "
-                "different downloads; ask its operator why, and start this client again to go on."
+                f"different downloads; ask its operator why. To go on, delete {path}."
             )
-        self.trained[key] += 1
+        if why := self.too_large():
+            raise CoterieError(f"This client has {why}.")
+        write_json(path, {**counts, str(order.round): count + 1})
+
+    def too_large(self) -> str | None:
+        """Return how the run folders take too much disk space; None if they do not."""
+        folders = self.site.out.glob(f"*-{self.site.name}-*")
+        files = (p for folder in folders if not folder.is_symlink() for p in folder.rglob("*"))
+        total = sum(p.lstat().st_size for p in files if p.is_file() and not p.is_symlink())
+        if total <= MOST_DISK:
+            return None
+        return f"runs of {total / 2**30:.0f} GiB in {self.site.out}; {DELETE}"

@@ -110,8 +110,11 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key])[:100] if key in values else NOWHERE
 
 
-def in_words(order: Order, config: RunConfig) -> list[tuple[str, str]]:
-    """What somebody should know who is to agree, a line each: about what, and what."""
+def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
+    """What somebody should know who is to agree, a line each: about what, and what.
+
+    memory: see `costs.in_words`.
+    """
     method, schema, training = config.method, config.method.schema(), config.training
     settings = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -123,7 +126,7 @@ def in_words(order: Order, config: RunConfig) -> list[tuple[str, str]]:
         "method": f"{method.name}: {method.summary}",
         "settings": ", ".join(settings),
         "training": f"{config.rounds} rounds of {training.steps} steps of {training.batch} samples",
-        **costs.in_words(config),
+        **costs.in_words(config, memory),
         "base": str(config.base),
         "sent once": "; ".join(field.what for field in schema.hello),
         "every round": "; ".join(field.what for field in schema.up),

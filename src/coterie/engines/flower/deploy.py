@@ -12,16 +12,17 @@ import torch
 
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.deployed.client import Seen, Site, Worker
+from coterie.engines.deployed.client import Seen, Worker
 from coterie.engines.deployed.forgetting import known
 from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.engines.deployed.site import Site
 from coterie.engines.finished import recorded
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
 from coterie.engines.flower.link import FlowerLink, SuperLink
 from coterie.errors import CoterieError
 from coterie.federation import Participant, check, served
-from coterie.files import append_to, writing
+from coterie.files import LogFile
 from coterie.methods.contract import SERVER
 from coterie.runs import RunFolder, describe
 
@@ -149,10 +150,7 @@ def take_part(server: str, kit: Kit, site: Site, seen: Seen, stop: threading.Eve
 @contextmanager
 def logged(path: Path) -> Iterator[None]:
     """Within the block, what Coterie logs is appended to a file, a line each."""
-    with writing(path):
-        handler = logging.StreamHandler(append_to(path))
-    handler.handleError = lambda record: None  # on a full disk, what is printed is all there is
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = LogFile(path)
     logger = logging.getLogger("coterie")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -162,4 +160,3 @@ def logged(path: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
-        handler.stream.close()

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +32,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from coterie.engines.flower.keys import Keys, Registered
 from coterie.errors import CoterieError
+from coterie.files import LogFile
 
 CALLS = frozenset(
     f"/v1/fleet/{call}"
@@ -64,7 +64,6 @@ HANDSHAKE_SECONDS, IDLE_SECONDS, STALL_SECONDS, REQUEST_SECONDS = 10.0, 60.0, 30
 in either direction; and a request in all."""
 SMALL = 1 << 16
 """Bytes of a body up to which it is passed on in one piece."""
-LOG_BYTES = 5_000_000
 
 T = TypeVar("T")
 
@@ -370,8 +369,7 @@ async def run(door: Door, listening: socket.socket) -> None:
 def main() -> None:
     """Arguments: the number of a listening socket that was inherited, and the settings in JSON."""
     settings = Settings(**json.loads(sys.argv[2]))
-    handler = RotatingFileHandler(settings.log, maxBytes=LOG_BYTES, backupCount=1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler = LogFile(Path(settings.log))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     asyncio.run(run(Door(settings), socket.socket(fileno=int(sys.argv[1]))))

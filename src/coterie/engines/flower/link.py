@@ -62,7 +62,7 @@ from coterie.engines.flower.private import (
 )
 from coterie.engines.flower.signature import signed
 from coterie.errors import CoterieError
-from coterie.files import write_private
+from coterie.files import append_to, refuse_links, write_private
 
 log = logging.getLogger(__name__)
 POLL = 0.3
@@ -114,6 +114,9 @@ class SuperLink:
 
     def __enter__(self) -> Self:
         """Start both, and wait until they listen; raises CoterieError if they do not."""
+        refuse_links(self.folder.parent, self.folder.name)
+        for name in ("loopback", "door.log", "superlink.log"):
+            refuse_links(self.folder, name)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         write_private(self.folder / "secret", self.secret)
         shutil.rmtree(self.folder / "loopback", ignore_errors=True)
@@ -156,7 +159,7 @@ class SuperLink:
             "--disable-runtime-dependency-installation",
             *("--superexec-auth-secret-file", str(self.folder / "secret")),
         ]
-        with (self.folder / "superlink.log").open("ab") as file:
+        with append_to(self.folder / "superlink.log") as file:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

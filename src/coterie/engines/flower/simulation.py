@@ -48,7 +48,7 @@ from coterie.engines.part import ClientPart
 from coterie.errors import CoterieError, Diverged
 from coterie.exchange import Json, State
 from coterie.federation import participants_of
-from coterie.files import write_bytes, writing
+from coterie.files import LogFile, read_inside, write_bytes, writing
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder
 from coterie.training.context import ClientId
@@ -284,8 +284,10 @@ def _path(folder: RunFolder, file: str) -> Path:
 
 def _state(folder: RunFolder, file: str) -> State | None:
     """A state of the round in progress, if it is there already."""
-    path = _path(folder, file)
-    return State.decode(path.read_bytes()) if path.exists() else None
+    try:
+        return State.decode(read_inside(folder.path, _path(folder, file).relative_to(folder.path)))
+    except FileNotFoundError:
+        return None
 
 
 def _newest(folder: RunFolder, file: str) -> State | None:
@@ -309,9 +311,7 @@ def _emptied(folder: Path) -> Iterator[None]:
 @contextmanager
 def _logged(path: Path) -> Iterator[None]:
     """Within the block, what Flower and Ray say goes to a file and nowhere else."""
-    with writing(path):
-        handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler = LogFile(path)
     loggers = [logging.getLogger(name) for name in ("flwr", "ray", log.name)]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:

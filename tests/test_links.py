@@ -1,0 +1,162 @@
+"""No command opens a file of a run folder through a symbolic link."""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie import api
+from coterie.cli import app
+from coterie.config import parse
+from coterie.engines.deployed import server as engine
+from coterie.engines.flower.deploy import logged
+from coterie.errors import CoterieError
+from coterie.files import LogFile
+from coterie.privacy.ledger import Ledger
+from coterie.testing.loop import Loop, server, workers
+
+SECRET = "the root-only secret of poet"
+"""With a client's name: `forget` removes lines that name one."""
+
+COMMANDS: dict[str, Callable[[Path], list[str]]] = {
+    "report": lambda run: ["report", str(run)],
+    "compare": lambda run: ["compare", "--from", str(run)],
+    "generate": lambda run: [
+        *("generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2"),
+    ],
+    "chat": lambda run: ["chat", str(run), "--client", "poet"],
+    "resume": lambda run: ["run", "--resume", str(run)],
+    "resume from a round": lambda run: ["run", "--resume", str(run), "--from-round", "1"],
+    "expel": lambda run: ["expel", str(run), "--client", "poet"],
+    "forget": lambda run: ["forget", str(run), "--client", "poet"],
+}
+
+OF_SERVERS = ("expel", "forget")
+"""Commands for the folder of a deployed run's server."""
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> dict[str, Path]:
+    """Return folders of a run on one machine, and of a deployed run's server, with their logs."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = parse(values(rounds=2, method="fedavg", evaluation={"every": 1}))
+    api.run(config, out=folder / "local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "RETRY", 0.0)
+        network = Loop(workers(config, folder / "clients"))
+        server(config, folder / "server", network).rounds()
+    for run in (folder / "local", folder / "server"):
+        (run / "flower").mkdir()
+        for log in ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1"):
+            (run / log).write_text("poet is here\n")
+        (run / "without.json").write_text('{"clients": ["whaler"]}')
+        (run / "table.md").write_text("poet\n")
+        (run / "report" / "figures").mkdir(parents=True)
+        (run / "report" / "report.html").write_text("poet\n")
+        (run / ".lock").touch()
+    return {"local": folder / "local", "server": folder / "server"}
+
+
+def contents(secret: Path) -> dict[str, tuple[bytes, int, int, int]]:
+    files = sorted(p for p in [secret, *secret.rglob("*")] if p.is_file())
+    stats = {p: p.stat() for p in files}
+    return {str(p): (p.read_bytes(), s.st_mode, s.st_uid, s.st_nlink) for p, s in stats.items()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_link_in_a_run_folder_is_followed(command, finished, tmp_path) -> None:
+    check(command, finished, tmp_path, every=1 if command in OF_SERVERS else 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_link_at_any_file_of_a_run_folder_is_followed(command, finished, tmp_path) -> None:
+    check(command, finished, tmp_path, every=1)
+
+
+def check(command: str, finished: dict[str, Path], tmp_path: Path, every: int) -> None:
+    """Replace each file and folder of a run, or one of every few, by a link to a secret."""
+    kind = "server" if command in OF_SERVERS else "local"
+    within = sorted(p.relative_to(finished[kind]) for p in finished[kind].rglob("*"))
+    for number, name in enumerate(within[[*COMMANDS].index(command) % every :: every]):
+        run, secret = tmp_path / f"run-{number}", tmp_path / f"secret-{number}"
+        shutil.copytree(finished[kind], run)
+        linked = run / name
+        if linked.is_dir():  # the link is to a folder like it
+            shutil.move(linked, secret)
+            (secret / "figures").mkdir(exist_ok=True)
+            (secret / "figures" / "mine-light.svg").write_text(SECRET)
+            (secret / "kept.txt").write_text(SECRET)
+        else:
+            linked.unlink()
+            secret.write_text(SECRET)
+            secret.chmod(0o600)
+        linked.symlink_to(secret)
+        before = contents(secret)
+        result = CliRunner().invoke(app, COMMANDS[command](run), input="")
+        where = f"{command} with a link at {name}: {result.exception!r}"
+        assert contents(secret) == before, where
+        told = result.output + str(result.exception)
+        assert SECRET not in told, where
+        assert not any(
+            SECRET.encode() in p.read_bytes()
+            for p in run.rglob("*")
+            if p.is_file() and not p.is_symlink() and not p.parent.resolve().is_relative_to(secret)
+        ), where
+        assert isinstance(result.exception, CoterieError | SystemExit | None), where
+        if isinstance(result.exception, CoterieError):
+            assert "\n" not in str(result.exception), where
+        shutil.rmtree(run)
+
+
+@pytest.mark.parametrize("name", ["server.log", "client-poet.log", "simulation.log"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_no_log_is_written_through_a_link(name, exists, tmp_path) -> None:
+    secret, log = tmp_path / "secret", tmp_path / name
+    if exists:
+        secret.write_text(SECRET)
+    log.symlink_to(secret)
+    with pytest.raises(CoterieError, match="symbolic link"), logged(log):
+        pass
+    assert secret.exists() == exists
+    assert not exists or secret.read_text() == SECRET
+
+
+def test_a_log_starts_anew_when_it_is_large_and_keeps_one_earlier_file(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("coterie.files.LOG_BYTES", 2000)
+    log = LogFile(tmp_path / "client.log")
+    for number in range(200):
+        log.handle(logging.makeLogRecord({"msg": f"line {number}"}))
+    log.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["client.log", "client.log.1"]
+    assert all(file.stat().st_size <= 2000 for file in files)
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
+    assert "line 199" in files[0].read_text()
+
+
+@pytest.mark.parametrize("name", ["privacy-poet.json", ".privacy-poet.json.lock"])
+def test_no_account_is_read_or_locked_through_a_link(name, tmp_path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text('{"run": {"1": 1.0}}')
+    (tmp_path / name).symlink_to(secret)
+    with pytest.raises(CoterieError, match="symbolic link"):
+        Ledger(tmp_path / "privacy-poet.json", "f" * 16).spend("1", 1.0, 2)
+    assert secret.read_text() == '{"run": {"1": 1.0}}'
+
+
+@pytest.mark.parametrize("name", [".lock"])
+def test_a_pipe_in_the_place_of_a_lock_holds_nobody_up(name, finished, tmp_path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished["server"], run)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    result = CliRunner().invoke(app, ["forget", str(run), "--client", "poet"])
+    assert isinstance(result.exception, CoterieError)
+    assert ".lock" in str(result.exception)
