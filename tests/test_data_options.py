@@ -7,7 +7,7 @@ import pytest
 
 from coterie.bases import load_tokenizer
 from coterie.config import parse
-from coterie.engines.deployed.client import Site
+from coterie.engines.deployed.site import Site
 from coterie.errors import CoterieError
 from coterie.exchange.envelope import Order
 from coterie.federation import check, client_data, participants_of

@@ -18,7 +18,8 @@ import pytest
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import parse
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.site import Site
 from coterie.engines.flower.keys import Keys
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import TOLD, Order, unseal

@@ -19,7 +19,8 @@ pytest.importorskip("flwr", reason="the extra flower is not installed")
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesResponse
 from flwr.proto.node_pb2 import Node
 
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.site import Site
 from coterie.engines.flower import certificates, fleet
 from coterie.engines.flower import keys as keys_module
 from coterie.engines.flower.keys import Keys, Kit

@@ -9,7 +9,8 @@ import pytest
 from hostile import replace_one
 
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.site import Site
 from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
 from coterie.errors import CoterieError
 from coterie.exchange.envelope import TOLD, Order, Reply, unseal

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from coterie.bases import EMBEDDED
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.site import Site
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal
 

@@ -10,8 +10,9 @@ import yaml
 
 from coterie.cli import app
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
 from coterie.engines.deployed.server import ServerWatch
+from coterie.engines.deployed.site import Site
 from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError

@@ -9,7 +9,8 @@ import yaml
 
 from coterie.cli import deploy as deploy_cli
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Site, Worker, ledger_of
+from coterie.engines.deployed.client import Worker
+from coterie.engines.deployed.site import Site, ledger_of
 from coterie.errors import CoterieError
 from coterie.exchange import Message
 from coterie.exchange.envelope import Order, Reply, seal, unseal

@@ -14,7 +14,7 @@ from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.config import RunConfig
-    from coterie.engines.deployed.client import Site
+    from coterie.engines.deployed.site import Site
     from coterie.engines.flower.keys import Keys, Kit
 
 ASKED_WITHIN = 30.0
@@ -67,8 +67,8 @@ def check_server(
 
 def check_client(server: str, kit: "Kit", site: "Site") -> None:
     """Kit, connection, and a step of the run that the server asks this client to join."""
-    from coterie.engines.deployed.client import ledger_of
     from coterie.engines.deployed.console import size
+    from coterie.engines.deployed.site import ledger_of
     from coterie.engines.deployed.terms import not_agreed, other_text, too_much, unlike
     from coterie.engines.flower.fleet import first_order
     from coterie.engines.session import Session

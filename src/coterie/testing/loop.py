@@ -9,8 +9,9 @@ import torch
 
 from coterie.bases import is_folder, load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.deployed.client import Site, Worker
+from coterie.engines.deployed.client import Worker
 from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.engines.deployed.site import Site
 from coterie.exchange import Message, State
 from coterie.exchange.envelope import Order, unseal
 from coterie.federation import served

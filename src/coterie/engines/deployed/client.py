@@ -15,25 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from coterie.bases import Base, is_folder, load_base
-from coterie.bases.devices import Device, names_of
-from coterie.config import NOT_TOLD, RunConfig, parse
+from coterie.bases import Base, load_base
+from coterie.bases.devices import names_of
+from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
-from coterie.data.templates import SHIPPED, is_text
 from coterie.engines.deployed.orders import Orders, check_round
+from coterie.engines.deployed.site import Site, ledger_of, run_folder
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
 from coterie.errors import CoterieError, Diverged
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
+from coterie.exchange.schema import plain
 from coterie.federation import Participant, described_templates, participants_of
-from coterie.privacy.ledger import Budget, Ledger
+from coterie.privacy.ledger import Ledger
 from coterie.reading import Reading
 from coterie.runs import Recorder, RunFolder, describe
 
@@ -43,71 +43,6 @@ Seen = Callable[[str, object], None]
 names."""
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """What a client brings to any run: where its text, its base and its folders are."""
-
-    name: str
-    texts: dict[str, str]
-    """`path`, or `train`, `validation` and `test`, as in a run file."""
-    out: Path
-    base: str | None = None
-    """In place of the name of the run's, where that is a folder."""
-    public: str | None = None
-    """This machine's copy of the run's public text."""
-    agreed: Terms | None = None
-    """What it has agreed to; None: whoever is asked decides."""
-    agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
-    """Asks somebody, once for each run."""
-    limit: Budget | None = None
-    """The most that all runs together may spend of its texts; None: each what it says."""
-    device: Device = "auto"
-    """Where its base is computed, as in a run file."""
-
-    def config(self, order: Order) -> RunConfig:
-        """The run that an order to join asks for, as this client sees it: with its own text and
-        nobody else's, and with no path that is not its own.
-
-        Raises CoterieError, or MessageError for what no server of ours would send.
-        """
-        described = dict(order.config or {})
-        data, told = described.get("data"), described.get("base")
-        base = {"name": told} if isinstance(told, str) else told
-        if (
-            not isinstance(data, dict)
-            or not isinstance(base, dict)
-            or not isinstance(name := base.get("name"), str)
-            or not described.keys().isdisjoint(NOT_TOLD)
-        ):
-            raise MessageError("The server sent no run.")
-        if order.public is not None and self.public is None:
-            raise CoterieError("The run has a public text; give this machine's copy with --public.")
-        match data.get("instructions"):
-            case {"template": str(template)} if template not in SHIPPED and not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
-        match data.get("chat_template"):
-            case str(template) if not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
-        match described.get("training"):
-            case {"dpo": {"reference": reference}} if reference != "base":
-                raise MessageError("The server named a run of this machine as the reference.")
-        if self.base is None and is_folder(name):
-            raise CoterieError(
-                f"The run's base {name!r} is a folder on this machine, too; if it is the one that "
-                "is meant, give it with --base."
-            )
-        return parse(
-            {
-                **described,
-                "clients": [{"name": self.name, **self.texts}],
-                "base": {**base, "name": self.base or name},
-                "data": {**data, "public": None if order.public is None else self.public},
-                "data_root": "",
-                "device": self.device,
-            }
-        )
 
 
 class Worker:
@@ -121,8 +56,8 @@ class Worker:
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
-        self.without_base = ""
-        """Why its base could not be loaded, if it could not."""
+        self.error = ""
+        """Why it left without the run's result, if it did."""
 
     def answer(self, data: bytes) -> bytes:
         """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
@@ -138,7 +73,8 @@ class Worker:
             fault, why = "failed", error
         log.error("round %d: %s", order.round + 1, why)
         self.seen("fault", str(why))
-        return self._reply(order, fault=fault)
+        stops = fault == "diverged" and self.run is not None and self.run.stops_after(order.round)
+        return self._reply(order, fault=fault, stops=stops)
 
     def close(self) -> None:
         """Let go of the run's folder."""
@@ -149,9 +85,12 @@ class Worker:
         if order.client != self.site.name:
             raise MessageError(f"The server mistook this client for {order.client!r}.")
         if order.kind == "join":
-            return self._join(order)
+            return self._joined(order)
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
+        if order.kind == "end":
+            self.error, self.finished = "The server ended the run after an error; see there.", True
+            return self._reply(order)
         check_round(order, self.run.config.exchanges)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
@@ -159,6 +98,16 @@ class Worker:
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
+
+    def _joined(self, order: Order) -> bytes:
+        """Join, or leave if this machine lacks what the run needs: asking again would not help."""
+        try:
+            return self._join(order)
+        except MessageError:
+            raise
+        except CoterieError as error:
+            self.error, self.finished = str(error), True
+            return self._unlike(order, "unable", f"cannot be joined: {error}")
 
     def _join(self, order: Order) -> bytes:
         if why := unlike(order):
@@ -178,11 +127,7 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
-        try:
-            base = self._base(config)
-        except CoterieError as error:  # asking again would not help
-            self.without_base, self.finished = str(error), True
-            return self._unlike(order, "no base", f"cannot be joined: {error}")
+        base = self._base(config)
         if order.base not in ("", base.digest):
             return self._unlike(
                 order, "base", f"has a base with different weights than {config.base}"
@@ -229,7 +174,8 @@ class Worker:
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
         told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
-        shared = [Entry(**entry) for entry in told] if shares else None
+        finite = [entry for entry in told if plain(entry["value"])]  # others cannot be sent
+        shared = [Entry(**entry) for entry in finite] if shares else None
         reply = Reply(
             run=order.run,
             client=self.site.name,
@@ -241,16 +187,6 @@ class Worker:
             entries=shared,
         )
         return seal(reply, body)
-
-
-def ledger_of(site: Site, run: str) -> Ledger:
-    """What a client has told under noise, in all its runs."""
-    return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
-
-
-def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
-    """Where a client keeps its part of a run."""
-    return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
 
 
 class SiteRun:
@@ -347,7 +283,11 @@ class SiteRun:
     @property
     def stops(self) -> bool:
         """Whether this client takes no part in rounds after its last step."""
-        return self.part.stops(self._about().round + 1)
+        return self.stops_after(self._about().round)
+
+    def stops_after(self, round: int) -> bool:
+        """Return whether this client takes no part in rounds after one (0 is the first)."""
+        return self.part.stops(round + 1)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -12,9 +12,10 @@ import torch
 
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.deployed.client import Seen, Site, Worker
+from coterie.engines.deployed.client import Seen, Worker
 from coterie.engines.deployed.forgetting import known
 from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.engines.deployed.site import Site
 from coterie.engines.finished import recorded
 from coterie.engines.flower.fleet import keep_serving
 from coterie.engines.flower.keys import Keys, Kit
