@@ -8,6 +8,10 @@ class CoterieError(Exception):
     """Something the user can mend: the message is one clear sentence, shown without a traceback."""
 
 
+class Unwritable(CoterieError):
+    """A file could not be written; when there is room on the disk, another try may succeed."""
+
+
 class Diverged(CoterieError):
     """Training came to a loss, parameters or an upload that are not finite."""
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Unwritable
 
 
 def path_part(name: str) -> str:
@@ -49,7 +49,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CoterieError(f"Could not write {path}: {error.strerror or error}.") from error
+        raise Unwritable(f"Could not write {path}: {error.strerror or error}.") from error
 
 
 def read_inside(folder: Path, name: str | PurePath) -> bytes:

@@ -27,7 +27,7 @@ from coterie.engines.deployed.orders import Orders, check_round
 from coterie.engines.deployed.site import Site, ledger_of, run_folder
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
-from coterie.errors import CoterieError, Diverged
+from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
@@ -103,7 +103,7 @@ class Worker:
         """Join, or leave if this machine lacks what the run needs: asking again would not help."""
         try:
             return self._join(order)
-        except MessageError:
+        except (MessageError, Unwritable):
             raise
         except CoterieError as error:
             self.error, self.finished = str(error), True
