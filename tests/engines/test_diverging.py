@@ -14,10 +14,13 @@ from coterie.errors import Diverged
 from coterie.exchange import Message
 from coterie.exchange.envelope import TOLD
 from coterie.methods import plugins, registry
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.distillation import Distiller
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
 from coterie.testing.loop import Loop, assert_as_local, assert_equal, assert_same_states, deploy
+from coterie.testing.rounds import joined
 
 WHO = "poet"
 ROUND = 1
@@ -116,9 +119,9 @@ def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> N
     for name in private:
         assert torch.equal(mine["adapter"][name], earlier["adapter"][name])
     assert_equal(mine.parts["training"], earlier.parts["training"], WHO)
-    theirs = [folder.load("client-diarist").parts["training"] for folder in (found, before)]
+    theirs, before_it = (f.load("client-diarist").parts["training"] for f in (found, before))
     with pytest.raises(AssertionError):
-        assert_equal(*theirs, "diarist")
+        assert_equal(theirs, before_it, "diarist")
 
 
 def stopping(after: int) -> type[Watch]:
@@ -133,8 +136,6 @@ def stopping(after: int) -> type[Watch]:
 
 
 def _parts(run: coterie.RunConfig) -> list[Any]:
-    from coterie.testing.rounds import joined
-
     return [*joined(run).clients[WHO].parts().values()]
 
 
@@ -222,8 +223,6 @@ def test_trials_in_which_all_diverge_are_left_out(config, tmp_path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_path, monkeypatch):
     run = config(method="fedavg", rounds=2, aggregation={"weights": "tokens"})
-    from coterie.methods.adapter import AdapterClient
-
     original = AdapterClient.upload
 
     def upload(self: AdapterClient, round: int) -> Message:
@@ -238,8 +237,6 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
 
 
 def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:
-    from coterie.methods.distillation import Distiller
-
     original = Distiller.distil
 
     def distil(self: Distiller, round: int) -> float:
@@ -262,8 +259,6 @@ def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, mo
 def test_a_client_that_diverges_on_the_last_download_keeps_its_model(
     teachers, tmp_path, monkeypatch
 ) -> None:
-    from coterie.methods.distillation import Distiller
-
     original = Distiller.distil
 
     def distil(self: Distiller, round: int) -> float:

@@ -31,7 +31,6 @@ from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
-from coterie.exchange.schema import plain
 from coterie.federation import Participant, described_templates, participants_of
 from coterie.privacy.ledger import Ledger
 from coterie.reading import Reading
@@ -174,8 +173,7 @@ class Worker:
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
         told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
-        finite = [entry for entry in told if plain(entry["value"])]  # others cannot be sent
-        shared = [Entry(**entry) for entry in finite] if shares else None
+        shared = [Entry(**entry) for entry in told] if shares else None
         reply = Reply(
             run=order.run,
             client=self.site.name,
