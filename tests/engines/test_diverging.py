@@ -216,8 +216,9 @@ def test_trials_in_which_all_diverge_are_left_out(config, tmp_path) -> None:
     run = config(method="fedavg", rounds=1, training={"steps": 3, "batch": 2, "optimiser": "sgd"})
     tune = {"training.learning_rate": [1e-3, 1e30]}
     result = coterie.compare(run, [run.method], out=tmp_path, tune=tune)
-    [chosen] = result.tuned.values() if hasattr(result, "tuned") else [None]
-    assert chosen is None or chosen["settings"] == {"training.learning_rate": 1e-3}
+    [chosen] = result.tuned.values()
+    assert chosen["settings"] == {"training.learning_rate": 1e-3}
+    assert chosen["trials"][1] == {"settings": {"training.learning_rate": 1e30}, "diverged": True}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
