@@ -8,8 +8,21 @@ class CoterieError(Exception):
     """Something the user can mend: the message is one clear sentence, shown without a traceback."""
 
 
+class Unwritable(CoterieError):
+    """A file could not be written; when there is room on the disk, another try may succeed."""
+
+
 class Diverged(CoterieError):
-    """Training came to a loss that is not finite."""
+    """Training came to a loss, parameters or an upload that are not finite."""
+
+
+def no_client_left(round: int, why: object) -> Diverged:
+    """Return the error for a round (0 is the first) in which every client has diverged.
+
+    why: a sentence about one of them, or about all.
+    """
+    sentence = str(why)
+    return Diverged(f"No client is left in round {round + 1}: {sentence[0].lower()}{sentence[1:]}")
 
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -13,7 +13,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Unwritable
 
 LOG_BYTES = 10 * 2**20
 """Size at which a log file starts anew."""
@@ -54,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CoterieError(f"Could not write {path}: {error.strerror or error}.") from error
+        raise Unwritable(f"Could not write {path}: {error.strerror or error}.") from error
 
 
 def read_inside(folder: Path, name: str | PurePath) -> bytes:

@@ -218,8 +218,8 @@ def client(
             worker = deploy.take_part(server, kit, site, seen, threading.Event())
     if worker.declined:
         raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
-    if worker.without_base:
-        raise CoterieError(worker.without_base)
+    if worker.error:
+        raise CoterieError(worker.error)
     if worker.run is not None:
         _show(worker.run, kit.name)
 

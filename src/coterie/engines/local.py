@@ -30,7 +30,7 @@ from coterie.engines.part import (
     score_server,
     server_states,
 )
-from coterie.errors import Diverged
+from coterie.errors import Diverged, no_client_left
 from coterie.exchange import Json, State
 from coterie.exchange.envelope import TOLD
 from coterie.federation import Participant, server_context
@@ -79,9 +79,9 @@ class Rounds(ABC):
         """What every client says first, in the order of `names`."""
 
     @abstractmethod
-    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
         """The upload of every client that trains, in their order; its entries are recorded by
-        then. A client that diverged has none (no bytes), and the state from before the round."""
+        then. A client that diverged has none, and the state from before the round."""
 
     @abstractmethod
     def _finish(self, round: int) -> None:
@@ -152,11 +152,11 @@ class Rounds(ABC):
         """
         self.server.open(round, sorted(self.training))
         measures: dict[ClientId, Measure] = {}
-        diverged: dict[ClientId, str] = {}
+        diverged: dict[ClientId, Diverged] = {}
         for name, upload in self._steps(round):
-            if not upload:
-                diverged[name] = TOLD["diverged"]
-                self.watch.warn(f"Round {round + 1} goes on without {name}: {diverged[name]}.")
+            if isinstance(upload, Diverged):
+                diverged[name] = upload
+                self.watch.warn(f"Round {round + 1} goes on without {name}: {TOLD['diverged']}.")
                 continue
             with writing(spool / name):
                 (spool / name).write_bytes(upload)
@@ -164,12 +164,9 @@ class Rounds(ABC):
             measures[name] = self.aggregation.measure(name, message, self.server.reference(name))
             self.watch.worked(round, name)
         if not measures:
-            raise Diverged(
-                f"In round {round + 1}, the loss or the upload of every client is not finite; a "
-                "lower training.learning_rate may help."
-            )
+            raise no_client_left(round, next(iter(diverged.values())))
         self.diverged = self.diverged - set(measures) | set(diverged)
-        refused = diverged | self.aggregation.left_out(measures)
+        refused = dict.fromkeys(diverged, TOLD["diverged"]) | self.aggregation.left_out(measures)
         record(measures, refused, self.recorder.log)
         names = sorted(measures.keys() - refused.keys())
         mean = self.aggregation.mean(round, self._contributions(names, spool))
@@ -250,16 +247,16 @@ class LocalRun(Rounds):
         for name, part in self.parts.items():
             yield name, part.hello()
 
-    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
         for name in self.training:
             download, counted = self._download(name), name not in self.diverged
             before = self.recorder.count
             try:
                 upload = self.parts[name].step(round, download, counted=counted)
-            except Diverged:
+            except Diverged as error:
                 self.recorder.undo(before)
                 self._begin_anew(name, len(download))
-                upload = b""
+                upload = error
             yield name, upload
 
     def _begin_anew(self, name: ClientId, down: int) -> None:

@@ -28,6 +28,8 @@ SERVER_SCORE = "server/aggregated"
 """The name under which the score of the server's own model is recorded."""
 LEFT_OUT = "left out"
 """The name under which it is recorded why a client's upload of a round did not count."""
+AT_THE_END = "it diverged on the last download, and keeps its model from before it"
+"""What is recorded so of a client that computes with a download; its upload counted."""
 CHANGE = "change"
 """The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
 
@@ -89,8 +91,8 @@ class ClientPart:
         """One round: take the download in, train, and return the upload.
 
         Models are scored where that is due: the aggregated one of the round before (if this
-        client's upload `counted` then), and the trained one. Raises Diverged if the loss or the
-        upload is not finite.
+        client's upload `counted` then), and the trained one. Raises Diverged if the loss, a
+        trained parameter or the upload is not finite.
         """
         if self.keeper is not None:
             self.keeper.begin(round)
@@ -100,16 +102,15 @@ class ClientPart:
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
+        if not all(is_finite(part.parameter.detach()) for part in self.side.parts().values()):
+            raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
         message = self.side.upload(round)
-        if not all(is_finite(tensor) for *_, tensor in message.tensors()):
-            raise Diverged(
-                f"The upload of {self.name!r} is not finite in round {round + 1}; a lower "
-                "training.learning_rate may help."
-            )
+        if not message.is_finite():
+            raise self._diverged("The upload", round)
         upload = self._sent("up", message)
         self.log(self.name, "bytes/up", len(upload))
         return upload
@@ -127,15 +128,25 @@ class ClientPart:
         if self.stops(round) or not counted or not due(self.config, round):
             self.score_trained(round)  # nobody has
         if self.schema.down:
-            before = None if self.config.method.reports == "aggregated" else self.side.state()
-            self._take(download)
+            trained = self.side.state()
+            try:
+                self._take(download)
+            except Diverged:
+                self.side.restore(trained)
+                self.log(self.name, LEFT_OUT, AT_THE_END)
             if self.compares_aggregated and not self.stops(round + 1):
                 self._compare(round + 1)
             self._score("aggregated", round)
-            if before is not None:
-                self.side.restore(before)
+            if self.config.method.reports != "aggregated":
+                self.side.restore(trained)
         if self.keeper is not None:
             self._score_kept(self.keeper.found or kept, round + 1)
+
+    def _diverged(self, what: str, round: int) -> Diverged:
+        return Diverged(
+            f"{what} of {self.name!r} is not finite in round {round + 1}; a lower "
+            "training.learning_rate may help."
+        )
 
     def stops(self, rounds: int) -> bool:
         """Whether this client takes no part in rounds after so many."""

@@ -14,7 +14,8 @@ from coterie.exchange.schema import plain
 
 LARGEST_HEADER = 2**24
 """Bytes; a header holds a run's description, or a round's entries where they are shared."""
-Kind = Literal["join", "step", "finish"]
+Kind = Literal["join", "step", "finish", "end"]
+"""`finish` gives the result; `end` tells that an error ended the run."""
 Fault = Literal[
     "unknown run",
     "refused",
@@ -22,7 +23,7 @@ Fault = Literal[
     "diverged",
     "protocol",
     "base",
-    "no base",
+    "unable",
     "plugin",
     "public",
     "terms",
@@ -35,13 +36,15 @@ TOLD: dict[Fault, str] = {
     "diverged": "its loss or its upload is not finite; a lower training.learning_rate may help",
     "protocol": "it runs another version of Coterie; install the same version on both sides",
     "base": "its base has different weights than the run's",
-    "no base": "it cannot load its base and has left the run; see its log",
+    "unable": "an error on its machine keeps it from joining, and it has left; see its log",
     "plugin": "it lacks the run's plugin, or has another version of it",
     "public": "it has no copy of the run's public text, or a different one",
     "terms": "nobody there has agreed to this run as it is",
     "budget": "it would spend more of its privacy budget than it allows",
 }
 """What a server says of a fault; who must join first is asked to."""
+LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
+"""Faults after which a client leaves."""
 
 
 OF_SERVER = ("bytes/", "seconds", "server/", "change", "left out")
@@ -67,7 +70,8 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """From the server: join the run, do the step of a round, or finish; the body is a download.
+    """From the server: join the run, do the step of a round, finish, or end without a result; the
+    body is a download.
 
     What other protocols add is passed over, so that a client can say that they are others.
     """

@@ -66,9 +66,12 @@ class State:
         return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
 
     def is_finite(self) -> bool:
-        """Whether all numbers of its tensors are finite."""
-        groups = (group for _, state in self.walk() for group in state.groups.values())
-        return all(is_finite(tensor) for group in groups for tensor in group.values())
+        """Whether all numbers of its tensors and values are finite."""
+        states = [state for _, state in self.walk()]
+        groups = (group for state in states for group in state.groups.values())
+        return all(is_finite(tensor) for group in groups for tensor in group.values()) and all(
+            _has_finite_numbers(state.values) for state in states
+        )
 
     def encode(self) -> bytes:
         """As safetensors, the values in its header."""
@@ -109,6 +112,19 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(wide).all())
 
 
+def _has_finite_numbers(value: object) -> bool:
+    """Whether no number in JSON, however deep, is infinite or NaN."""
+    match value:
+        case Mapping():
+            return all(map(_has_finite_numbers, value.values()))
+        case list() | tuple():
+            return all(map(_has_finite_numbers, value))
+        case float():
+            return math.isfinite(value)
+        case _:
+            return True
+
+
 def _assembled(
     path: tuple[str, ...],
     paths: Iterable[tuple[str, ...]],
@@ -146,6 +162,11 @@ class Message:
             for group, tensors in groups.items():
                 for name, tensor in tensors.items():
                     yield peer, group, name, tensor
+
+    def is_finite(self) -> bool:
+        """Whether all numbers of its tensors and values are finite."""
+        finite = all(is_finite(tensor) for *_, tensor in self.tensors())
+        return finite and _has_finite_numbers(self.values)
 
     def only(self, groups: Iterable[str]) -> Self:
         """The same message with no other groups than these."""

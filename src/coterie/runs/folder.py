@@ -14,6 +14,7 @@ baselines/NAME/      the run folder of a baseline
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ import torch
 from coterie.errors import CoterieError
 from coterie.exchange import Json, State
 from coterie.exchange.formats import check_stamp, stamp
+from coterie.exchange.schema import plain
 from coterie.files import (
     append_to,
     link,
@@ -44,6 +46,7 @@ from coterie.files import (
 )
 from coterie.runs import read
 
+log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
 """In a checkpoint: the hash of each of its files, by name."""
 WITHOUT = "without.json"
@@ -357,7 +360,13 @@ class Recorder:
         self.round = 0
 
     def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
-        """Note a figure of a client, or of the run (None); of the round in progress, or `round`."""
+        """Note a figure of a client, or of the run (None); of the round in progress, or `round`.
+
+        A figure with NaN or infinity, which is no JSON, is not recorded.
+        """
+        if not plain(value):
+            log.warning("the figure %r of %s is not finite and is not recorded", name, client)
+            return
         of = self.round if round is None else round
         line = {"round": of, "client": client, "name": name, "value": value}
         self._lines.append(line if of == self.round else {**line, "during": self.round})

@@ -18,6 +18,21 @@ from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.training.loss import token_losses
 
+WORST = 700.0
+"""Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
+
+
+def finite(nats: Tensor, tokens: Tensor) -> Tensor:
+    """Return losses in which those that are not finite, after divergence, are `WORST` per token.
+
+    Results are JSON, which has neither NaN nor infinity.
+
+    Args:
+        nats: The loss of each text or answer, (n,).
+        tokens: How many tokens each has, (n,).
+    """
+    return torch.where(nats.isfinite(), nats, WORST * tokens)
+
 
 @torch.no_grad()
 def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: int) -> Tensor:
@@ -31,7 +46,7 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
         for chosen in samples.starts.diff().argsort(stable=True).split(batch):
             losses = token_losses(model, *samples.batch(chosen).to(base.device))
             nats[chosen] = losses.sum(1, dtype=torch.float64).cpu()
-    return nats
+    return finite(nats, samples.lengths)
 
 
 def pair_logprobs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Tensor:

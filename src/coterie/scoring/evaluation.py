@@ -17,7 +17,16 @@ from coterie.data.examples import Examples
 from coterie.data.pairs import AnyBatch, PairBatch, Pairs
 from coterie.data.tokens import Split, Tokens
 from coterie.data.windows import evaluation_windows
-from coterie.scoring.answers import answer_losses, exact, pair_logprobs, rouge_l, with_choices, won
+from coterie.scoring.answers import (
+    WORST,
+    answer_losses,
+    exact,
+    finite,
+    pair_logprobs,
+    rouge_l,
+    with_choices,
+    won,
+)
 from coterie.scoring.generation import generate_answers
 from coterie.training.dpo import dpo_loss, preference_losses, preferred, rewards
 from coterie.training.loss import logits_in_pieces, token_losses
@@ -52,7 +61,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(nats per token); comparable between models with the same tokenizer only."""
-        return math.exp(min(self.loss, 700))
+        return math.exp(min(self.loss, WORST))
 
     @property
     def bits_per_byte(self) -> float:
@@ -157,7 +166,8 @@ def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch
             losses = token_losses(model, ids.to(base.device)).cpu()
             nats.append((losses * mask).sum(1, dtype=torch.float64))
             counts.append(mask.sum(1))
-    return Score(torch.cat(nats), torch.cat(counts), tokens.bytes)
+    lengths = torch.cat(counts)
+    return Score(finite(torch.cat(nats), lengths), lengths, tokens.bytes)
 
 
 def _answers(

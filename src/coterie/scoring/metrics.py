@@ -7,6 +7,9 @@ beside it, all of them shares from 0 to 1, which are written in per cent.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+LONGEST = 1e9
+"""From here on, a cell has the power of ten."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -33,8 +36,9 @@ class Metric:
         return 100 * value if self.share else value
 
     def cell(self, value: float) -> str:
-        """A cell of a table: 12.34, or 83.06 for a share of 0.8306."""
-        return f"{self.shown(value):.2f}"
+        """A cell of a table: 12.34, 83.06 for a share of 0.8306, or 1e+304 after divergence."""
+        shown = self.shown(value)
+        return f"{shown:.2f}" if shown < LONGEST else f"{shown:.3g}"
 
     def order(self, value: float) -> float:
         """What the best comes first by, and the worst last."""

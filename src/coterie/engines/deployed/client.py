@@ -27,7 +27,7 @@ from coterie.engines.deployed.orders import Orders, check_round
 from coterie.engines.deployed.site import Site, ledger_of, run_folder
 from coterie.engines.deployed.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.part import ClientPart, result
-from coterie.errors import CoterieError, Diverged
+from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.exchange.formats import PROTOCOL
@@ -56,8 +56,8 @@ class Worker:
         self.finished = False
         self.declined = ""
         """Why it did not agree, if it did not."""
-        self.without_base = ""
-        """Why its base could not be loaded, if it could not."""
+        self.error = ""
+        """Why it left without the run's result, if it did."""
 
     def answer(self, data: bytes) -> bytes:
         """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
@@ -73,7 +73,8 @@ class Worker:
             fault, why = "failed", error
         log.error("round %d: %s", order.round + 1, why)
         self.seen("fault", str(why))
-        return self._reply(order, fault=fault)
+        stops = fault == "diverged" and self.run is not None and self.run.stops_after(order.round)
+        return self._reply(order, fault=fault, stops=stops)
 
     def close(self) -> None:
         """Let go of the run's folder."""
@@ -84,9 +85,12 @@ class Worker:
         if order.client != self.site.name:
             raise MessageError(f"The server mistook this client for {order.client!r}.")
         if order.kind == "join":
-            return self._join(order)
+            return self._joined(order)
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
+        if order.kind == "end":
+            self.error, self.finished = "The server ended the run after an error; see there.", True
+            return self._reply(order)
         check_round(order, self.run.config.exchanges)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
@@ -94,6 +98,16 @@ class Worker:
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
+
+    def _joined(self, order: Order) -> bytes:
+        """Join, or leave if this machine lacks what the run needs: asking again would not help."""
+        try:
+            return self._join(order)
+        except (MessageError, Unwritable):
+            raise
+        except CoterieError as error:
+            self.error, self.finished = str(error), True
+            return self._unlike(order, "unable", f"cannot be joined: {error}")
 
     def _join(self, order: Order) -> bytes:
         if why := unlike(order):
@@ -113,11 +127,7 @@ class Worker:
             self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
-        try:
-            base = self._base(config)
-        except CoterieError as error:  # asking again would not help
-            self.without_base, self.finished = str(error), True
-            return self._unlike(order, "no base", f"cannot be joined: {error}")
+        base = self._base(config)
         if order.base not in ("", base.digest):
             return self._unlike(
                 order, "base", f"has a base with different weights than {config.base}"
@@ -272,7 +282,11 @@ class SiteRun:
     @property
     def stops(self) -> bool:
         """Whether this client takes no part in rounds after its last step."""
-        return self.part.stops(self._about().round + 1)
+        return self.stops_after(self._about().round)
+
+    def stops_after(self, round: int) -> bool:
+        """Return whether this client takes no part in rounds after one (0 is the first)."""
+        return self.part.stops(round + 1)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -1,14 +1,19 @@
-"""What a client obeys of a server's orders: the rounds that were agreed, and few repetitions."""
+"""Orders: what a server sends, and what a client obeys: the rounds that were agreed, and few
+repetitions."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 from coterie.config import RunConfig
 from coterie.engines.deployed.costs import MOST_DISK, too_costly
 from coterie.engines.deployed.site import Site
 from coterie.errors import CoterieError
 from coterie.exchange import MessageError
-from coterie.exchange.envelope import Order
+from coterie.exchange.envelope import Kind, Order, PluginFile
+from coterie.exchange.formats import PROTOCOL
 from coterie.files import write_json
+from coterie.methods.plugins import plugin_of
 from coterie.runs import RunFolder, read
 
 TIMES = 5
@@ -21,6 +26,46 @@ UNFINISHED = 8
 TRAINED = "trained.json"
 """In a client's run folder: how often each round was trained, by round."""
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
+
+
+def order_to(
+    client: str,
+    kind: Kind,
+    config: RunConfig,
+    run: str,
+    round: int,
+    counted: int | None,
+    base: str,
+    public: str | None,
+) -> Order:
+    """Return a server's order to a client; only an order to join describes the run.
+
+    Args:
+        client: The client's name.
+        kind: What it is to do.
+        config: The run's configuration.
+        run: The run's id.
+        round: The round, 0 for the first.
+        counted: The last round in which the client's upload counted, if there is one.
+        base: The digest of the base that the others have, if anybody has joined.
+        public: The digest of the run's public text, if it has one.
+    """
+    more: dict[str, Any] = {}
+    if kind == "join":
+        plugin = plugin_of(type(config.method))
+        more = {"public": public, "config": config.told_to(client)}
+        if plugin is not None:
+            more["plugin"] = PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
+    return Order(
+        run=run,
+        client=client,
+        kind=kind,
+        round=round,
+        counted=counted,
+        protocol=PROTOCOL,
+        base=base,
+        **more,
+    )
 
 
 def check_round(order: Order, exchanges: int) -> None:

@@ -40,14 +40,28 @@ class Quorum:
         seats = self.seats.items()
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
-    def complete(self, members: Collection[str], waiting: Collection[str], end: float) -> bool:
-        """Whether a round can end: all are done; or enough, and the rest are gone or too late."""
+    def complete(
+        self,
+        members: Collection[str],
+        waiting: Collection[str],
+        diverged: Collection[str],
+        end: float,
+    ) -> bool:
+        """Whether a round can end: all are done; or enough, and the rest are gone or too late.
+
+        diverged: those of the members that have diverged, and so will not upload.
+        """
         if not waiting:
             return True
         seats = [self.seats[name] for name in waiting]
         gone = all(seat.present is None or seat.failed for seat in seats)
-        enough = len(members) - len(waiting) >= self.needed
+        enough = len(members) - len(waiting) - len(diverged) >= self._after(diverged)
         return enough and (gone or time.monotonic() > end)
+
+    def _after(self, diverged: Collection[str]) -> int:
+        """Uploads that a round needs when clients have diverged: asking them again would change
+        nothing, so they are part of the quorum."""
+        return max(1, self.needed - len(diverged))
 
     def all_stopped(self, joined: Collection[str]) -> bool:
         """Whether all who take part have stopped."""
@@ -62,9 +76,19 @@ class Quorum:
         """Whether there is anybody whom the run is for."""
         return self.spec.anyone or bool(self.names - self.without)
 
-    def suffice(self, counted: int, refused: Collection[str], asked_again: set[str]) -> bool:
+    def suffice(
+        self,
+        counted: int,
+        refused: Collection[str],
+        asked_again: set[str],
+        diverged: Collection[str],
+    ) -> bool:
         """Whether a round counts: with the quorum; or, when those whose uploads were refused have
-        been asked again, with a majority of the rest, so that they cannot hold it up for good."""
+        been asked again, with a majority of the rest, so that they cannot hold it up for good.
+
+        diverged: clients that have no upload because they diverged.
+        """
+        needed = self._after(diverged)
         if asked_again.issuperset(refused):
-            return counted >= max(1, self.needed - len(refused), len(refused))
-        return counted >= self.needed
+            return counted >= max(1, needed - len(refused), len(refused))
+        return counted >= needed

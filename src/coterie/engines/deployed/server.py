@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,16 +15,15 @@ from torch import nn
 from coterie.aggregation.mean import Aggregation
 from coterie.config import RunConfig
 from coterie.engines.deployed.joins import Joins
+from coterie.engines.deployed.orders import order_to
 from coterie.engines.deployed.quorum import Quorum
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
 from coterie.engines.deployed.uploads import LONGEST_LINE, Uploads
 from coterie.engines.part import LEFT_OUT, close, restore, result, score_server, server_states
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Diverged
 from coterie.exchange import MessageError, State
-from coterie.exchange.envelope import TOLD, Kind, Order, PluginFile, Reply, seal, unseal
-from coterie.exchange.formats import PROTOCOL
+from coterie.exchange.envelope import LEAVES, TOLD, Kind, Reply, seal, unseal
 from coterie.federation import Participant, public_digest, server_context
-from coterie.methods.plugins import plugin_of
 from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
@@ -77,7 +75,17 @@ class ServerRun:
         """Tickets of replies that nobody waits for."""
 
     def rounds(self) -> None:
-        """All rounds that are left."""
+        """Run what is left. Raises Diverged, once clients know, if nobody can go on."""
+        try:
+            self._rounds()
+        except Diverged:
+            self._ask("end", [name for name, seat in self.seats.items() if seat.present])
+            end = time.monotonic() + GRACE
+            while any(self.seats[n].present for n in self.waiting) and time.monotonic() < end:
+                self._turn()
+            raise
+
+    def _rounds(self) -> None:
         for name in self.folder.without():
             self._expel(name)
         done = self._restore()
@@ -115,18 +123,21 @@ class ServerRun:
         self._ask("step", members)
         end = time.monotonic() + self.config.deployment.deadline
         while True:
-            while not (self.leaving or quorum.complete(members, self.waiting, end)):
+            diverged = self.uploads.diverged
+            while not (self.leaving or quorum.complete(members, self.waiting, diverged, end)):
                 self._turn()
             self._look_for_expelled()
             if self.leaving:
                 for name in self.waiting:
                     self._forget(self.seats[name])
                 return self._round()
+            self.uploads.require(self.round, self.waiting)
             mean = self.aggregation.mean(self.round, self.uploads.contributions())
-            counted, refused = self.uploads.counted, dict(self.uploads.refused)
+            counted = self.uploads.counted
+            refused = {n: why for n, why in self.uploads.refused.items() if n not in diverged}
             for name, why in sorted(refused.items()):
                 self._note(f"round {self.round + 1}: rejected the upload of {name}: {why}")
-            if quorum.suffice(len(counted), refused, self.uploads.asked_again):
+            if quorum.suffice(len(counted), refused, self.uploads.asked_again, diverged):
                 break
             self._note(f"round {self.round + 1}: too few uploads ({len(counted)}); asking again")
             self._ask("step", {*self.waiting, *refused})
@@ -134,7 +145,7 @@ class ServerRun:
                 if not self.uploads.ask_again(name):
                     self._failed(self.seats[name])
             self.server.open(self.round, members)  # what was counted is counted anew
-        for name in sorted(self.waiting):
+        for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
         self.uploads.record(self.recorder.log)
@@ -142,6 +153,7 @@ class ServerRun:
         self._record_entries(counted)
         for name in counted:
             self.seats[name].counted = self.round
+        for name in sorted({*counted} | diverged):
             if self.seats[name].stops:
                 self.seats[name].stopped = True
                 self._note(f"{name} stopped: no gain for {self.config.evaluation.patience} rounds")
@@ -253,30 +265,16 @@ class ServerRun:
         seat.ticket = None
 
     def _send(self, name: str, kind: Kind) -> None:
-        seat = self.seats[name]
-        order = Order(
-            run=self.run,
-            client=name,
-            kind=kind,
-            round=self.round,
-            counted=seat.counted,
-            protocol=PROTOCOL,
-            base=self.base,
-            plugin=self._plugin() if kind == "join" else None,
-            public=self.public if kind == "join" else None,
-            config=self.config.told_to(name) if kind == "join" else None,
+        seat, downloads = self.seats[name], kind in ("step", "finish")
+        order = order_to(
+            name, kind, self.config, self.run, self.round, seat.counted, self.base, self.public
         )
-        body = b"" if kind == "join" else self.schema.send("down", self.server.download(name))
+        body = self.schema.send("down", self.server.download(name)) if downloads else b""
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
-        if kind != "join":
+        if downloads:
             self.recorder.log(name, "bytes/down", len(body), self._of)
         self.watch.moved(name, 0, len(data))
-
-    def _plugin(self) -> PluginFile | None:
-        """The file that the method is from; clients must have the same."""
-        plugin = plugin_of(type(self.config.method))
-        return plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
 
     def _reply(self, name: str, data: bytes | None) -> None:
         """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
@@ -292,10 +290,10 @@ class ServerRun:
                 raise MessageError("The message belongs to another run or client.")
             if reply.fault == "unknown run":
                 seat.joined, seat.again, seat.failed = False, 0.0, False
-            elif reply.fault is not None:
+            elif reply.fault is not None and reply.fault != "diverged":
                 self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
-                if (reply.fault, self.kind) == ("diverged", "step") and name in self.waiting:
-                    self.waiting -= self.uploads.diverge(name)
+                if reply.fault in LEAVES:
+                    seat.again = math.inf  # until it connects anew
             elif reply.kind == "join":
                 self._join(name, reply, body)
             elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
@@ -329,7 +327,10 @@ class ServerRun:
         self._note(f"{name} joined")
 
     def _done(self, name: str, reply: Reply, body: bytes) -> None:
-        if self.kind == "step":
+        if reply.fault is not None:
+            self._note(f"{name} diverged: {TOLD[reply.fault]}")
+            self.uploads.diverge(name)
+        elif self.kind == "step":
             self.uploads.take(name, body)
             self.recorder.log(name, "bytes/up", len(body))
         seat = self.seats[name]

@@ -1,6 +1,6 @@
 """The uploads of a round at a server: they wait on disk, and are counted in or left out."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -8,7 +8,7 @@ from typing import IO
 from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.engines.part import LogFor, contribution, record
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, no_client_left
 from coterie.exchange.envelope import TOLD
 from coterie.files import writing
 from coterie.methods.contract import ServerSide
@@ -24,6 +24,8 @@ class Uploads:
         self.folder, self.server, self.aggregation = folder, server, aggregation
         self.refused: dict[str, str] = {}
         """Who is left out, and why."""
+        self.diverged: set[str] = set()
+        """Those of them who have no upload because they diverged."""
         self.asked_again: set[str] = set()
         self._files: dict[str, IO[bytes]] = {}
         self._measures: dict[str, Measure] = {}
@@ -48,11 +50,17 @@ class Uploads:
             self._files[name] = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `begin`)
             self._files[name].write(body)
 
-    def diverge(self, name: str) -> set[str]:
-        """Note that a client has diverged and has no upload; the client's name, in a set."""
+    def diverge(self, name: str) -> None:
+        """Note that a client has diverged and has no upload."""
         self.drop(name)
         self.refused[name] = TOLD["diverged"]
-        return {name}
+        self.diverged.add(name)
+
+    def require(self, round: int, waiting: Collection[str]) -> None:
+        """Raise Diverged if every client of a round has diverged, and no reply is waited for."""
+        if self.diverged and self.diverged == self.refused.keys() | self._files.keys() | {*waiting}:
+            names = ", ".join(sorted(self.diverged))
+            raise no_client_left(round, f"the training of {names} diverged: {TOLD['diverged']}.")
 
     def ask_again(self, name: str) -> bool:
         """Forget an upload, which is to come again; whether that is for the first time."""
@@ -63,6 +71,7 @@ class Uploads:
 
     def drop(self, name: str) -> bool:
         """Forget a client's upload, and what was wrong with it; whether there was one."""
+        self.diverged.discard(name)
         refused, file = self.refused.pop(name, None), self._files.pop(name, None)
         self._measures.pop(name, None)
         if file is not None:

@@ -67,7 +67,7 @@ Order = dict[str, Any]
 """The run's folder and plugins, the client, what to do (hello, step or finish), the round, and a
 download."""
 Answer = dict[str, Any]
-"""The upload or hello, and entries in JSON; or a complaint."""
+"""The upload or hello, and entries in JSON; why the client diverged, if it did; or a complaint."""
 Entries = list[tuple[str | None, str, Json, int | None]]
 """What `log` was given: the client, the name, the value, and the round where it is another."""
 
@@ -96,10 +96,12 @@ class SimulatedRun(Rounds):
         return {ClientPart(self.config, self.base, self.first, log).covered}
 
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all(self.names, "hello", 0, lambda name: b"")
+        for name, answer in self._all(self.names, "hello", 0, lambda name: b""):
+            yield name, answer["body"]
 
-    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes]]:
-        return self._all(self.training, "step", round, self._download)
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
+        for name, answer in self._all(self.training, "step", round, self._download):
+            yield name, Diverged(answer["diverged"]) if answer["diverged"] else answer["body"]
 
     def _finish(self, round: int) -> None:
         deque(self._all(self.names, "finish", round, self._download), maxlen=0)
@@ -124,7 +126,7 @@ class SimulatedRun(Rounds):
         do: str,
         round: int,
         download: Callable[[ClientId], bytes],
-    ) -> Iterator[tuple[ClientId, bytes]]:
+    ) -> Iterator[tuple[ClientId, Answer]]:
         """Give clients the same order; what each answers, in the order of `names`.
 
         Downloads are made when an actor is about to be free, so that they do not fill the memory.
@@ -141,7 +143,7 @@ class SimulatedRun(Rounds):
         while waiting:
             yield self._answered(*waiting.popleft())
 
-    def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, bytes]:
+    def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, Answer]:
         try:
             answer = future.result()
         except Exception as error:  # whatever happened in the actor, or to it
@@ -151,7 +153,7 @@ class SimulatedRun(Rounds):
             raise CoterieError(answer["complaint"])
         for entry in json.loads(answer["entries"]):
             self.recorder.log(*entry)
-        return name, answer["body"]
+        return name, answer
 
 
 @contextmanager
@@ -210,10 +212,12 @@ def client_app() -> ClientApp:
 def obey(message: Message, context: Context) -> Message:
     """Carry out an order, in an actor's process."""
     order: Order = dict(message.content.config_records[RECORD])
-    answer: Answer = {"body": b"", "entries": "[]", "complaint": ""}
+    answer: Answer = {"body": b"", "entries": "[]", "diverged": "", "complaint": ""}
     try:
         body, entries = _actor(order.pop("run"), order.pop("plugins")).work(**order)
-        answer |= {"body": body, "entries": json.dumps(entries)}
+        diverged = isinstance(body, Diverged)
+        answer |= {"diverged": str(body)} if diverged else {"body": body}
+        answer["entries"] = json.dumps(entries)
     except CoterieError as error:
         answer["complaint"] = str(error)
     return Message(RecordDict({RECORD: ConfigRecord(answer)}), reply_to=message)
@@ -241,7 +245,7 @@ class Actor:
 
     def work(
         self, *, do: str, client: ClientId, round: int, counted: bool, body: bytes
-    ) -> tuple[bytes, Entries]:
+    ) -> tuple[bytes | Diverged, Entries]:
         """One order's answer and the entries that were logged meanwhile."""
         entries: Entries = []
         participant, base = self.participants[client], self.bases[self.config.base_of(client)]
@@ -259,7 +263,8 @@ class Actor:
                 part.restore(state, kept)
             return part, hello
 
-        part, upload = begun()
+        part, hello = begun()
+        upload: bytes | Diverged = hello
         self.participants[client] = part.participant  # what it knows takes time to compute
         if do == "hello":
             return upload, entries
@@ -268,9 +273,9 @@ class Actor:
                 upload = part.step(round, body, counted=counted)
             else:
                 part.finish(body, kept, round, counted=counted)
-        except Diverged:
+        except Diverged as error:
             entries[:] = [(client, "bytes/down", len(body), None)]
-            (part, _), upload = begun(), b""
+            (part, _), upload = begun(), error
         part.keep_items(self.folder)
         for file, state in part.states():
             if state is not None:
