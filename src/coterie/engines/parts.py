@@ -125,11 +125,14 @@ class ClientParts(Mapping[ClientId, ClientPart]):
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         """Make every client as it is at the run's start; yield its first message."""
         for name in self.participants:
-            part, hello = self._begin(name, None, None)
-            self.covered.add(part.covered)
-            if len(self.here) < IN_MEMORY:
-                self.here[name] = part
-            yield name, hello
+            yield name, self._hello(name)
+
+    def _hello(self, name: ClientId) -> bytes:
+        part, hello = self._begin(name, None, None)
+        self.covered.add(part.covered)
+        if len(self.here) < IN_MEMORY:
+            self.here[name] = part
+        return hello
 
     def __getitem__(self, name: ClientId) -> ClientPart:
         """Return a client's part, as its last step left it."""
