@@ -4,6 +4,9 @@ GPT-2 (124M, random weights) and CoMiGS-1G1S at rank 8, a batch of 8 x 128 token
 public API: one round, with an update of the experts and one of the routers, a checkpoint, and
 an evaluation before and after aggregation. Every run has a fresh process; its peak is that of the
 whole process, from the first import on (Linux's ru_maxrss).
+
+`--base tiny-gpt2 --rounds 3 --keep best` takes that base instead, for as many rounds, and has every
+client keep its best model.
 """
 
 import argparse
@@ -13,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -42,6 +46,8 @@ class Peak:
     """One client's adapter."""
     optimiser: int
     """One client's moments."""
+    seconds: float
+    """The median round's."""
 
 
 def make_base(folder: Path) -> None:
@@ -62,49 +68,80 @@ def make_texts(folder: Path, clients: int) -> list[dict[str, str]]:
     return found
 
 
-def measure(folder: Path, clients: int, precision: Precision, threads: int) -> Peak:
+def measure(
+    folder: Path,
+    clients: int,
+    precision: Precision,
+    threads: int,
+    base: str,
+    rounds: int,
+    keep: str,
+) -> Peak:
     """Run with so many clients; to be called once per process, as a peak never falls."""
     config = {
         "threads": threads,
-        "base": "base",
+        "base": base,
         "data_root": str(folder),
         "method": {
             "name": "comigs-1g1s",
             "mlp": {"rank": 8},
             "router": {"every": 1, "steps": 1},
         },
-        "rounds": 1,
+        "rounds": rounds,
         "clients": make_texts(folder, clients),
         "data": {"window": 128, "limits": {"test": 600}},
         "training": {"steps": 1, "batch": 8, "precision": precision},
-        "evaluation": {"keep": "last"},
+        "evaluation": {"keep": keep},
     }
     run = coterie.run(config, out=folder / f"run-{clients}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    state = RunFolder(run.path).load("client-client-00")
+    ended = RunFolder(run.path)
+    seconds = median(line["value"] for line in ended.metrics() if line["name"] == "seconds")
+    state = ended.load("client-client-00")
     tensors = (
         t for _, part in state.walk() for group in part.groups.values() for t in group.values()
     )
     trained = sum(tensor.nbytes for tensor in state["adapter"].values())
-    return Peak(clients, peak, trained, sum(tensor.nbytes for tensor in tensors) - trained)
+    moments = sum(tensor.nbytes for tensor in tensors) - trained
+    return Peak(clients, peak, trained, moments, seconds)
 
 
-def show(peaks: list[Peak], precision: Precision) -> None:
-    table = Table(title=f"Peak memory of the local engine, GPT-2 124M, 8 x 128 tokens, {precision}")
-    for column in ("clients", "peak MiB", "x first", "target", "trained MiB", "optimiser MiB"):
+COLUMNS = (
+    "clients",
+    "peak MiB",
+    "x first",
+    "target",
+    "MiB per further client",
+    "trained MiB",
+    "optimiser MiB",
+    "s/round",
+)
+
+
+def show(peaks: list[Peak], precision: Precision, base: str) -> None:
+    table = Table(title=f"Peak memory of the local engine, {base}, 8 x 128 tokens, {precision}")
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    for row in peaks:
+    for before, row in zip([None, *peaks], peaks, strict=False):
+        further = "" if before is None else f"{per_client(before, row):.2f}"
         target = f"{TARGETS[row.clients]:.2f}" if row.clients in TARGETS else ""
         table.add_row(
             str(row.clients),
             f"{row.peak / MIB:,.0f}",
             f"{row.peak / peaks[0].peak:.2f}",
             target,
+            further,
             f"{row.trained / MIB:.1f}",
             f"{row.optimiser / MIB:.1f}",
+            f"{row.seconds:.2f}",
         )
     table.caption = "trained and optimiser: of each client"
-    Console().print(table)
+    Console(width=110).print(table)
+
+
+def per_client(one: Peak, more: Peak) -> float:
+    """Return the MiB of each client by which one run has more than another."""
+    return (more.peak - one.peak) / (more.clients - one.clients) / MIB
 
 
 def main() -> None:
@@ -112,6 +149,9 @@ def main() -> None:
     parser.add_argument("--clients", default="1,4,32", help="numbers of clients; the first is 1 x")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--base", help="a base's name; default: GPT-2 with random weights")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--keep", choices=["last", "best"], default="last")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     counts = [int(count) for count in options.clients.split(",")]
@@ -119,10 +159,12 @@ def main() -> None:
     with fresh, TemporaryDirectory() as name:
         folder = Path(name)
         # Not in this process: Linux counts a parent's peak as its children's.
-        fresh.submit(make_base, folder / "base").result()
-        common = (options.precision, options.threads)
+        if options.base is None:
+            fresh.submit(make_base, folder / "base").result()
+        base = options.base or "base"
+        common = (options.precision, options.threads, base, options.rounds, options.keep)
         peaks = [fresh.submit(measure, folder, count, *common).result() for count in counts]
-    show(peaks, options.precision)
+    show(peaks, options.precision, options.base or "GPT-2 124M")
     if options.json:
         rows = [
             {**asdict(row), "ratio": row.peak / peaks[0].peak, "target": TARGETS.get(row.clients)}

@@ -1,8 +1,9 @@
 """The local engine: all clients and the server in this process, one client at a time.
 
 Every message goes through its bytes and its checks, as it would between machines, so that nothing
-is rounded or let through here that is not there. Uploads wait on disk and are counted in by the
-order of names: memory does not grow with the number of clients and the order of work is irrelevant.
+is rounded or let through here that is not there. Uploads wait on disk, as do the states of all but
+a few clients: memory hardly grows with the number of clients. Uploads are counted in by the order
+of names, so the order of work is irrelevant.
 """
 
 import time
@@ -21,7 +22,6 @@ from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.part import (
     LEFT_OUT,
-    ClientPart,
     close,
     contribution,
     record,
@@ -30,6 +30,7 @@ from coterie.engines.part import (
     score_server,
     server_states,
 )
+from coterie.engines.parts import ClientParts, ClientSides, NewStates
 from coterie.errors import Diverged, no_client_left
 from coterie.exchange import Json, State
 from coterie.exchange.envelope import TOLD
@@ -68,6 +69,7 @@ class Rounds(ABC):
         window = config.data.window
         self.sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
         self.recorder = Recorder(folder, watch.seen)
+        self.states = NewStates(folder)
         self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
         self.schema = self.aggregation.schema
         log = partial(self.recorder.log, None)
@@ -220,7 +222,10 @@ class Rounds(ABC):
 
 
 class LocalRun(Rounds):
-    """The rounds, with all clients in this process; they share one base in memory."""
+    """The rounds, with all clients in this process; they share one base in memory.
+
+    Of more than a few clients, the states of those that are not at work are on disk.
+    """
 
     def __init__(
         self,
@@ -233,19 +238,21 @@ class LocalRun(Rounds):
         rule: Rule = weighted_mean,
     ) -> None:
         super().__init__(config, base, participants, folder, watch, own, rule)
-        log = self.recorder.log
-        self.participants = {p.name: p for p in participants}
-        self.parts = {p.name: ClientPart(config, base, p, log) for p in participants}
-        self.clients = {name: part.side for name, part in self.parts.items()}
+        self.parts = ClientParts(config, base, participants, self.recorder.log, self.states)
+        self.clients = ClientSides(self.parts)
         self._join()
+
+    def run(self) -> None:
+        """All rounds that are left; the folder then holds the result."""
+        with self.states.emptied():
+            super().run()
 
     def covered(self) -> set[tuple[str, ...]]:
         """See `Rounds`."""
-        return {part.covered for part in self.parts.values()}
+        return self.parts.covered
 
     def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        for name, part in self.parts.items():
-            yield name, part.hello()
+        return self.parts.hellos()
 
     def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
         for name in self.training:
@@ -255,37 +262,25 @@ class LocalRun(Rounds):
                 upload = self.parts[name].step(round, download, counted=counted)
             except Diverged as error:
                 self.recorder.undo(before)
-                self._begin_anew(name, len(download))
+                self.parts.begin_anew(name)
+                self.recorder.log(name, "bytes/down", len(download))
                 upload = error
             yield name, upload
 
-    def _begin_anew(self, name: ClientId, down: int) -> None:
-        """Take a client that diverged back to the newest checkpoint, or to the run's start."""
-        participant, log = self.participants[name], self.recorder.log
-        part = ClientPart(self.config, self.base, participant, log)
-        part.hello()
-        if self.folder.rounds():
-            part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
-        self.parts[name], self.clients[name] = part, part.side
-        log(name, "bytes/down", down)
-
     def _finish(self, round: int) -> None:
         for name, part in self.parts.items():
-            kept, counted = self.folder.find(f"kept-{name}"), name not in self.diverged
+            kept, counted = self.states.kept(name), name not in self.diverged
             part.finish(self._download(name), kept, round, counted=counted)
             part.keep_items(self.folder)
 
     def _stops(self, name: ClientId, rounds: int) -> bool:
-        return self.parts[name].stops(rounds)
+        return self.parts.stop(name, rounds)
 
     def _client_states(self) -> Iterator[tuple[str, State | None]]:
-        for part in self.parts.values():
-            yield from part.states()
+        return self.parts.states()
 
     def _restore_clients(self) -> None:
-        for name, part in self.parts.items():
-            state, kept = self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}")
-            part.restore(state, kept)
+        self.parts.restore()
 
 
 def _diverged(folder: RunFolder) -> set[ClientId]:

@@ -52,10 +52,12 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     never = SHARED if shared else NEVER
     alike: dict[Account, list[tuple[ClientId, Account]]] = {}
     exchanged = first_exchange(run)
+    # A download may hand out what the client does not hold yet, and others do.
+    parts = {n: part for side in run.clients.values() for n, part in side.parts().items()}
     if shared:
         yield _figures(run)
     for name, messages in exchanged.items():
-        account = tuple(_account(run, name, messages))
+        account = tuple(_account(run, name, messages, parts))
         key = tuple((title, tuple(map(_without_weight, rows))) for title, rows in account)
         alike.setdefault(key, []).append((name, account))
     for found in alike.values():
@@ -130,11 +132,9 @@ def _dtypes(field: Field) -> str:
 
 
 def _account(
-    run: LocalRun, name: ClientId, messages: Mapping[Way, Message]
+    run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parts: Parts
 ) -> Iterator[tuple[str, Rows]]:
     side = run.clients[name]
-    # A download may hand out what the client does not hold yet, and others do.
-    parts = {n: part for other in run.clients.values() for n, part in other.parts().items()}
     for way, where in WAYS.items():
         weight = len(run.schema.send(way, messages[way]))
         whole = (WHOLE, "", "", "", f"{weight:,}")

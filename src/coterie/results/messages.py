@@ -47,7 +47,7 @@ def start(session: Session, config: RunConfig) -> LocalRun:
     evaluation = config.evaluation.model_copy(update={**told, "patience": None})
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
     who = session.federation(short)
-    return LocalRun(short, session.base, who.clients, RunFolder(Path()), Watch(), who.server)
+    return LocalRun(short, session.base, who.clients, RunFolder.temporary(), Watch(), who.server)
 
 
 def first_exchange(run: LocalRun) -> Messages:

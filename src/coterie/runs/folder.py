@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -81,6 +83,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @classmethod
+    def temporary(cls) -> "RunFolder":
+        """Make an empty folder that is removed with the returned object."""
+        folder = cls(Path(mkdtemp(prefix="coterie-")))
+        finalize(folder, shutil.rmtree, folder.path, ignore_errors=True)
+        return folder
 
     @classmethod
     def create(

@@ -1,7 +1,6 @@
 """Rounds by hand: the sides of a run in this process, with what travels between them at hand."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config import RunConfig
@@ -20,7 +19,7 @@ def joined(
     session = Session(run)
     session.check(run)
     who = session.federation(run)
-    folder, present = RunFolder(Path()), who.clients if clients is None else clients
+    folder, present = RunFolder.temporary(), who.clients if clients is None else clients
     return LocalRun(run, session.base, present, folder, Watch(), who.server, rule)
 
 

@@ -16,12 +16,11 @@ import json
 import logging
 import os
 import secrets
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,10 +44,11 @@ from coterie.engines.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskId
 from coterie.engines.kept import best_of, stops
 from coterie.engines.local import Rounds
 from coterie.engines.part import ClientPart
+from coterie.engines.parts import NewStates, begin
 from coterie.errors import CoterieError, Diverged
 from coterie.exchange import Json, State
 from coterie.federation import participants_of
-from coterie.files import LogFile, read_inside, write_bytes, writing
+from coterie.files import LogFile
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder
 from coterie.training.context import ClientId
@@ -56,8 +56,6 @@ from coterie.training.context import ClientId
 log = logging.getLogger(__name__)
 LOG = "simulation.log"
 """In the run's folder: what Flower and Ray say."""
-STATES = "states"
-"""In the run's folder, while a round is in progress: clients' states after it."""
 STORE = 2**27
 """Bytes of shared memory for messages under way; Ray moves what is more to disk."""
 PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
@@ -81,7 +79,7 @@ class SimulatedRun(Rounds):
         self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.names)))
         with (
             _logged(self.folder.path / LOG),
-            _emptied(self.folder.path / STATES),
+            self.states.emptied(),
             _actors(self.actors, threads) as self.ask,
         ):
             self._join()
@@ -107,15 +105,11 @@ class SimulatedRun(Rounds):
         deque(self._all(self.names, "finish", round, self._download), maxlen=0)
 
     def _stops(self, name: ClientId, rounds: int) -> bool:
-        return stops(self.config, best_of(_newest(self.folder, f"kept-{name}")), rounds)
+        return stops(self.config, best_of(self.states.kept(name)), rounds)
 
     def _client_states(self) -> Iterator[tuple[str, State | None]]:
-        for file in (f"{kind}-{name}" for name in self.names for kind in ("client", "kept")):
-            if (state := _state(self.folder, file)) is not None:
-                _path(self.folder, file).unlink()
-                yield file, state
-            elif self.folder.has(file):
-                yield file, None
+        for name in self.names:
+            yield from self.states.pop(name, {})
 
     def _restore_clients(self) -> None:
         """A step begins at the newest checkpoint as it is."""
@@ -235,6 +229,7 @@ class Actor:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, described = folder, folder.description
+        self.states = NewStates(folder)
         torch.set_num_threads(described["threads"])
         self.config = config = parse(described["config"])
         self.bases = Bases(
@@ -253,16 +248,9 @@ class Actor:
         def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
             entries.append((client, name, value, round))
 
-        state, kept = (_newest(self.folder, f"{kind}-{client}") for kind in ("client", "kept"))
-
-        def begun() -> tuple[ClientPart, bytes]:
-            """The client at the newest checkpoint, or at the run's start."""
-            part = ClientPart(self.config, base, participant, log)
-            hello = part.hello()
-            if state is not None:
-                part.restore(state, kept)
-            return part, hello
-
+        begun = partial(
+            begin, self.config, base, participant, log, *(newest := self.states.newest(client))
+        )
         part, hello = begun()
         upload: bytes | Diverged = hello
         self.participants[client] = part.participant  # what it knows takes time to compute
@@ -272,45 +260,13 @@ class Actor:
             if do == "step":
                 upload = part.step(round, body, counted=counted)
             else:
-                part.finish(body, kept, round, counted=counted)
+                part.finish(body, newest[1], round, counted=counted)
         except Diverged as error:
             entries[:] = [(client, "bytes/down", len(body), None)]
             (part, _), upload = begun(), error
         part.keep_items(self.folder)
-        for file, state in part.states():
-            if state is not None:
-                write_bytes(_path(self.folder, file), state.encode())
+        self.states.put(part)
         return upload, entries
-
-
-def _path(folder: RunFolder, file: str) -> Path:
-    return folder.path / STATES / f"{file}.safetensors"
-
-
-def _state(folder: RunFolder, file: str) -> State | None:
-    """A state of the round in progress, if it is there already."""
-    try:
-        return State.decode(read_inside(folder.path, _path(folder, file).relative_to(folder.path)))
-    except FileNotFoundError:
-        return None
-
-
-def _newest(folder: RunFolder, file: str) -> State | None:
-    """That, or the newest checkpoint's."""
-    return _state(folder, file) or folder.find(file)
-
-
-@contextmanager
-def _emptied(folder: Path) -> Iterator[None]:
-    """A folder that is empty when the block begins and gone when it ends."""
-    with writing(folder):
-        if folder.exists():  # a kill left it
-            shutil.rmtree(folder)
-        folder.mkdir()
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

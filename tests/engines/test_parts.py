@@ -1,0 +1,147 @@
+"""A run holds a few clients in memory, and the states of the others on disk."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+from every_method import each_method, run_of
+from kept_runs import HIGH
+
+import coterie
+from coterie.config import RunConfig
+from coterie.engines import parts
+from coterie.engines.part import ClientPart
+from coterie.engines.session import Session
+from coterie.errors import Diverged
+from coterie.runs import RunFolder, Watch
+from coterie.testing.loop import assert_same_states
+from coterie.testing.rounds import joined, one_round
+
+
+class Stop(Watch):
+    """Ends a run after its second round, as Ctrl-C would."""
+
+    def round_over(self, round: int, note: str) -> None:
+        """Ends it."""
+        if round == 1:
+            raise KeyboardInterrupt
+
+
+def stopped(run: RunConfig, path: Path) -> RunFolder:
+    """A run that was stopped after its second round and continued."""
+    session = Session(run)
+    folder = RunFolder.create(path, session.description(run, session.participants(run)))
+    with pytest.raises(KeyboardInterrupt):
+        session.start(run, folder, Stop()).run()
+    assert not (path / parts.STATES).exists()
+    (path / parts.STATES).mkdir()  # as a kill leaves it, with what is worth nothing
+    (path / parts.STATES / "client-poet.safetensors").write_bytes(b"damaged")
+    coterie.resume(path)
+    return folder
+
+
+def entries(folder: RunFolder) -> list[dict[str, Any]]:
+    """All figures in order, without how long it took."""
+    return [line for line in folder.metrics() if line["name"] != "seconds"]
+
+
+def assert_same(one: RunFolder, other: RunFolder) -> None:
+    """The same states, bit for bit, the same figures, and scores of each window."""
+    assert_same_states(one, other)
+    assert entries(one) == entries(other)
+    assert (one.outcome or {}) | {"seconds": 0} == (other.outcome or {}) | {"seconds": 0}
+
+
+@pytest.mark.parametrize("method", each_method({"fedavg", "comigs-1g1s"}))
+def test_one_client_in_memory_gives_the_same_bits(
+    method, values, teachers, tmp_path, monkeypatch
+) -> None:
+    run = run_of(
+        method,
+        values,
+        teachers,
+        rounds=3,
+        training=HIGH | {"learning_rate": 0.3},
+        evaluation={"every": 2, "patience": 2},
+    )
+    expected = RunFolder(coterie.run(run, out=tmp_path / "all").path)
+    monkeypatch.setattr(parts, "IN_MEMORY", 1)
+    done = RunFolder(coterie.run(run, out=tmp_path / "one").path)
+    assert_same(done, expected)
+    assert not (done.path / parts.STATES).exists()
+    if expected.rounds() > 2:
+        assert_same(stopped(run, tmp_path / "stopped"), expected)
+
+
+@pytest.mark.parametrize("round", [0, 1])
+def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> None:
+    run, step = config(method="fedavg", rounds=3), ClientPart.step
+
+    def diverging(self: ClientPart, at: int, *args: Any, **named: Any) -> bytes:
+        upload = step(self, at, *args, **named)
+        if (self.name, at) == ("poet", round):
+            raise Diverged("the loss is not finite")
+        return upload
+
+    monkeypatch.setattr(ClientPart, "step", diverging)
+    expected = coterie.run(run, out=tmp_path / "all")
+    monkeypatch.setattr(parts, "IN_MEMORY", 1)
+    done = coterie.run(run, out=tmp_path / "one")
+    assert "poet" in done.results["fedavg"]["left_out"]
+    assert_same(RunFolder(done.path), RunFolder(expected.path))
+
+
+def test_a_round_by_hand_gives_the_same_uploads(config, tmp_path, monkeypatch) -> None:
+    """No run's folder is there, and nothing is left in the folder of the process."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for count in (8, 1):
+        monkeypatch.setattr(parts, "IN_MEMORY", count)
+        local = joined(config())
+        uploads = [one_round(local, round) for round in range(2)]
+        found.append([{n: m.encode() for n, m in sent.items()} for sent in uploads])
+        spilled = local.folder.path
+        assert (spilled / parts.STATES).exists() == (count == 1)
+        del local
+        assert not spilled.exists()
+    assert found[0] == found[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
+    """A run of so many clients with the same text."""
+    names = [f"client-{number:02d}" for number in range(count)]
+    for name in names:
+        shutil.copy(texts / "poet.txt", folder / f"{name}.txt")
+    clients = [{"name": name, "path": f"{name}.txt"} for name in names]
+    return config(method="fedavg", clients=clients, data_root=str(folder), rounds=2)
+
+
+@pytest.mark.parametrize(("count", "written"), [(8, 0), (20, 12 + 13 + 13)])
+def test_memory_holds_at_most_eight_clients(
+    count, written, config, texts, tmp_path, monkeypatch
+) -> None:
+    alive: WeakSet[ClientPart] = WeakSet()
+    most, puts = 0, 0
+    init, put = ClientPart.__init__, parts.NewStates.put
+
+    def counted(self: ClientPart, *args: Any, **named: Any) -> None:
+        nonlocal most
+        init(self, *args, **named)
+        alive.add(self)
+        most = max(most, len(alive))
+
+    def put_aside(self: parts.NewStates, part: ClientPart) -> None:
+        nonlocal puts
+        puts += 1
+        put(self, part)
+
+    monkeypatch.setattr(ClientPart, "__init__", counted)
+    monkeypatch.setattr(parts.NewStates, "put", put_aside)
+    run = many(config, texts, tmp_path, count)
+    coterie.run(run, out=tmp_path / "run")
+    assert most <= (8 if count == 8 else 9)  # one is made while another is at hand
+    # Two rounds and the last download; seven of the clients never leave.
+    assert puts == written
