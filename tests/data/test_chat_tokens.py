@@ -14,7 +14,8 @@ from transformers import AddedToken
 
 from coterie.bases import Tokenizer, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, Conversation, chat_template
-from coterie.data.examples import Examples, chats, in_parts, joined
+from coterie.data.examples import Examples, chats, joined
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 
@@ -194,8 +195,8 @@ def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
     encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
     parts = ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"]
     whole = encoder.encode("".join(parts), add_special_tokens=False).ids
-    assert [id for ids in in_parts(encoder)(parts) for id in ids] == whole
+    assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole
     # An answer in the middle of a text has no space of its own.
     asked = ["User: Hi\nAnswer:", " Yes</s>"]
     whole = encoder.encode("".join(asked), add_special_tokens=False).ids
-    assert [id for ids in in_parts(encoder)(asked) for id in ids] == whole
+    assert [id for ids in PartEncoder(encoder).ids(asked) for id in ids] == whole

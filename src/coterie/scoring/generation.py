@@ -24,7 +24,7 @@ def generate_answers(
     """
     places = zip(examples.starts[:-1].tolist(), examples.answers.tolist(), strict=True)
     prompts = [examples.ids[start:answer] for start, answer in places]
-    if examples.around is None:
+    if examples.template is None:
         return continuations(base, model, prompts, new_tokens, batch)
     texts = continuations(base, model, prompts, new_tokens, batch, examples.markers)
     return [parted(text)[1].strip() for text in texts]
