@@ -21,6 +21,8 @@ from coterie.errors import CoterieError
 
 PUBLISHED = ("mistral", "llama3", "qwen3", "llama_2_chat", "gptoss")
 WIDE = 10**6
+TURN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start|>", "<|end|>", "<|message|>")
+"""Markers; where they are no tokens of their own, they may share a token with an answer."""
 
 
 def source(name: str) -> str:
@@ -65,7 +67,7 @@ def text(tokenizer: Tokenizer, ids: list[int]) -> str:
 )
 def test_tokens_that_count_are_what_the_assistant_said(name: str, base: str) -> None:
     draw = random.Random(name + base)
-    template = chat(name, base, "<|im_start|>", "<|im_end|>", "<|eot_id|>")
+    template = chat(name, base, *TURN_TOKENS)
     items = [talk(draw).conversation() for _ in range(15)]
     samples = tokens(items, template, WIDE)
     assert (len(samples), samples.too_long, samples.cut) == (15, 0, 0)

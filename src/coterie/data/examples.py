@@ -272,6 +272,17 @@ def samples_of(
     )
 
 
+def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
+    """Return a sample's prompts and answers in turn, as they are encoded.
+
+    template: of conversations.
+    """
+    if isinstance(item, Instruction):
+        return split(item)
+    assert template is not None, "as all conversations"
+    return [text for text, _ in template.rendered(item).parts]
+
+
 def split(item: Instruction) -> tuple[str, str]:
     """Prompt and answer as they are encoded: a space between them belongs to the answer.
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.bases import Base, context_token
+from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import Conversation
-from coterie.data.examples import Examples, Instruction, joined, samples_of, split
+from coterie.data.examples import Examples, Instruction, joined, parts_of, samples_of, split
 from coterie.data.pairs import Pairs, Parts
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
@@ -50,16 +50,16 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     """
     items: list[Instruction | Conversation] = []
     owners: list[int] = []
-    texts: list[list[str]] = []
+    texts: list[Sequence[str]] = []
     for number, item in enumerate(samples.items):
         others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
         if not others:
             continue
         if isinstance(item, Instruction):
-            texts += [list(split(replace(item, answer=choice))) for choice in others]
+            texts += [split(replace(item, answer=choice)) for choice in others]
         else:
             assert samples.template is not None, "as all conversations"
-            before = [text for text, _ in samples.template.rendered(item).parts[:-1]]
+            *before, _ = parts_of(item, samples.template)
             lead, end = samples.template.around
             texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
         items += [item] * len(others)
@@ -67,14 +67,13 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
-    first = context_token(base.tokenizer)
     rows: list[Parts] = []
     for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
         *prompt, answer = (part.ids for part in parts)
         before = [id for ids in prompt for id in ids]
         if isinstance(item, Instruction):
-            before, answer = [first, *before], [*answer, eos]
-        before = before or [first]
+            before, answer = [base.context_token, *before], [*answer, eos]
+        before = before or [base.context_token]
         rows.append([(before, False), (answer[: window + 1 - len(before)], True)])
     added = samples_of(rows, items, [0] * len(items), 0)
     return joined([samples, added]), torch.tensor(owners)
