@@ -3,6 +3,7 @@
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from coterie.data.parts import PartEncoder
 from coterie.data.preferences import Preference
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
+from coterie.scoring import generation
+from coterie.scoring.answers import with_choices
 
 WIDE = 10**6
 ROUNDS = [
@@ -134,6 +137,54 @@ def test_instructions_and_preferences_are_encoded_as_a_whole(kind: str, strip: s
             ).both
             assert both.only([0]).ids.tolist() == [1, *ids, end]
             assert both.answers[0] == samples.answers[0]
+
+
+CHOOSING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}<|end|>\n{% endfor %}",
+    "{% for m in messages %}[{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}",
+)
+CHOICES = ("The answer", "no", "> so", "...")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strip", STRIPS)
+@pytest.mark.parametrize("source", CHOOSING, ids=["token", "text"])
+def test_every_choice_is_encoded_as_a_whole(source: str, kind: str, strip: str) -> None:
+    words: Any = tokenizer(kind, strip)
+    base: Any = SimpleNamespace(tokenizer=words, context_token=1)
+    chat = ChatTemplate(words, source, "a test's")
+    turns = (Turn("user", "The question"), Turn("assistant", CHOICES[0]))
+    encoder, _ = bare_encoder(words)
+    samples = chats([Conversation(turns, "x", CHOICES)], encoder, chat, WIDE, None, "The text")
+    rows, owners = with_choices(base, samples, WIDE)
+    assert owners.tolist() == [0, 0, 0]
+    for number, choice in enumerate(CHOICES):
+        parts = chat.rendered(Conversation((turns[0], Turn("assistant", choice)))).parts
+        text = "".join(part for part, _ in parts)
+        row = rows.only([number])
+        assert row.ids.tolist() == words(text, add_special_tokens=False)["input_ids"]
+        whole = counted(words, text, [(len(parts[0][0]), len(text))])
+        assert row.counted.tolist() == [counts for _, counts in whole]
+        assert row.answers.tolist() == [row.counted.tolist().index(True)]
+
+
+def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an answer shares a token with its prompt, the prompt is read to its end."""
+    words: Any = tokenizer("bytes", "plain")
+    base: Any = SimpleNamespace(tokenizer=words, context_token=1)
+    encoder, end = bare_encoder(words)
+    items = [Instruction("|\n", "\n ..."), Instruction("What?", "no")]
+    samples = examples(items, encoder, 1, end, WIDE, None, "The text")
+    assert samples.answers.tolist()[0] < 1 + len(encoder.encode(items[0].prompt).ids)
+    given: list[list[int]] = []
+
+    def keep(_base: Any, _model: Any, prompts: Any, *_: Any) -> list[str]:
+        given.extend(prompt.tolist() for prompt in prompts)
+        return ["", ""]
+
+    monkeypatch.setattr(generation, "continuations", keep)
+    generation.generate_answers(base, base, samples, 5, 2)
+    assert given == [[1, *encoder.encode(item.prompt).ids] for item in items]
 
 
 def test_a_prompt_that_shares_a_token_with_an_answer_is_encoded_alone() -> None:
