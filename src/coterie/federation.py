@@ -62,7 +62,7 @@ class Participant:
         if samples:
             described["samples"] = {split: len(e) for split, e in samples.items()}
             described["too_long"] = {split: e.too_long for split, e in samples.items()}
-        if cut := {s: e.cut for s, e in samples.items() if isinstance(e, Examples) and e.around}:
+        if cut := {s: e.cut for s, e in samples.items() if isinstance(e, Examples) and e.template}:
             described["cut"] = cut
         if self.labels is not None:
             described["labels"] = dict(self.labels)
@@ -78,7 +78,7 @@ def digest_of(splits: Iterable[Split]) -> str:
         if isinstance(tokens, Examples):
             digest.update(tokens.starts.numpy().tobytes())
             digest.update(tokens.answers.numpy().tobytes())
-            if tokens.around is not None:  # elsewhere, what counts follows from the others
+            if tokens.template is not None:  # elsewhere, what counts follows from the others
                 digest.update(tokens.counted.numpy().tobytes())
             digest.update(repr([item.choices for item in tokens.items]).encode())
     return digest.hexdigest()

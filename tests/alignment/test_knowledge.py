@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
-from coterie.data.examples import Examples, Instruction, continuing, examples, split
+from coterie.data.examples import Examples, Instruction, examples, split
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
 from coterie.methods.fedmkt import KNOWLEDGE
@@ -77,12 +77,14 @@ def read(name: str, item: Instruction) -> list[str]:
     """The text that has been read at each position of an answer; "?" within a character, and
     where the next token adds nothing to it."""
     answer = split(item)[1]
-    encoder = continuing(bare_encoder(TOKENIZERS[name])[0])
-    encoding = encoder.encode(answer, add_special_tokens=False)
+    before = len(split(item)[0])
+    encoder, _ = bare_encoder(TOKENIZERS[name])
+    encoding = encoder.encode("".join(split(item)), add_special_tokens=False)
+    offsets = [(start - before, end - before) for start, end in encoding.offsets if end > before]
     found = []
-    for n in range(len(encoding.ids) + 1):
-        upto = max((end for _, end in encoding.offsets[:n]), default=0)
-        whole = all(start >= upto for start, _ in encoding.offsets[n:])
+    for n in range(len(offsets) + 1):
+        upto = max((end for _, end in offsets[:n]), default=0)
+        whole = all(start >= upto for start, _ in offsets[n:])
         found.append(answer[:upto] if whole else "?")
     return found
 

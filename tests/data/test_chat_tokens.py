@@ -14,12 +14,15 @@ from transformers import AddedToken
 
 from coterie.bases import Tokenizer, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, Conversation, chat_template
-from coterie.data.examples import Examples, chats, in_parts, joined
+from coterie.data.examples import Examples, chats, joined
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 
 PUBLISHED = ("mistral", "llama3", "qwen3", "llama_2_chat", "gptoss")
 WIDE = 10**6
+TURN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start|>", "<|end|>", "<|message|>")
+"""Markers; where they are no tokens of their own, they may share a token with an answer."""
 
 
 def source(name: str) -> str:
@@ -64,7 +67,7 @@ def text(tokenizer: Tokenizer, ids: list[int]) -> str:
 )
 def test_tokens_that_count_are_what_the_assistant_said(name: str, base: str) -> None:
     draw = random.Random(name + base)
-    template = chat(name, base, "<|im_start|>", "<|im_end|>", "<|eot_id|>")
+    template = chat(name, base, *TURN_TOKENS)
     items = [talk(draw).conversation() for _ in range(15)]
     samples = tokens(items, template, WIDE)
     assert (len(samples), samples.too_long, samples.cut) == (15, 0, 0)
@@ -194,8 +197,8 @@ def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
     encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
     parts = ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"]
     whole = encoder.encode("".join(parts), add_special_tokens=False).ids
-    assert [id for ids in in_parts(encoder)(parts) for id in ids] == whole
+    assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole
     # An answer in the middle of a text has no space of its own.
     asked = ["User: Hi\nAnswer:", " Yes</s>"]
     whole = encoder.encode("".join(asked), add_special_tokens=False).ids
-    assert [id for ids in in_parts(encoder)(asked) for id in ids] == whole
+    assert [id for ids in PartEncoder(encoder).ids(asked) for id in ids] == whole

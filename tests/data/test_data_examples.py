@@ -5,7 +5,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import Instruction, continuing, examples
+from coterie.data.examples import Instruction, examples
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 
 SPACE = "\u2581"
@@ -40,10 +41,9 @@ def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokeni
 @pytest.mark.parametrize("answer", [" yes", "no", " so it is", ""])
 def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None:
     encoder = characters(*kind)
-    assert encoder.encode("Is").tokens != continuing(encoder).encode("Is").tokens
-    after = continuing(encoder).encode(answer)
-    whole = encoder.encode(f"Is it?{answer}").tokens
-    assert encoder.encode("Is it?").tokens + after.tokens == whole
+    [[prompt, after]] = PartEncoder(encoder).batch([["Is it?", answer]])
+    assert prompt.ids + after.ids == encoder.encode(f"Is it?{answer}").ids
+    assert prompt.ids == encoder.encode("Is it?").ids
     ends = [end for _, end in after.offsets]
     assert ends == list(range(1, len(answer) + 1))
 
@@ -57,8 +57,3 @@ def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     for name in ("ids", "starts", "answers"):
         assert torch.equal(getattr(found, name), getattr(wanted, name))
     assert (found.bytes, found.items) == (wanted.bytes, wanted.items)
-
-
-def test_an_encoder_that_adds_nothing_stays_as_it_is() -> None:
-    encoder, _ = bare_encoder(load_tokenizer("tiny-gpt2"))
-    assert continuing(encoder) is encoder

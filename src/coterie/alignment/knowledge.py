@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.alignment.sequence import dynamic, ends, keyed, matched
 from coterie.alignment.transfer import first
-from coterie.data.examples import Examples, Instruction, continuing, split
+from coterie.data.examples import Examples, Instruction, split
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.exchange import MessageError
 
@@ -114,18 +115,17 @@ class Positions:
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
         """As `data.examples` tokenised the samples with this tokenizer."""
-        encoder = continuing(bare_encoder(tokenizer)[0])
-        answers = tuple(split(item)[1] for item in samples.instructions)
-        encoded = encoder.encode_batch(list(answers), add_special_tokens=False)
-        starts = torch.zeros(len(answers) + 1, dtype=torch.int64)
+        texts = [split(item) for item in samples.instructions]
+        encoded = PartEncoder(bare_encoder(tokenizer)[0]).batch(texts)
+        starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
         starts[1:] = (samples.starts[1:] - samples.answers).cumsum(0)
-        flat = [end for answer in encoded for end in ends(answer.offsets)]
+        flat = [end for _, answer in encoded for end in ends(answer.offsets)]
         assert len(flat) == starts[-1], "answers are encoded as data.examples does"
         return cls(
             sample_keys(samples.instructions),
             starts,
             torch.tensor(flat, dtype=torch.int32),
-            answers,
+            tuple(answer for _, answer in texts),
         )
 
     def of_samples(self, chosen: Tensor) -> Tensor:

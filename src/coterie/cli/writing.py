@@ -47,8 +47,10 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     from coterie.bases import context_token
     from coterie.data.chat import Turn, chat_template
     from coterie.data.examples import Instruction, split
+    from coterie.data.parts import PartEncoder
     from coterie.data.spec import CHAT
     from coterie.data.templates import render
+    from coterie.data.tokens import bare_encoder
     from coterie.runs import RunFolder
     from coterie.scoring.generation import before_any, ends_of
 
@@ -63,11 +65,12 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     begun, markers = [context_token(encoder)], ()
     if instructions["template"] == CHAT:
         chat = chat_template(encoder, data.get("chat_template"))
-        [prompt], markers = chat.opening((Turn("user", prompt.strip()),)), chat.markers
+        parts = chat.opening_and_answer((Turn("user", prompt.strip()),))
+        markers = chat.markers
         begun = []  # as the template begins
     else:
-        prompt, _ = split(Instruction(prompt, ""))
-    ids = [*begun, *encoder(prompt, add_special_tokens=False)["input_ids"]]
+        parts = split(Instruction(prompt, "A"))
+    ids = [*begun, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
     found = _continued(run, client, ids, ends, how)
     text = encoder.decode(found[len(ids) :], skip_special_tokens=True)

@@ -175,15 +175,23 @@ class ChatTemplate:
         It is what `rendered` gives before the answer, which in some templates is not what they
         write with `add_generation_prompt`.
         """
+        return self.opening_and_answer(turns, thinking)[:-1]
+
+    def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
+        """Return the parts of `opening`, and one with an answer that stands for any.
+
+        The tokens at the end of a text depend on what follows it.
+        """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
         whole = Conversation((*turns, answer))
         try:
-            return [text for text, _ in self.rendered(whole).parts[:-1]]
+            return [text for text, _ in self.rendered(whole).parts]
         except CoterieError:  # what a model said before cannot be found; else it is raised again
             *_, last = _marked(whole.turns)
             text = self._render((*turns, last), whole.where)
             at = {mark[1]: mark.start() for mark in _MARK.finditer(text)}
-            return [text[: _tag(text, at["t"]) if "t" in at else at["a"]].removesuffix(" ")]
+            before = text[: _tag(text, at["t"]) if "t" in at else at["a"]].removesuffix(" ")
+            return [before, _MARK.sub("A", text[len(before) :])]
 
     def _around(self) -> tuple[str, str, str]:
         """A space before answers, or none; what ends them inside a conversation, and at its end

@@ -1,9 +1,8 @@
 """Prompts with their answers, and conversations, as tokens; the loss counts the answers alone."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -12,6 +11,7 @@ from torch import Tensor
 from coterie.bases import context_token
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate, Conversation
+from coterie.data.parts import PartEncoder
 from coterie.errors import CoterieError
 
 
@@ -46,9 +46,7 @@ class Examples:
     ids: (N,) int32. starts: (n + 1,) int64, where each sample begins, and N. answers: (n,) int64,
     where each one's last answer begins. counted: (N,) bool, the tokens of all answers with what
     ends them. sizes: (n,) int64, UTF-8 bytes of each one's answers. too_long: how many did not fit.
-    cut: how many conversations were cut into several samples. around: of conversations, what stands
-    before and after a last answer in the same part: a space or nothing, and the marker. markers:
-    all that end answers, as some templates have another inside a conversation.
+    cut: how many conversations were cut into several samples. template: of conversations.
     """
 
     ids: Tensor
@@ -59,8 +57,7 @@ class Examples:
     items: tuple[Instruction | Conversation, ...]
     too_long: int = 0
     cut: int = 0
-    around: tuple[str, str] | None = None
-    markers: tuple[str, ...] = ()
+    template: ChatTemplate | None = None
 
     def __len__(self) -> int:
         """How many samples."""
@@ -72,6 +69,11 @@ class Examples:
         found = tuple(item for item in self.items if isinstance(item, Instruction))
         assert len(found) == len(self), "asked for where there are no conversations"
         return found
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that ends answers in conversations, as some templates have another inside one."""
+        return () if self.template is None else self.template.markers
 
     @property
     def bytes(self) -> int:
@@ -99,8 +101,7 @@ class Examples:
             tuple(self.items[n] for n in chosen),
             self.too_long,
             self.cut,
-            self.around,
-            self.markers,
+            self.template,
         )
 
     def sample(self, batch: int, chance: torch.Generator) -> Batch:
@@ -131,8 +132,7 @@ def joined(parts: Sequence[Examples]) -> Examples:
         tuple(item for part in parts for item in part.items),
         sum(part.too_long for part in parts),
         sum(part.cut for part in parts),
-        parts[0].around,
-        parts[0].markers,
+        parts[0].template,
     )
 
 
@@ -150,12 +150,8 @@ def examples(
     `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
     text". Raises CoterieError if none is left.
     """
-    prompts, texts = zip(*map(split, items), strict=True) if items else ((), ())
-    encoded = (
-        encoder.encode_batch(list(prompts), add_special_tokens=False),
-        continuing(encoder).encode_batch(list(texts), add_special_tokens=False),
-    )
-    pairs = [(prompt.ids, answer.ids) for prompt, answer in zip(*encoded, strict=True)]
+    encoded = PartEncoder(encoder).batch([split(item) for item in items])
+    pairs = [(prompt.ids, answer.ids) for prompt, answer in encoded]
     fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
     kept = [number for number, fit in enumerate(fits) if fit][:limit]
     if not kept:
@@ -182,14 +178,14 @@ def chats(
     limit: int | None,
     owner: str,
 ) -> Examples:
-    """The conversations as tokens, as their template renders them, each part encoded on its own.
+    """The conversations as tokens, as their template renders them.
 
-    So it is when a model writes: what comes before an answer is encoded without it. Conversations
-    of more than window + 1 tokens are cut before a turn of the user's into several, which all begin
-    with the system prompt; exchanges that are too long are dropped and counted. `limit` keeps so
-    many samples at most. Raises CoterieError, which begins with `owner`, if none is left.
+    Conversations of more than window + 1 tokens are cut before a turn of the user's into several,
+    which all begin with the system prompt; exchanges that are too long are dropped and counted.
+    `limit` keeps so many samples at most. Raises CoterieError, which begins with `owner`, if none
+    is left.
     """
-    ids_of, first = in_parts(encoder), context_token(template.tokenizer)
+    ids_of, first = PartEncoder(encoder).ids, context_token(template.tokenizer)
     chosen: list[_Sample] = []
     cut = too_long = 0
 
@@ -217,11 +213,7 @@ def chats(
             else f"{owner} has no conversations; add some or raise its data.fractions."
         )
     rows, kept, sizes = zip(*chosen[:limit], strict=True)
-    return replace(
-        samples_of(rows, kept, sizes, too_long, cut),
-        around=template.around,
-        markers=template.markers,
-    )
+    return replace(samples_of(rows, kept, sizes, too_long, cut), template=template)
 
 
 class _Sample(NamedTuple):
@@ -280,57 +272,15 @@ def samples_of(
     )
 
 
-def in_parts(encoder: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Encodes the parts of a text, each on its own.
+def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
+    """Return a sample's prompts and answers in turn, as they are encoded.
 
-    After a token such as <|user|>, some tokenizers begin anew, with a space: a part that follows
-    one is encoded with it.
+    template: of conversations.
     """
-    onwards = continuing(encoder)
-    added = tuple(token.content for token in encoder.get_added_tokens_decoder().values())
-
-    def ids(parts: Sequence[str]) -> list[list[int]]:
-        found: list[list[int]] = []
-        for before, part in zip(["", *parts], parts, strict=False):
-            if found and not before.endswith(added):
-                found.append(onwards.encode(part, add_special_tokens=False).ids)
-                continue
-            token = max((one for one in added if before.endswith(one)), key=len, default="")
-            whole = encoder.encode(token + part, add_special_tokens=False).ids
-            found.append(whole[1:] if token else whole)
-        return found
-
-    return ids
-
-
-def continuing(encoder: Tokenizer) -> Tokenizer:
-    """An encoder of text that goes on from other text, such as an answer.
-
-    Some tokenizers, such as Llama-2's, put a space before every text: an answer of its own would
-    begin with two.
-    """
-    described = json.loads(encoder.to_str())
-    before = json.dumps(described)
-    described["normalizer"] = _without_space(described["normalizer"])
-    described["pre_tokenizer"] = _without_space(described["pre_tokenizer"])
-    after = json.dumps(described)
-    return encoder if after == before else Tokenizer.from_str(after)
-
-
-def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normaliser or pre-tokenizer, as tokenizer.json has it, that puts no space before a text."""
-    match step:
-        case {"type": "Prepend"}:
-            return None
-        case {"type": "Metaspace"}:
-            return {**step, "prepend_scheme": "never"}
-        case {"type": "ByteLevel"}:
-            return {**step, "add_prefix_space": False}
-        case {"type": "Sequence"}:
-            [key] = step.keys() - {"type"}
-            parts = (_without_space(part) for part in step[key])
-            return {**step, key: [part for part in parts if part is not None]}
-    return step
+    if isinstance(item, Instruction):
+        return split(item)
+    assert template is not None, "as all conversations"
+    return [text for text, _ in template.rendered(item).parts]
 
 
 def split(item: Instruction) -> tuple[str, str]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate, Conversation
-from coterie.data.examples import Examples, Instruction, in_parts, samples_of, split
+from coterie.data.examples import Examples, Instruction, samples_of, split
+from coterie.data.parts import PartEncoder
 from coterie.data.preferences import Preference
 from coterie.errors import CoterieError
 
@@ -160,7 +161,7 @@ def pairs(
     keeps so many pairs at most, from the start. `owner` begins an error: "Client anna: its train
     text". Raises CoterieError if none is left.
     """
-    ids_of = in_parts(encoder)
+    ids_of = PartEncoder(encoder).ids
 
     def read(item: Instruction | Conversation) -> tuple[Parts, int]:
         """A sample's parts, and UTF-8 bytes of its answer."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from unicodedata import normalize
 
 import torch
@@ -12,8 +11,9 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import Conversation
-from coterie.data.examples import Examples, Instruction, in_parts, joined, split
-from coterie.data.pairs import Pairs
+from coterie.data.examples import Examples, Instruction, joined, parts_of, samples_of, split
+from coterie.data.pairs import Pairs, Parts
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.training.loss import token_losses
@@ -63,36 +63,34 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
     tokens, which leaves something of any choice.
     """
-    encoder, eos = bare_encoder(base.tokenizer)
-    ids_of = in_parts(encoder)
-    encoded: dict[tuple[str, str], Tensor] = {}
     items: list[Instruction | Conversation] = []
-    owners, rows, answers = [], [], []
-    places = zip(samples.starts[:-1].tolist(), samples.answers.tolist(), strict=True)
-    for number, (item, (start, answer)) in enumerate(zip(samples.items, places, strict=True)):
-        opens = encoder.id_to_token(int(samples.ids[answer - 1])) or ""  # such as <|assistant|>
-        for choice in dict.fromkeys(item.choices):
-            if choice == item.answer:
-                continue
-            items.append(item)
-            if isinstance(item, Instruction):
-                before, text, last = "", split(replace(item, answer=choice))[1], [eos]
-            else:
-                assert samples.around is not None, "as all conversations"
-                lead, end = samples.around
-                before, text, last = opens, f"{lead}{choice}{end}", []
-            if (before, text) not in encoded:
-                ids = ids_of([before, text])[1] + last
-                encoded[before, text] = torch.tensor(ids, dtype=torch.int32)
-            owners.append(number)
-            rows.append(torch.cat([samples.ids[start:answer], encoded[before, text]])[: window + 1])
-            answers.append(answer - start)
-    if not rows:
+    owners: list[int] = []
+    texts: list[Sequence[str]] = []
+    for number, item in enumerate(samples.items):
+        others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
+        if not others:
+            continue
+        if isinstance(item, Instruction):
+            texts += [split(replace(item, answer=choice)) for choice in others]
+        else:
+            assert samples.template is not None, "as all conversations"
+            *before, _ = parts_of(item, samples.template)
+            lead, end = samples.template.around
+            texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
+        items += [item] * len(others)
+        owners += [number] * len(others)
+    if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
-    starts = torch.tensor([0, *accumulate(map(len, rows))])
-    counted = torch.cat([torch.arange(len(r)) >= a for r, a in zip(rows, answers, strict=True)])
-    places, none = starts[:-1] + torch.tensor(answers), torch.zeros(len(rows), dtype=torch.int64)
-    added = Examples(torch.cat(rows), starts, places, counted, none, tuple(items))
+    encoder, eos = bare_encoder(base.tokenizer)
+    rows: list[Parts] = []
+    for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
+        *prompt, answer = (part.ids for part in parts)
+        before = [id for ids in prompt for id in ids]
+        if isinstance(item, Instruction):
+            before, answer = [base.context_token, *before], [*answer, eos]
+        before = before or [base.context_token]
+        rows.append([(before, False), (answer[: window + 1 - len(before)], True)])
+    added = samples_of(rows, items, [0] * len(items), 0)
     return joined([samples, added]), torch.tensor(owners)
 
 

@@ -12,7 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from coterie.bases import Base, Tokenizer
 from coterie.bases.precision import autocast
 from coterie.data.chat import parted
-from coterie.data.examples import Examples
+from coterie.data.examples import Examples, Instruction, parts_of
+from coterie.data.parts import PartEncoder
+from coterie.data.tokens import bare_encoder
 
 
 def generate_answers(
@@ -22,12 +24,26 @@ def generate_answers(
 
     After a conversation, that is up to the marker that ends an answer, and without thinking.
     """
-    places = zip(examples.starts[:-1].tolist(), examples.answers.tolist(), strict=True)
-    prompts = [examples.ids[start:answer] for start, answer in places]
-    if examples.around is None:
+    prompts = _prompts(base, examples)
+    if examples.template is None:
         return continuations(base, model, prompts, new_tokens, batch)
     texts = continuations(base, model, prompts, new_tokens, batch, examples.markers)
     return [parted(text)[1].strip() for text in texts]
+
+
+def _prompts(base: Base, examples: Examples) -> list[Tensor]:
+    """Return what comes before each sample's last answer.
+
+    It is what the sample has there, except where a token of the sample holds the end of the prompt
+    and the start of the answer.
+    """
+    encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
+    prompts: list[Tensor] = []
+    for item in examples.items:
+        ids = encoder.opening(parts_of(item, examples.template))
+        ids = [first, *ids] if isinstance(item, Instruction) else ids or [first]
+        prompts.append(torch.tensor(ids))
+    return prompts
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from coterie.bases import Base, Tokenizer
 from coterie.chance import generator
 from coterie.data.chat import ChatTemplate, Turn
-from coterie.data.examples import in_parts
+from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.scoring.generation import before_any, context_length, ends_of, generated
@@ -50,7 +50,7 @@ class Speaker:
         self.base, self.model, self.template, self.manner = base, model, template, manner
         self._system = () if system is None else (Turn("system", system),)
         self._said: list[Turn] = []
-        self._ids = in_parts(bare_encoder(base.tokenizer)[0])
+        self._encoder = PartEncoder(bare_encoder(base.tokenizer)[0])
         self.left_out = 0
         """Exchanges, the oldest, that the last answer was given without, for lack of context."""
 
@@ -102,8 +102,10 @@ class Speaker:
         exchanges if the base cannot read all."""
         kept = list(turns)
         while True:
-            parts = self.template.opening((*self._system, *kept), self.manner.thinking)
-            ids = [id for part in self._ids(parts) for id in part]
+            said = (*self._system, *kept)
+            ids = self._encoder.opening(
+                self.template.opening_and_answer(said, self.manner.thinking)
+            )
             # The last token that is written is not read.
             if longest is None or len(ids) + self.manner.tokens <= longest + 1:
                 self.left_out = (len(turns) - len(kept)) // 2

