@@ -152,7 +152,9 @@ def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
 
 def known(found: Pairs) -> Pairs:
     numbers = torch.arange(2.0 * len(found), dtype=torch.float64).view(-1, 2)
-    return Pairs(found.both, found.items, found.too_long, Reference(numbers, 0.1, 0.0))
+    return Pairs(
+        found.both, found.items, found.too_long, Reference(numbers, 0.1, 0.0, numbers[:, 0])
+    )
 
 
 def test_some_pairs_keep_their_reference() -> None:

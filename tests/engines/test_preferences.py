@@ -136,6 +136,26 @@ def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkey
     assert score["dpo_loss"] == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["fedavg", "comigs-1g1s"])
+def test_an_untrained_adapter_is_half_right(method, precision, run, tmp_path) -> None:
+    """Rewards of both signs differ from 0 by rounding alone."""
+    training = TRAINING | {
+        "precision": precision,
+        "learning_rate": 1e-30,
+        "final_learning_rate": 1e-30,
+    }
+    changes = {"base": "tiny-gpt2", "rounds": 1, "evaluation": {"batch": 3}, "training": training}
+    done = coterie.run(run(method=method, **changes), out=tmp_path / "run")
+    for points in done.results[method].items():
+        if points[0] in {"trained", "aggregated"}:
+            assert {score["reward_accuracy"] for score in points[1].values()} == {0.5}
+    steps = [m for m in RunFolder(done.path).metrics() if m["name"].startswith("rewards/")]
+    assert {m["value"]["accuracy"] for m in steps} == {0.5}
+    kept = [m["value"] for m in RunFolder(done.path).metrics() if m["name"] == "kept"]
+    assert kept == 3 * [0]  # a tie keeps the earlier model
+
+
 def test_averaging_costs_the_client_of_another_opinion(run, tmp_path) -> None:
     whole = run(baselines=["local"], evaluation={"keep": "last"}, rounds=3)
     done = coterie.run(whole, out=tmp_path / "run")

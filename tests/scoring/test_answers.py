@@ -16,7 +16,7 @@ from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
 from coterie.data.examples import Examples, Instruction, examples
 from coterie.errors import CoterieError
-from coterie.scoring.answers import exact, rouge_l
+from coterie.scoring.answers import exact, rouge_l, with_choices, won
 from coterie.scoring.evaluation import AnswerScore, evaluate
 
 ANIMALS = ("cat", "a very old elephant", "dog", "a")
@@ -107,6 +107,32 @@ def test_every_choice_is_compared_with_every_other(bases) -> None:
         each = [Instruction(item.prompt, choice, item.choices) for choice in item.choices]
         score = evaluate(base, base.model, encoded(base, each), 40)
         assert score.as_dict()["accuracy"] == pytest.approx(1 / len(each))
+
+
+@pytest.mark.parametrize(
+    ("losses", "right"),
+    [
+        ([2.0, 2.0], 1 / 2),
+        ([2.0, 2.0, 2.0], 1 / 3),
+        ([2.0, 2.0, 3.0], 1 / 2),
+        ([2.0, 2.0 * (1 - 1e-7), 3.0], 1 / 2),
+        ([2.0, 1.0, 1.0], 0),
+        ([2.0, 2.0 + 1e-4, 2.0 + 1e-4], 1),
+        ([2.0, 2.0 - 1e-4], 0),
+        ([0.0, 0.0], 1 / 2),
+        ([-1e-7, 1.0], 1),
+        ([math.nan, math.nan], 0),
+        ([1.0, math.inf], 1),
+        ([math.inf, math.inf], 1 / 2),
+    ],
+)
+def test_a_tie_counts_as_a_draw_among_the_likeliest(bases, losses, right) -> None:
+    base = load_base(str(bases / "gpt2"), "fp32", 64)
+    choices = ("yes", "no", "maybe it is, and maybe not")[: len(losses)]
+    items = [Instruction("Wet?", "yes", choices), Instruction("Free?", "anything")]
+    rows, owners = with_choices(base, encoded(base, items), 40)
+    means = torch.tensor([losses[0], 1.0, *losses[1:]], dtype=torch.float64)
+    assert won(means * rows.lengths, rows, owners) == [pytest.approx(right), None]
 
 
 def test_a_choice_that_is_too_long_is_scored_on_what_fits(bases) -> None:

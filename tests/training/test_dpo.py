@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.data.batch import Batch
-from coterie.data.pairs import PairBatch, Reference
+from coterie.data.pairs import PairBatch
 from coterie.training import loss as loss_module
-from coterie.training.dpo import dpo_loss, figures
+from coterie.training.dpo import Rewards, dpo_loss, figures, reference_of, rewards
+from coterie.training.spec import DPOSpec
 
 ROWS = [
     ([3, 1, 4], [15, 9, 2, 0], [6, 5, 0]),
@@ -82,7 +83,10 @@ def batch_of(reference: Tensor, beta: float, eps: float = 0.0) -> PairBatch:
         ids[n, :end] = torch.tensor(prompt + answer)
         counted[n, len(prompt) : end] = True
         real[n, :end] = True
-    return PairBatch(Batch(ids, counted[:, 1:], real[:, 1:]), Reference(reference, beta, eps))
+    lengths = counted.sum(1).view(-1, 2)
+    dpo = DPOSpec(beta=beta, label_smoothing=eps)
+    known = reference_of(reference, lengths, "fp32", dpo)
+    return PairBatch(Batch(ids, counted[:, 1:], real[:, 1:]), known)
 
 
 def only_the_mlp(model: Any) -> Tensor:
@@ -99,7 +103,7 @@ def test_it_is_the_loss_of_trl() -> None:
     assert weight.grad is not None
     assert loss.item() == pytest.approx(TRL["loss"], abs=2e-6)
     assert weight.grad.norm().item() == pytest.approx(TRL_GRADIENT, rel=1e-4)
-    found = figures([rewards[:2], rewards[2:]])
+    found = figures([Rewards(*(t[rows] for t in rewards)) for rows in (slice(2), slice(2, None))])
     assert found == {k: pytest.approx(TRL[k], abs=2e-6) for k in found}
 
 
@@ -122,7 +126,7 @@ def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
     loss.backward()
     near = 1e-12 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(loss, wanted, rtol=near, atol=near)
-    torch.testing.assert_close(found, rewards.detach(), rtol=near, atol=10 * near)
+    torch.testing.assert_close(found.values, rewards.detach(), rtol=near, atol=10 * near)
     torch.testing.assert_close(weight.grad, gradient, rtol=near, atol=near)
 
 
@@ -144,5 +148,20 @@ def test_under_the_reference_itself_a_pair_is_half_right() -> None:
     model = waves(0.0)
     loss, rewards = dpo_loss(model, batch_of(referred(model), 0.3, 0.1))
     assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
-    assert rewards.abs().max() < 1e-5
-    assert figures([torch.zeros(4, 2)])["accuracy"] == 0.5
+    assert rewards.values.abs().max() < 1e-5
+    assert figures([rewards])["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_margins_within_rounding_are_ties_and_real_ones_count(precision, beta) -> None:
+    """The bound is relative to the likelihoods, and independent of beta."""
+    logprobs = torch.tensor([[-2.0, -3.0], [-120.0, -80.0], [-4000.0, -3900.0]]).double()
+    lengths = torch.tensor([[2, 3], [40, 25], [900, 950]])
+    reference = reference_of(logprobs, lengths, precision, DPOSpec(beta=beta))
+    epsilon = torch.finfo(torch.float32 if precision == "fp32" else torch.bfloat16).eps
+    unit = epsilon * (logprobs.square() / lengths).sum(1).sqrt()
+    for factor, right in ((0.0, 0.5), (1.5, 0.5), (-1.5, 0.5), (40.0, 1.0), (-40.0, 0.0)):
+        found = rewards(logprobs + torch.stack([factor * unit, 0 * unit], 1), reference)
+        assert found.preferred.tolist() == 3 * [right]
+        assert figures([found])["accuracy"] == right

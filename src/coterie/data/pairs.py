@@ -29,10 +29,13 @@ class Reference(NamedTuple):
     """Reward per nat that an answer is likelier than under the reference."""
     label_smoothing: float
     """The probability that a pair is the wrong way round."""
+    rounding: Tensor
+    """The largest difference between a pair's two rewards that may be due to rounding:
+    (n,) float64."""
 
     def only(self, rows: Tensor | slice) -> Self:
-        """That of some pairs."""
-        return self._replace(logprobs=self.logprobs[rows])
+        """Return the reference of some pairs."""
+        return self._replace(logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
 class PairBatch(NamedTuple):

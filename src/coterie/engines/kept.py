@@ -24,7 +24,7 @@ from coterie.exchange import State
 from coterie.federation import Participant
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
-from coterie.scoring.evaluation import evaluate, mean_loss
+from coterie.scoring.evaluation import PairScore, evaluate, mean_loss
 from coterie.training.spec import DPOSpec
 
 SIDE = "side"
@@ -101,6 +101,8 @@ class Keeper:
             score = evaluate(self.base, model, self.samples, self.window, self.at_once)
             figures = score.as_dict()
             loss = figures.get("dpo_loss", score.loss)
+            if isinstance(score, PairScore) and (score.rewards.preferred == 0.5).all():
+                loss = math.log(2)  # all margins are 0, whatever they are rounded to
             accuracy = figures.get("reward_accuracy", figures.get("accuracy"))
         else:
             loss = mean_loss(self.base, model, self.samples, self.at_once)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.devices import available
 from coterie.config import RunConfig
-from coterie.data.pairs import Pairs, Reference
+from coterie.data.pairs import Pairs
 from coterie.data.tokens import ClientData, Split
 from coterie.engines.finished import model_of, recorded
 from coterie.errors import CoterieError
@@ -19,6 +19,7 @@ from coterie.federation import Participant
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 from coterie.scoring.answers import pair_logprobs
+from coterie.training.dpo import reference_of
 from coterie.training.spec import DPOSpec
 
 
@@ -37,7 +38,8 @@ def with_reference(config: RunConfig, base: Base, one: Participant) -> Participa
     def known(split: Split) -> Split:
         if isinstance(split, Pairs) and id(split) not in found:
             logprobs = pair_logprobs(base, model, split, config.evaluation.batch)
-            reference = Reference(logprobs, dpo.beta, dpo.label_smoothing)
+            lengths = split.both.lengths.view(-1, 2)
+            reference = reference_of(logprobs, lengths, base.precision, dpo)
             found[id(split)] = replace(split, reference=reference)
         return found.get(id(split), split)
 

@@ -18,6 +18,9 @@ from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.training.loss import token_losses
 
+EQUAL = 1e-6
+"""Relative difference of two losses per token up to which they are equal: 8 times the machine
+epsilon of float32, in which they are computed."""
 WORST = 700.0
 """Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
 
@@ -95,17 +98,29 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
 
 
 def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
-    """By sample: 1 if its own answer is likelier per token than its other choices, else 0.
+    """Return, for each sample, 1 if its own answer is likelier per token than its other choices.
 
-    nats: (rows,) as `answer_losses` of the rows that `with_choices` gave. None where a sample has
-    no choices.
+    Otherwise 0, or 1/k where its answer is among k equally likely choices, as the expected score of
+    a draw among the k. Equal means equal within the rounding of float32.
+
+    Args:
+        nats: `answer_losses` of the rows that `with_choices` returned, (rows,).
+        rows: those rows: the samples, then each again with every other choice.
+        owners: the sample of each further row, (rows - samples,).
+
+    Returns:
+        For each sample, its score, or None if it has no choices.
     """
     count = len(rows) - len(owners)
     means = nats / rows.lengths
-    others = torch.full((count,), torch.inf, dtype=torch.float64)
-    others.scatter_reduce_(0, owners, means[count:], "amin")
-    first = (means[:count] < others).double().tolist()
-    return [win if item.choices else None for win, item in zip(first, rows.items, strict=False)]
+    best = means[:count].scatter_reduce(0, owners, means[count:], "amin")
+    of = torch.cat([best, best[owners]])
+    likeliest = (means <= of + EQUAL * of.abs()).double()
+    ties = likeliest[:count].scatter_add(0, owners, likeliest[count:])
+    shares = (likeliest[:count] / ties.clamp(min=1)).tolist()  # no tie among losses that are NaN
+    return [
+        share if item.choices else None for share, item in zip(shares, rows.items, strict=False)
+    ]
 
 
 def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:

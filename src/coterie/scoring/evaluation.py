@@ -28,7 +28,7 @@ from coterie.scoring.answers import (
     won,
 )
 from coterie.scoring.generation import generate_answers
-from coterie.training.dpo import dpo_loss, preference_losses, preferred, rewards
+from coterie.training.dpo import Rewards, dpo_loss, preference_losses, rewards
 from coterie.training.loss import logits_in_pieces, token_losses
 
 
@@ -112,11 +112,11 @@ class AnswerScore(Score):
 class PairScore(Score):
     """How well a model ranks pairs of answers; likelihoods are of the chosen ones, ends included.
 
-    A pair whose answers have the same reward, as under the reference, is half right.
+    A pair whose rewards differ by rounding at most, as under the reference, is half right.
     """
 
-    margins: Tensor
-    """The reward of each chosen answer minus that of the rejected one: (n,) float64."""
+    rewards: Rewards
+    """In float64."""
     dpo_losses: Tensor
     """(n,) float64"""
 
@@ -124,15 +124,15 @@ class PairScore(Score):
         """For reports: means over pairs."""
         return {
             **super().as_dict(),
-            "pairs": len(self.margins),
+            "pairs": len(self.dpo_losses),
             "dpo_loss": self.dpo_losses.mean().item(),
-            "reward_margin": self.margins.mean().item(),
-            "reward_accuracy": preferred(self.margins).mean().item(),
+            "reward_margin": self.rewards.margins.mean().item(),
+            "reward_accuracy": self.rewards.preferred.mean().item(),
         }
 
     def items(self) -> dict[str, list[Any]]:
         """By pair."""
-        return super().items() | {"reward_accuracy": preferred(self.margins).tolist()}
+        return super().items() | {"reward_accuracy": self.rewards.preferred.tolist()}
 
 
 def evaluate(
@@ -194,9 +194,8 @@ def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Pair
     assert pairs.reference is not None, "engines compute it before anything is scored"
     logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
     found = rewards(logprobs, pairs.reference)
-    losses = preference_losses(found, pairs.reference.label_smoothing)
-    margins = found[:, 0] - found[:, 1]
-    return PairScore(-logprobs[:, 0], chosen.lengths, chosen.bytes, margins, losses)
+    losses = preference_losses(found.values, pairs.reference.label_smoothing)
+    return PairScore(-logprobs[:, 0], chosen.lengths, chosen.bytes, found, losses)
 
 
 @torch.no_grad()

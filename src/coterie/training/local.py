@@ -12,7 +12,7 @@ from coterie.data.pairs import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.exchange import State
 from coterie.training.context import ClientContext
-from coterie.training.dpo import batch_loss, figures
+from coterie.training.dpo import Rewards, batch_loss, figures
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater
@@ -50,7 +50,7 @@ class LocalTraining:
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
-        rewards: list[Tensor] = []
+        rewards: list[Rewards] = []
         pieces = [
             Piece(
                 partial(self._loss, model, part, (level.name, step, turn, number), rewards),
@@ -77,7 +77,7 @@ class LocalTraining:
         return sample_batch(tokens, training.batch, context.window, chance)
 
     def _loss(
-        self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, rewards: list[Tensor]
+        self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, rewards: list[Rewards]
     ) -> Tensor:
         """A piece's loss; the rewards of its pairs, if it has pairs, are added to `rewards`."""
         with training_pass(self.context, *purpose):
