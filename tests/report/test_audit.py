@@ -9,7 +9,7 @@ import pytest
 
 from coterie.exchange import Field, Message, MessageError, Schema
 from coterie.exchange.envelope import Reply, unseal
-from coterie.methods.adapter import AdapterServer
+from coterie.methods.adapter import AdapterServer, copied
 from coterie.methods.averaging import FedAvg
 from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
 from coterie.results.messages import WHOLE
@@ -132,7 +132,11 @@ class Both(FedAvg):
 class BothServer(AdapterServer):
     def download(self, client):
         own = super().download(client).groups
-        peers = {name: own for name in self.held if name != client}
+        peers = {
+            name: {group: copied(tensors) for group, tensors in own.items()}
+            for name in self.held
+            if name != client
+        }
         return Message(self.round, own, peers=peers)
 
 
