@@ -10,7 +10,6 @@ import typer
 from coterie.cli import terminal
 from coterie.cli.options import Debug, Plugins, RunFile, Settings
 from coterie.errors import CoterieError
-from coterie.files import refuse_links
 
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
@@ -164,8 +163,6 @@ def report(
         ) from None
 
     first = runs[0] if runs[0].is_dir() else runs[0].parent
-    if out is None:
-        refuse_links(first, "report")
     written = write_report(runs, out or first / "report", texts, layer, samples, texts_from)
     for section in written.sections:
         count = len(section.pictures)

@@ -104,6 +104,8 @@ def write_report(
         sections.append(_section(one, [*points, *(texts(one, layer, texts_from) if shown else ())]))
     figures = out / "figures"
     refuse_links(out, figures.name)
+    if out.parent in paths:  # a folder of runs, and not the user's choice
+        refuse_links(out.parent, out.name)
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
         for theme in THEMES:
