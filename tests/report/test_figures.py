@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,7 +75,8 @@ def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> No
         )
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | ({"kept": kept} if kept else {})))
-    picture, _ = curves(one(folder))
+    pictures: Any = curves(one(folder))
+    picture, _ = pictures
     if rounds > 1:
         assert "The table lists the mean over clients by round." in picture.alt
         assert (KEPT in picture.alt) == (KEPT in picture.caption) == bool(kept)
