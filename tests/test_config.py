@@ -236,6 +236,14 @@ def test_a_boolean_is_no_number(key: str) -> None:
         load_config(None, [f"{key}=yes"])
 
 
+@pytest.mark.parametrize("value", ["0", "1", "1.0"])
+def test_a_number_is_no_boolean(value: str) -> None:
+    with pytest.raises(
+        CoterieError, match=f"data.deduplicate should be true or false, not {value}"
+    ):
+        load_config(None, [f"data.deduplicate={value}"])
+
+
 def test_a_boolean_is_no_number_in_a_setting_of_a_method() -> None:
     setting = "method={name: fedit, attention: {rank: yes}}"
     with pytest.raises(CoterieError, match=r"method.attention.rank should be a whole"):

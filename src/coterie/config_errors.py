@@ -41,18 +41,18 @@ def validated(model: type[M], values: Mapping[str, Any], method: str = "local") 
         valid = model.model_validate(values)
     except ValidationError as error:
         raise CoterieError(sentence(error, model, values)) from error
-    for place, value, number in _booleans_as_numbers(values, valid, ()):
-        wanted = WANTED[type(number).__name__]
+    for place, value, taken in _booleans_as_numbers(values, valid, ()):
+        wanted = WANTED[type(taken).__name__]
         raise CoterieError(f"{_written(place)} should be {wanted}, not {value!r}.")
     return valid
 
 
 def _booleans_as_numbers(
     given: Any, valid: Any, place: Place
-) -> Iterator[tuple[Place, bool, int | float]]:
-    """Yield every boolean of the given values that pydantic has turned into a number."""
-    if isinstance(given, bool):
-        if isinstance(valid, int | float) and not isinstance(valid, bool):
+) -> Iterator[tuple[Place, int | float, int | float]]:
+    """Yield every boolean that pydantic has taken for a number, and every number for a boolean."""
+    if isinstance(given, int | float):
+        if isinstance(valid, int | float) and isinstance(given, bool) != isinstance(valid, bool):
             yield place, given, valid
     elif isinstance(given, Mapping):
         inside = valid if isinstance(valid, Mapping) else getattr(valid, "__dict__", {})

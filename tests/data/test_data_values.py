@@ -41,6 +41,12 @@ def test_a_template_prints_no_python_expression(tmp_path: Path, value: str) -> N
         instructions(records, SPEC)
 
 
+def test_null_is_said_to_be_null(tmp_path: Path) -> None:
+    records = written(tmp_path, '{"instruction": null, "input": "", "output": "y"}')
+    with pytest.raises(CoterieError, match=r"line 1 of .*: field instruction is null"):
+        instructions(records, SPEC)
+
+
 def test_a_date_is_no_text() -> None:
     with pytest.raises(CoterieError, match=r"it prints datetime\.date"):
         instructions([Record("Ada: record 1", {**ROW, "instruction": datetime.date.today()})], SPEC)

@@ -102,6 +102,11 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     except UndefinedError as error:
         for name in names - record.fields.keys():
             if str(error).startswith(f"{name!r} is"):
+                if name in fields:
+                    raise CoterieError(
+                        f"{where}: field {name} is null, but the template needs it; fill it in or "
+                        "remove the record."
+                    ) from error
                 record[name]  # raises, and says which fields there are
         raise CoterieError(
             f"{where} does not fit the template ({error}); fix one of them."
