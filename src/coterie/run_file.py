@@ -8,7 +8,7 @@ import yaml
 
 from coterie.config_errors import validated
 from coterie.data.files import find_files, resolve
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.files import expanded, path_part
 from coterie.sections import METHOD, Sections
 
@@ -95,7 +95,9 @@ def check_start(config: "RunConfig", registered: Collection[str]) -> None:
     """Raise CoterieError if a new run cannot meet its quorum, or a client of it has no key."""
     quorum, count = config.deployment.quorum, len(config.clients)
     if quorum is not None and quorum > count and not config.deployment.anyone:
-        raise CoterieError(f"deployment.quorum is {quorum}, but the run has only {count} clients.")
+        raise CoterieError(
+            f"deployment.quorum is {quorum}, but the run has only {plural(count, 'client')}."
+        )
     for client in config.clients:
         if client.name not in registered:
             raise CoterieError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from coterie.cli import terminal
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
     from coterie.config import RunConfig
@@ -44,7 +44,8 @@ def check_server(
         found(f"nobody else listens on {address}")
     with _checking("run") as found:
         found(
-            f"{config.label}, {config.rounds} rounds of {config.training.steps} steps, for "
+            f"{config.label}, {plural(config.rounds, 'round')} of "
+            f"{plural(config.training.steps, 'step')}, for "
             f"{', '.join(names)}; a round needs {config.deployment.quorum or len(names)} of them"
         )
     if config.server is not None:
@@ -89,7 +90,7 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
         refused = Orders(site).begins(order, config, folder)
         if why := spends or other_text(order, config) or refused:
             raise CoterieError(f"The run {why}.")
-        found(f"{config.name}: {config.label}, {config.rounds} rounds")
+        found(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
     with _checking("texts") as found:
         session = Session(config)
         [own] = session.participants(config)

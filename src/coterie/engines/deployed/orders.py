@@ -8,7 +8,7 @@ from typing import Any
 from coterie.config import RunConfig
 from coterie.engines.deployed.costs import MOST_DISK, too_costly
 from coterie.engines.deployed.site import Site
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.exchange import MessageError
 from coterie.exchange.envelope import Kind, Order, PluginFile
 from coterie.exchange.formats import PROTOCOL
@@ -78,7 +78,8 @@ def check_round(order: Order, exchanges: int) -> None:
     most = exchanges - (order.kind == "step")
     if order.round > most or (order.kind == "finish" and order.round < 1):
         raise MessageError(
-            f"The server ordered {order.kind} {order.round + 1} of a run of {exchanges} rounds."
+            f"The server ordered {order.kind} {order.round + 1} of a run of "
+            f"{plural(exchanges, 'round')}."
         )
     if order.counted is not None and not -1 <= order.counted < order.round:
         raise MessageError(

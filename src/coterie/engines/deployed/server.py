@@ -20,7 +20,7 @@ from coterie.engines.deployed.quorum import Quorum
 from coterie.engines.deployed.seats import Link, Seat, ServerWatch
 from coterie.engines.deployed.uploads import LONGEST_LINE, Uploads
 from coterie.engines.part import LEFT_OUT, close, restore, result, score_server, server_states
-from coterie.errors import CoterieError, Diverged
+from coterie.errors import CoterieError, Diverged, plural
 from coterie.exchange import MessageError, State
 from coterie.exchange.envelope import LEAVES, TOLD, Kind, Reply, seal, unseal
 from coterie.federation import Participant, public_digest, server_context
@@ -111,7 +111,7 @@ class ServerRun:
         """
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
-            self._note(f"round {self.round + 1}: waiting for {quorum.needed} clients")
+            self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
         while len(quorum.ready()) < quorum.needed:
             self._turn()
             if quorum.all_stopped(self.joins.hellos):
@@ -156,7 +156,8 @@ class ServerRun:
         for name in sorted({*counted} | diverged):
             if self.seats[name].stops:
                 self.seats[name].stopped = True
-                self._note(f"{name} stopped: no gain for {self.config.evaluation.patience} rounds")
+                rounds = plural(self.config.evaluation.patience or 0, "round")
+                self._note(f"{name} stopped: no gain for {rounds}")
         close(self.server, self.aggregation, mean)
         score_server(self.config, self.server, self.own, self.round, self.recorder.log)
         return len(counted)

@@ -7,6 +7,7 @@ from typing import Any
 
 from coterie.config import RunConfig
 from coterie.engines.deployed import costs
+from coterie.errors import plural
 from coterie.exchange.envelope import Order
 from coterie.exchange.formats import PROTOCOL
 from coterie.federation import public_digest
@@ -125,7 +126,8 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         "run": config.name,
         "method": f"{method.name}: {method.summary}",
         "settings": ", ".join(settings),
-        "training": f"{config.rounds} rounds of {training.steps} steps of {training.batch} samples",
+        "training": f"{plural(config.rounds, 'round')} of {plural(training.steps, 'step')} of "
+        f"{plural(training.batch, 'sample')}",
         **costs.in_words(config, memory),
         "base": str(config.base),
         "sent once": "; ".join(field.what for field in schema.hello),
