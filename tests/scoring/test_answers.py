@@ -123,7 +123,7 @@ def test_every_choice_is_compared_with_every_other(bases) -> None:
         ([-1e-7, 1.0], 1),
         ([math.nan, math.nan], 0),
         ([1.0, math.inf], 1),
-        ([math.inf, math.inf], 1 / 2),
+        ([math.inf, math.inf], 0),
     ],
 )
 def test_a_tie_counts_as_a_draw_among_the_likeliest(bases, losses, right) -> None:

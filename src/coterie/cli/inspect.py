@@ -9,7 +9,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import Debug, Plugins, RunFile, Settings
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
@@ -165,8 +165,7 @@ def report(
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     written = write_report(runs, out or first / "report", texts, layer, samples, texts_from)
     for section in written.sections:
-        count = len(section.pictures)
-        terminal.say(f"{section.name}: {count} figure{'s' * (count != 1)}")
+        terminal.say(f"{section.name}: {plural(len(section.pictures), 'figure')}")
         for item in section.left_out:
             terminal.say(f"  omitted: {item.title}: {item.why}")
     for note in [PRIVATE] * (texts and texts_from is None) + [SINGLE] * samples:

@@ -105,7 +105,7 @@ def _read(path: Path | None) -> dict[str, dict[str, float]]:
     try:
         runs = parse_json(read_inside(path.parent, path.name))
         return RUNS.validate_python(runs, strict=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise CoterieError(

@@ -101,7 +101,8 @@ def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
     """Return, for each sample, 1 if its own answer is likelier per token than its other choices.
 
     Otherwise 0, or 1/k where its answer is among k equally likely choices, as the expected score of
-    a draw among the k. Equal means equal within the rounding of float32.
+    a draw among the k. Equal means equal within the rounding of float32. Where no choice has a
+    finite loss, the score is 0.
 
     Args:
         nats: `answer_losses` of the rows that `with_choices` returned, (rows,).
@@ -115,9 +116,9 @@ def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
     means = nats / rows.lengths
     best = means[:count].scatter_reduce(0, owners, means[count:], "amin")
     of = torch.cat([best, best[owners]])
-    likeliest = (means <= of + EQUAL * of.abs()).double()
+    likeliest = ((means <= of + EQUAL * of.abs()) & (of < WORST)).double()
     ties = likeliest[:count].scatter_add(0, owners, likeliest[count:])
-    shares = (likeliest[:count] / ties.clamp(min=1)).tolist()  # no tie among losses that are NaN
+    shares = (likeliest[:count] / ties.clamp(min=1)).tolist()
     return [
         share if item.choices else None for share, item in zip(shares, rows.items, strict=False)
     ]
