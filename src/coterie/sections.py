@@ -43,8 +43,8 @@ class DeploymentSpec(BaseModel):
     )
     share_metrics: bool = Field(
         default=False,
-        description="send clients' losses and scores to the server; otherwise "
-        "they stay on the clients",
+        description="send clients' metrics (losses, scores, routing weights, times, ...) to the "
+        "server; otherwise they stay on the clients",
     )
     checkpoints: int = Field(
         default=3,

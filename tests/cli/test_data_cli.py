@@ -230,8 +230,8 @@ def test_fields_and_files_that_are_not_read_are_named(tmp_path) -> None:
     file = write(tmp_path, "tiny-gpt2", {"instructions": {"template": "alpaca"}}, path=[])
     file.write_text(file.read_text().replace("path.jsonl", "ann"))
     out = said(file)
-    assert "Field history is not used; it is in records of Client ann (5)." in out
-    assert "Field id is not used; it is in records of Client ann (30)." in out
+    assert "Field history is not used; records that contain it: Client ann (5)." in out
+    assert "Field id is not used; records that contain it: Client ann (30)." in out
     assert "Field system" not in out
     for kind, count in (
         (".md", 2),
@@ -261,7 +261,7 @@ def test_fields_of_every_kind_of_record_are_reported(tmp_path, suffix: str) -> N
             pyarrow.parquet.write_table(table, tmp_path / "path.parquet")
             file.write_text(file.read_text().replace("path.jsonl", "path.parquet"))
         fields = [line for line in said(file).splitlines() if line.startswith("Field ")]
-        assert fields == ["Field source is not used; it is in records of Client ann (30)."]
+        assert fields == ["Field source is not used; records that contain it: Client ann (30)."]
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
     table = pyarrow.Table.from_arrays(columns, ["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(CoterieError, match="two columns of one name"):
+    with pytest.raises(CoterieError, match="two columns with the same name"):
         list(read_records(tmp_path / "a.parquet", "Ada"))
 
 

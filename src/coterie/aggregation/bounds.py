@@ -1,6 +1,6 @@
 """How far one client's upload may move a round's mean.
 
-What counts of trained parameters is their *change*, the difference from what the client received at
+Trained parameters are bounded by their *change*, the difference from what the client received at
 the start of the round: the initial A of a LoRA pair makes up nearly all of the pair's norm, and
 would hide it. Every size is compared with the round's median, the smaller one of an even number.
 Fewer than half of the clients cannot move it beyond what other clients send: their uploads are
@@ -44,7 +44,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a round's other uploads make of one upload."""
+    """The bounds that a round sets for one upload."""
 
     excluded: str = ""
     """Why the upload does not count; empty if it does."""
@@ -106,7 +106,7 @@ def bounds_of(
 
     for sizes, what, times in (
         (_by_group({n: m.changes for n, m in measures.items()}), "the change of its", change),
-        (_by_group({n: m.norms for n, m in measures.items()}), "its", norm),
+        (_by_group({n: m.norms for n, m in measures.items()}), "the norm of its", norm),
     ):
         for group, of in sizes.items():
             for name, ratio in compare(f"{what} {group}", of, times).items():

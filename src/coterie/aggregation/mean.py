@@ -91,7 +91,7 @@ class Aggregation:
             self._most[client] = _tokens(client, hello)
 
     def measure(self, client: str, upload: Message, reference: Groups) -> Measure:
-        """On the server: what is compared of an upload with those of the others.
+        """Return the sizes of an upload, which are compared with those of other uploads.
 
         Args:
             client: who sent it.

@@ -138,7 +138,7 @@ def _special(found: "Quality") -> "Table":
 def _left_out(found: "Quality") -> None:
     """What reading leaves out: fields and files, and whose they are."""
     for field, counts in sorted(found.survey.unused.items()):
-        terminal.say(f"Field {field} is not used; it is in records of {_owners(counts)}.")
+        terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
     for kind, counts in sorted(found.survey.skipped.items()):
         terminal.say(f"Skipped {kind}: {_owners(counts)}.")
 

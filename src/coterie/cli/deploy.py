@@ -286,8 +286,10 @@ def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
 
     if (given["path"] is None) == (given["train"] is None):
         raise CoterieError(
-            "Give --data (a file or folder, which is split) or --train (with --validation "
-            f"and --test, if there are any); {'both are' if given['path'] else 'neither is'} given."
+            "Both --data and --train are given; give only one."
+            if given["path"]
+            else "Neither --data nor --train is given; give --data (a file or folder, which is "
+            "split) or --train (with --validation and --test, if there are any)."
         )
     texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
     check_sections({"clients": [{"name": name, **texts}]})

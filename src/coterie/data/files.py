@@ -237,7 +237,8 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
             names = batch.schema.names
             if len(names) > len(set(names)):
                 raise CoterieError(
-                    f"{owner}: {file} has two columns of one name; rename one and export it again."
+                    f"{owner}: {file} has two columns with the same name; rename one and export it "
+                    "again."
                 )
             columns = [_values(column) for column in batch.columns]
             for values in zip(*columns, strict=True):

@@ -41,7 +41,7 @@ def near_pairs(
 
     Args:
         records: the parts of each record.
-        progress: is told how many records of how many were compared.
+        progress: receives the number of records compared and the total.
     """
     from datasketch import MinHash, MinHashLSH  # imports SciPy, which takes half a second
 

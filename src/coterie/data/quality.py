@@ -31,7 +31,7 @@ SHORT = 20
 AT_START = 2_000_000
 """Characters in which a run that begins looks for near duplicates: about a second's work."""
 Progress = Callable[[int, int], None]
-"""Is told how much of how much is done."""
+"""A progress callback, which receives the number done and the total."""
 Item = str | Instruction | Conversation | Preference
 SEE = "; see `coterie data FILE`"
 

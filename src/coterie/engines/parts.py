@@ -122,7 +122,7 @@ class ClientParts(Mapping[ClientId, ClientPart]):
             n: {} for n in self.participants
         }
         self.covered: set[tuple[str, ...]] = set()
-        """What of their bases clients' adapters stand on; see `ClientPart.covered`."""
+        """The layers of the bases that clients' adapters modify; see `ClientPart.covered`."""
         self.here: dict[ClientId, ClientPart] = {}
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:

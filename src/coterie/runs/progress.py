@@ -16,7 +16,7 @@ JUMPED = "validation/jump"
 
 
 def jump_warning(client: str | None, value: Json) -> str:
-    """Return the warning that the value of a metric JUMPED stands for."""
+    """Return the warning for a metric JUMPED."""
     return (
         f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
         f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "

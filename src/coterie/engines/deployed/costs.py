@@ -139,12 +139,14 @@ def in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
     training, evaluation = config.training, config.evaluation
     steps = training.steps * config.exchanges
     at_once = training.micro_batch or training.batch
-    every = "after the last round" if evaluation.every is None else f"every {evaluation.every}"
+    every = "after the last round"
+    if evaluation.every is not None:
+        every = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
         "computing": f"{steps:,} training steps in all, with "
-        f"{config.threads or 'the default number of'} threads; scores {every}",
+        f"{config.threads or 'the default number of'} threads; scored {every}",
         "memory": f"{estimate}{at_once} samples of {config.data.window} tokens at once in "
         f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
-        "disk": "two checkpoints of what is trained, and what each test window scored; at most "
-        f"{MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
+        "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
+        f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
     }

@@ -78,7 +78,7 @@ def check_round(order: Order, exchanges: int) -> None:
     most = exchanges - (order.kind == "step")
     if order.round > most or (order.kind == "finish" and order.round < 1):
         raise MessageError(
-            f"The server ordered {order.kind} {order.round + 1} of a run of "
+            f"The server ordered {order.kind!r} in round {order.round + 1}, but the run has only "
             f"{plural(exchanges, 'round')}."
         )
     if order.counted is not None and not -1 <= order.counted < order.round:

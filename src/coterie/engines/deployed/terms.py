@@ -132,7 +132,9 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         "base": str(config.base),
         "sent once": "; ".join(field.what for field in schema.hello),
         "every round": "; ".join(field.what for field in schema.up),
-        "losses": "sent, with scores" if config.deployment.share_metrics else "stay here",
+        "losses": "sent, with all other metrics"
+        if config.deployment.share_metrics
+        else "stay here",
         "public text": order.public or "",
         "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
     }
