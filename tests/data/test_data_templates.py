@@ -94,7 +94,7 @@ def test_a_template_that_cannot_be_used_is_named(
     ("template", "fields", "sentence"),
     [
         ("alpaca", {"input": "x"}, r"has no field instruction .*; its fields are: input\. Correct"),
-        ("alpaca", {"instruction": None, "a": 1}, "no field instruction; its fields are: a"),
+        ("alpaca", {"instruction": None, "a": 1}, "has null in the field instruction"),
         ("snli", {"premises": "x"}, r"no field premise \(did you mean premises\?\)"),
         ("{{ b }}{{ a }}", {"b": "x"}, "has no field a; its fields are: b"),
         ("{{ a.b }}", {"a": {"c": 1}}, "does not fit the template .*no attribute 'b'"),

@@ -43,7 +43,7 @@ def test_a_template_prints_no_python_expression(tmp_path: Path, value: str) -> N
 
 def test_null_is_said_to_be_null(tmp_path: Path) -> None:
     records = written(tmp_path, '{"instruction": null, "input": "", "output": "y"}')
-    with pytest.raises(CoterieError, match=r"line 1 of .*: field instruction is null"):
+    with pytest.raises(CoterieError, match=r"line 1 of .* has null in the field instruction"):
         instructions(records, SPEC)
 
 

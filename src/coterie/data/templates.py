@@ -104,8 +104,8 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
             if str(error).startswith(f"{name!r} is"):
                 if name in fields:
                     raise CoterieError(
-                        f"{where}: field {name} is null, but the template needs it; fill it in or "
-                        "remove the record."
+                        f"{where} has null in the field {name}, which the template needs; fill it "
+                        "in or remove the record."
                     ) from error
                 record[name]  # raises, and says which fields there are
         raise CoterieError(
