@@ -51,6 +51,8 @@ def _booleans_as_numbers(
     given: Any, valid: Any, place: Place
 ) -> Iterator[tuple[Place, int | float, int | float]]:
     """Yield every boolean that pydantic has taken for a number, and every number for a boolean."""
+    if given is valid:  # taken as it is, however deep it is nested
+        return
     if isinstance(given, int | float):
         if isinstance(valid, int | float) and isinstance(given, bool) != isinstance(valid, bool):
             yield place, given, valid

@@ -23,7 +23,8 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     if not best:
         yield LeftOut(_title(experiment), "no run has been evaluated yet")
     elif experiment.series[MEAN].groupby(["label", "run"]).count().max() > 1:
-        yield _over_rounds(experiment, best)
+        scored = experiment.series.index.unique("label")  # not of a run without metrics
+        yield _over_rounds(experiment, [label for label in best if label in scored])
     else:
         yield _final(experiment, best)
     levels = dict.fromkeys(name for run in experiment.all for name in run.names("loss/"))
@@ -75,7 +76,7 @@ def _some(experiment: Experiment, best: list[str]) -> str:
 
 def _panels(experiment: Experiment, best: list[str]) -> list[str]:
     """The mean, every client, and the server if it has a model of its own that was scored."""
-    found = experiment.series.loc[best].dropna(axis=1, how="all").columns
+    found = _last(experiment).loc[best].dropna(axis=1, how="all").columns
     return [MEAN, *dict.fromkeys([*experiment.clients, *found.intersection([SERVER])])]
 
 
