@@ -133,6 +133,14 @@ SCORE = TypeAdapter(Score)
 CHECKSUMS = TypeAdapter(dict[str, str])
 
 
+def hashes(checksums: Any) -> dict[str, str]:
+    """Return the hashes of a checkpoint's files; raise ValueError for anything else."""
+    try:
+        return CHECKSUMS.validate_python(checksums, strict=True)
+    except ValidationError as error:
+        raise ValueError("the file does not map names to hashes") from error
+
+
 def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> dict[str, Any]:
     """Return the mapping in a JSON file of a run folder, as it is in the file.
 
