@@ -13,6 +13,7 @@ import yaml
 from coterie.runs import RunFolder
 from coterie.scoring.metrics import ACCURACY, PERPLEXITY
 from coterie.table_file import read_table
+from tests.written_runs import DESCRIPTION
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("verdicts", ROOT / "scripts" / "verdicts.py")
@@ -108,7 +109,7 @@ def test_a_test_needs_only_one_of_the_rows_that_it_compares_with() -> None:
 def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_path) -> None:
     run = config()
     for n, name in enumerate(("my-row-seed0-aa", "my-row-seed0-bb", "other-seed0-cc")):
-        RunFolder.create(tmp_path / name, {"clients": {}, "threads": 1, "config": {"seed": 0}})
+        RunFolder.create(tmp_path / name, DESCRIPTION)
         (tmp_path / name / "result.json").write_text(f'{{"reports": "trained", "n": {n}}}')
         os.utime(tmp_path / name, (n, n))
     [found] = verdicts.outcomes(tmp_path, run, None, "my-row")

@@ -10,6 +10,22 @@ import pytest
 from coterie.exchange.formats import stamp
 
 Written = Callable[..., Path]
+CONFIG: dict[str, Any] = {
+    "name": "run",
+    "seed": 0,
+    "base": "tiny-gpt2",
+    "method": {"name": "local"},
+    "pooled": False,
+    "rounds": 4,
+    "data": {"window": 16},
+    "clients": [{"name": "anna"}, {"name": "ben"}],
+    "divide": None,
+    "training": {"steps": 2, "batch": 2},
+    "evaluation": {"every": None, "split": "test"},
+}
+"""The keys of a run's configuration that are read without validating the whole of it."""
+DESCRIPTION: dict[str, Any] = {"clients": {}, "threads": 1, "config": CONFIG}
+"""What the smallest run.json holds besides its stamp."""
 
 
 @pytest.fixture
@@ -34,21 +50,9 @@ def written(tmp_path: Path) -> Written:
         """
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        settings = {
-            "name": name.split("/")[-1],
-            "seed": seed,
-            "base": "tiny-gpt2",
-            "method": method,
-            "pooled": False,
-            "rounds": 4,
-            "data": {"window": 16},
-            "clients": [{"name": "anna"}, {"name": "ben"}],
-            "divide": None,
-            "training": {"steps": 2, "batch": 2},
-            "evaluation": {"every": None, "split": "test"},
-        }
+        settings = CONFIG | {"name": name.split("/")[-1], "seed": seed, "method": method} | config
         entries = clients or {"anna": {"data": "1"}, "ben": {"data": "2"}}
-        about = stamp() | {"clients": entries, "threads": 1, "config": settings | config}
+        about = stamp() | DESCRIPTION | {"clients": entries, "config": settings}
         if served is not None:
             about["server"] = served
         (folder / "run.json").write_text(json.dumps(about))

@@ -67,14 +67,13 @@ def read_inside(folder: Path, name: str | PurePath) -> bytes:
         CoterieError: Something on the way is a link.
         OSError: The file cannot be read, or is a folder, a device or a pipe.
     """
+    refuse_links(folder, name)  # whose error says more than O_NOFOLLOW's
     *between, last = PurePath(name).parts
     opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
     try:
         for part in between:
-            refuse_links(folder, name)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             opened.append(os.open(part, flags, dir_fd=opened[-1]))
-        refuse_links(folder, name)
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         opened.append(os.open(last, flags, dir_fd=opened[-1]))

@@ -10,10 +10,10 @@ import torch
 
 from coterie import CoterieError
 from coterie.exchange import State
-from coterie.files import write_text
+from coterie.exchange.formats import stamp
+from coterie.files import write_json, write_text
 from coterie.runs import Recorder, RunFolder
-
-DESCRIPTION = {"config": {}, "clients": {}, "threads": 1}
+from tests.written_runs import CONFIG, DESCRIPTION
 
 
 def line(round: int, value: float) -> dict:
@@ -56,13 +56,13 @@ def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
 
 
 def test_an_outcome_has_what_was_kept_of_each_window_last(tmp_path) -> None:
-    folder = RunFolder.create(tmp_path / "run", DESCRIPTION | {"config": {"seed": 7}})
+    folder = RunFolder.create(tmp_path / "run", DESCRIPTION)
     folder.keep_items("trained", "a.b", {"nats": [9.0]})
     folder.keep_items("trained", "a.b", {"nats": [0.1, 2.5]})
     assert folder.outcome is None
     folder.finish({"reports": "trained"})
     items = {"trained": {"a.b": {"nats": [0.1, 2.5]}}}
-    assert folder.outcome == {"reports": "trained", "seed": 7, "items": items}
+    assert folder.outcome == {"reports": "trained", "seed": 0, "items": items}
     assert folder.result == {"reports": "trained"}
 
 
@@ -190,6 +190,14 @@ def test_what_is_damaged_is_named(folder, damage) -> None:
     damage(folder.checkpoint(3) / "server.safetensors")
     with pytest.raises(CoterieError, match=r"00003/server.safetensors is damaged .* a new run"):
         folder.load("server")
+
+
+@pytest.mark.parametrize("key", sorted(CONFIG.keys() - {"divide"}))
+def test_a_configuration_without_a_key_is_damaged(folder, key) -> None:
+    kept = {name: value for name, value in CONFIG.items() if name != key}
+    write_json(folder.path / "run.json", {**stamp(), **DESCRIPTION, "config": kept})
+    with pytest.raises(CoterieError, match=rf"run.json is damaged: config.{key}: Field required;"):
+        _ = folder.description
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:

@@ -15,6 +15,7 @@ from coterie.cli import main
 from coterie.exchange import State
 from coterie.exchange.formats import FORMAT, VERSION, FormatError
 from coterie.runs import RunFolder
+from tests.written_runs import DESCRIPTION
 
 OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "the first": ({"format": 1, "coterie": "0.1.0"}, "1", "0.1.0"),
@@ -57,9 +58,8 @@ def test_a_run_is_stamped_with_format_and_version(done, tmp_path) -> None:
     described = json.loads((done / "run.json").read_text(encoding="utf-8"))
     assert (described["format"], described["coterie"]) == (FORMAT, VERSION)
     assert RunFolder(done).description == described
-    plain = {"config": {}, "clients": {}, "threads": 1}
-    folder = RunFolder.create(tmp_path / "own", plain)
-    assert folder.description == {"format": FORMAT, "coterie": VERSION} | plain
+    folder = RunFolder.create(tmp_path / "own", DESCRIPTION)
+    assert folder.description == {"format": FORMAT, "coterie": VERSION} | DESCRIPTION
 
 
 def test_another_format_is_refused_by_the_library(other) -> None:
@@ -95,14 +95,13 @@ def test_a_run_of_another_format_is_there_and_not_overwritten_unless_forced(othe
     path, _ = other
     folder, before = RunFolder(path), content(path)
     assert folder.is_run
-    description = {"config": {}, "clients": {}, "threads": 1}
     with pytest.raises(CoterieError, match=r"already contains a run.*--out.*--force") as error:
-        RunFolder.create(path, description)
+        RunFolder.create(path, DESCRIPTION)
     assert not isinstance(error.value, FormatError)
     with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(method="fedavg", rounds=1), out=path)
     assert content(path) == before
-    assert RunFolder.create(path, description, force=True).description["format"] == FORMAT
+    assert RunFolder.create(path, DESCRIPTION, force=True).description["format"] == FORMAT
     assert content(path).keys() == {"run.json"}
 
 

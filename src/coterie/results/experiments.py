@@ -21,7 +21,7 @@ from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, kind_of, names
 from coterie.results.frame import Frame, metrics, parts
 from coterie.runs import RunFolder
-from coterie.runs.read import Outcome, Reported, read_json
+from coterie.runs.read import Outcome, read_json
 from coterie.scoring.metrics import Metric, metric_of
 
 MEAN = "mean over clients"
@@ -46,7 +46,7 @@ class ReportedRun:
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
         """Everything but the checkpoints. A server that was told no scores has no result."""
-        about, result = read_json(folder.path, "run.json", Reported), folder.outcome
+        about, result = folder.description, folder.outcome
         if result is not None:
             read_json(folder.path, "result.json", Outcome)
         if result is not None and not result[result["reports"]]:
@@ -223,7 +223,7 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
     """Run folders with the name of what they belong to: the run, or the folder that holds them."""
     if RunFolder(path).is_run:
         about = RunFolder(path).description  # checks the format first
-        name = about["config"].get("name", path.name)
+        name = about["config"]["name"]
         for folder in (path, *sorted((path / "baselines").glob("*"))):
             refuse_links(path, folder.relative_to(path))
             if RunFolder(folder).is_run:

@@ -150,7 +150,8 @@ class RunFolder:
             raise CoterieError(f"{self.path} is not a run folder (its run.json is no run's).")
         remedy = "Use the version that wrote it, or start a new run in another folder."
         check_stamp(f"The run in {self.path}", description, remedy)
-        return read.read_json(self.path, "run.json", read.Description)
+        read.check(self.path / "run.json", description, read.Description)
+        return description
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -171,7 +172,7 @@ class RunFolder:
         for path in sorted(self.path.glob("scores/*/*.json")):
             kept = read.read_json(self.path, str(path.relative_to(self.path)), read.Items)
             items.setdefault(path.parent.name, {})[path.stem] = kept
-        return {**found, "seed": self.description["config"].get("seed"), "items": items}
+        return {**found, "seed": self.description["config"]["seed"], "items": items}
 
     def keep_items(self, point: str, text: str, items: Mapping[str, Json]) -> None:
         """Keep what each window of a test text scored at a point (trained or aggregated)."""
@@ -333,10 +334,7 @@ class RunFolder:
 
     def has(self, name: str) -> bool:
         """Whether the newest checkpoint has a state."""
-        return self._state(name).exists()
-
-    def _state(self, name: str) -> Path:
-        return self.checkpoint(self.rounds()) / f"{name}.safetensors"
+        return (self.checkpoint(self.rounds()) / f"{name}.safetensors").exists()
 
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Add figures to metrics.jsonl."""

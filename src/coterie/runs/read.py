@@ -36,6 +36,10 @@ class _Training(_Part):
     batch: Rounds
 
 
+class _Deployment(_Part):
+    anyone: bool = False
+
+
 class _Config(_Part):
     """The keys that are read without validating the whole configuration (see `recorded`)."""
 
@@ -49,6 +53,7 @@ class _Config(_Part):
     clients: list[_Named]
     training: _Training
     evaluation: _Evaluation
+    deployment: _Deployment = _Deployment()
 
 
 class _Plugin(_Part):
@@ -72,15 +77,9 @@ class Description(Plugins):
 
     threads: int
     clients: dict[str, _Client]
-    config: dict[str, Any]
+    config: _Config
     server: dict[str, Any] = {}
     run: str = ""
-
-
-class Reported(Description):
-    """run.json of a run that reports and tables read."""
-
-    config: _Config  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class Result(_Part):
@@ -152,20 +151,25 @@ def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> d
     Raises:
         CoterieError: The file is missing, damaged, or reached through a link.
     """
-    path = folder / name
     try:
         values = parse_json(read_inside(folder, name))
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
-        if kind is not None:
-            kind.model_validate(values)
     except OSError as error:
         raise CoterieError(f"{folder} is not a run folder ({name}: {error.strerror}).") from None
+    except ValueError as error:
+        raise CoterieError(f"{folder / name} is damaged: {error}; {REMEDY}") from None
+    if kind is not None:
+        check(folder / name, values, kind)
+    return values
+
+
+def check(path: Path, values: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    """Raise CoterieError if what a JSON file holds is not of a kind."""
+    try:
+        kind.model_validate(values)
     except ValidationError as error:
         raise CoterieError(f"{path} is damaged: {_first(error)}; {REMEDY}") from None
-    except ValueError as error:
-        raise CoterieError(f"{path} is damaged: {error}; {REMEDY}") from None
-    return values
 
 
 REMEDY = "restore it from a copy, or run again in another folder."
