@@ -71,7 +71,7 @@ def test_a_change_beyond_the_bound_is_excluded_and_no_other(hostile: str, honest
     assert [*excluded] == ["abcdefg"[honest]]
     assert "the change of its adapter is " in next(iter(excluded.values()))
     for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, START).groups is upload.groups
+        assert found.bounded(name, upload, lambda _: START).groups is upload.groups
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 1, 2.5], [0.01, 1, 1], [0, 1, 2], [0, 0, 1], [1]])
@@ -80,7 +80,7 @@ def test_uneven_clients_count_as_they_are(sizes: list[float]) -> None:
     found, excluded = bounds(uploads)
     assert not excluded
     for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, START).groups is upload.groups
+        assert found.bounded(name, upload, lambda _: START).groups is upload.groups
 
 
 @pytest.mark.parametrize("small", [0.05, 0.2, 0.01])
@@ -91,7 +91,7 @@ def test_a_half_that_shrinks_its_changes_excludes_nobody(small: float, clients: 
     found, excluded = bounds(uploads)
     assert not excluded
     for number, (name, upload) in enumerate(zip("abcdefg", uploads, strict=False)):
-        kept = found.bounded(name, upload, START)["adapter"]
+        kept = found.bounded(name, upload, lambda _: START)["adapter"]
         change = kept["B"]  # which was zero
         cosine = torch.cosine_similarity(change.flatten(), upload["adapter"]["B"].flatten(), 0)
         assert cosine > 0.999
@@ -106,8 +106,8 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     good = [trained(seed=n) for n in range(2)]
     found, excluded = bounds([*good, *(times(one, 0.05) for one in good)])
     assert not excluded
-    assert found.bounded("a", good[0], START).groups is good[0].groups
-    shrunk = found.bounded("c", times(good[0], 0.05), START)
+    assert found.bounded("a", good[0], lambda _: START).groups is good[0].groups
+    shrunk = found.bounded("c", times(good[0], 0.05), lambda _: START)
     size, _ = found.measure("c", shrunk, START).changes["adapter"]
     honest, _ = found.measure("a", good[0], START).changes["adapter"]
     assert size == pytest.approx(3 * honest, rel=0.1)
@@ -123,7 +123,7 @@ def test_other_numbers_are_bounded_by_their_norm() -> None:
     assert [*bounds(logits)[1]] == ["d"]
     found, excluded = bounds([logits[0], logits[3]])  # a half
     assert not excluded
-    kept = found.bounded("b", logits[3], {})["logits"]["values"]
+    kept = found.bounded("b", logits[3], lambda _: {})["logits"]["values"]
     assert torch.allclose(kept, 10 * torch.ones(5))
 
 
@@ -136,7 +136,7 @@ def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
         uploads[name] = found.sent(trained(), tokens)
     two = {n: found.measure(n, u, START) for n, u in uploads.items() if n in "ac"}
     assert not found.left_out(two)
-    weight = found.bounded("c", uploads["c"], START).values[TOKENS.name]
+    weight = found.bounded("c", uploads["c"], lambda _: START).values[TOKENS.name]
     assert weight == 100
     every = {n: found.measure(n, u, START) for n, u in uploads.items()}
     assert [*found.left_out(every)] == ["c"]

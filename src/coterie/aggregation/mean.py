@@ -108,13 +108,20 @@ class Aggregation:
         )
         return {name: bound.excluded for name, bound in self._bounds.items() if bound.excluded}
 
-    def bounded(self, client: str, upload: Message, reference: Groups) -> Message:
-        """Return an upload within the round's bounds: itself, unless it is one of a larger half."""
+    def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
+        """Return an upload within the round's bounds: itself, unless it is one of a larger half.
+
+        Args:
+            client: who sent it.
+            upload: what was sent.
+            reference: returns the parameters that a client started the round from, by group.
+        """
         bound, values = self._bounds.get(client, Bound()), upload.values
         if self._weighted and _tokens(client, upload) > bound.weight:
             values = {**values, TOKENS.name: int(bound.weight)}
         if bound.scales:
-            return replace(upload, groups=scaled(upload, reference, bound.scales), values=values)
+            groups = scaled(upload, reference(client), bound.scales)
+            return replace(upload, groups=groups, values=values)
         return replace(upload, values=values)
 
     def contribution(

@@ -29,7 +29,7 @@ SERVER_SCORE = "server/aggregated"
 LEFT_OUT = "left out"
 """The name under which it is recorded why a client's upload of a round did not count."""
 AT_THE_END = "it diverged on the last download, and keeps its model from before it"
-"""What is recorded so of a client that computes with a download; its upload counted."""
+"""The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
 CHANGE = "change"
 """The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
 
@@ -175,8 +175,9 @@ class ClientPart:
             for text, score in scores.items():
                 of = text_digest(self.participant.tests[text], self.config.data.window)
                 folder.keep_items(point, text, {"of": of, **score.items()})
-        for text, scored in floor_items(self.config, self.participant).items():
-            folder.keep_items(FLOOR, text, scored)
+        if self.scores:
+            for text, scored in floor_items(self.config, self.participant).items():
+                folder.keep_items(FLOOR, text, scored)
 
     def score_trained(self, round: int) -> None:
         """Score the model after a round's local work.
@@ -275,7 +276,7 @@ def contribution(
 
     Raises MessageError if it is not what it should be.
     """
-    upload = aggregation.bounded(name, upload, server.reference(name))
+    upload = aggregation.bounded(name, upload, server.reference)
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
