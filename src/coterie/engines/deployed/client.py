@@ -89,10 +89,8 @@ class Worker:
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
         if order.kind == "end":
-            self.error, self.finished = (
-                "The server ended the run after an error; ask its operator.",
-                True,
-            )
+            self.error = "The server ended the run after an error; ask its operator."
+            self.finished = True
             return self._reply(order)
         check_round(order, self.run.config.exchanges)
         if order.kind == "step":

@@ -1,7 +1,7 @@
 """What a run costs a client's machine, and the bounds that no agreement lifts.
 
-Somebody who agrees to a run reads its costs, but need not know what a machine can bear. Each bound
-is far above any useful value.
+Somebody who agrees to a run reads its costs, but need not know what a machine can handle. Each
+bound is far above any useful value.
 """
 
 import os
@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from coterie.bases import load_skeleton
-from coterie.bases.spec import BaseSpec
 from coterie.config import RunConfig
 from coterie.errors import CoterieError
 
@@ -33,6 +34,11 @@ MOST_DISK = 32 * 2**30
 """Bytes of all run folders of a client in one --out folder."""
 MOST_OF_OTHERS = 10**6
 """The highest number in the method's settings and in the rest of training and evaluation."""
+WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
+"""Settings of methods that memory grows with."""
+ALWAYS = 64
+"""A width that is not compared with the base's."""
+REMEDY = "ask the server's operator for a run that this machine can handle"
 
 
 def machine_memory() -> int:
@@ -42,16 +48,8 @@ def machine_memory() -> int:
     return max(own, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
 
 
-def least_memory(config: RunConfig) -> int:
-    """Return the bytes of one layer's hidden states of a batch, the least that a pass takes."""
-    skeleton: Any = load_skeleton(config.base, config.root)
-    width: int = skeleton.get_input_embeddings().weight.shape[1]
-    rows = max(config.training.micro_batch or config.training.batch, config.evaluation.batch)
-    return 2 * rows * config.data.window * width
-
-
 def too_costly(config: RunConfig) -> str | None:
-    """Return which setting of a run no machine like this one can bear; None if there is none."""
+    """Return which setting of a run no machine like this one can handle; None if there is none."""
     values = dict(_numbers(config.told_to("")))
     for key, value in values.items():
         most = MOST.get(key, MOST_OF_OTHERS)
@@ -59,22 +57,25 @@ def too_costly(config: RunConfig) -> str | None:
             if key.startswith("data.limits"):  # how much of a client's own text is read
                 continue
             return f"sets {key} to {value:,}, where at most {most:,} is accepted; {REMEDY}"
-    training, evaluation = config.training, config.evaluation
+    training = config.training
     if training.steps * config.exchanges > STEPS:
         total = training.steps * config.exchanges
         return f"takes {total:,} training steps, where at most {STEPS:,} are accepted; {REMEDY}"
-    at_once = max(training.micro_batch or training.batch, evaluation.batch) * config.data.window
+    at_once = max(training.micro_batch or training.batch, config.evaluation.batch)
+    at_once *= config.data.window
     if at_once > TOKENS_AT_ONCE:
         return (
             f"reads {at_once:,} tokens at once (batch times data.window), where at most "
             f"{TOKENS_AT_ONCE:,} are accepted; {REMEDY}"
         )
     try:
-        if why := _too_wide(config):
-            return why
-        least, has = least_memory(config), machine_memory()
+        skeleton = load_skeleton(config.base, config.root)
     except CoterieError:  # of the base, whose error comes when the run is joined
         return None
+    if why := _too_wide(config, skeleton):
+        return why
+    # The least that a pass takes: one layer's hidden states of a batch, in 16 bits.
+    least, has = 2 * at_once * _embedding(skeleton).shape[1], machine_memory()
     if least > has:
         return (
             f"takes at least {least / 1e9:,.1f} GB of memory for the hidden states of a batch "
@@ -84,10 +85,7 @@ def too_costly(config: RunConfig) -> str | None:
     return None
 
 
-REMEDY = "ask the server's operator for a run that this machine can bear"
-
-
-def _too_wide(config: RunConfig) -> str | None:
+def _too_wide(config: RunConfig, skeleton: PreTrainedModel) -> str | None:
     """Return which rank or width of an adapter exceeds the widest layer of the base."""
     ranks = {
         key: value
@@ -96,7 +94,9 @@ def _too_wide(config: RunConfig) -> str | None:
     }
     if not ranks or max(ranks.values()) <= ALWAYS:
         return None
-    widest = _widest(config.base, config)
+    vocabulary = _embedding(skeleton).shape[0]
+    inner = (p for p in skeleton.parameters() if p.ndim > 1)
+    widest = max((n for p in inner for n in p.shape if n != vocabulary), default=ALWAYS)
     for key, value in ranks.items():
         if value > widest:
             return (
@@ -106,18 +106,11 @@ def _too_wide(config: RunConfig) -> str | None:
     return None
 
 
-WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
-"""Settings of methods that memory grows with."""
-ALWAYS = 64
-"""A width that is not compared with the base's."""
-
-
-def _widest(spec: BaseSpec, config: RunConfig) -> int:
-    """The largest dimension of the base's weights, the vocabulary apart."""
-    skeleton = load_skeleton(spec, config.root)
-    inner = (p for p in skeleton.parameters() if p.ndim > 1)
-    vocabulary = skeleton.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    return max((n for p in inner for n in p.shape if n != vocabulary), default=ALWAYS)
+def _embedding(skeleton: PreTrainedModel) -> Tensor:
+    """Return the weight of a model's token embedding, shaped (vocabulary, width)."""
+    weight = skeleton.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _numbers(values: Mapping[str, Any] | list[Any], above: str = "") -> Iterator[tuple[str, float]]:
@@ -138,14 +131,13 @@ def in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
     estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation
     steps = training.steps * config.exchanges
-    at_once = training.micro_batch or training.batch
     every = "after the last round"
     if evaluation.every is not None:
         every = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
         "computing": f"{steps:,} training steps in all, with "
         f"{config.threads or 'the default number of'} threads; scored {every}",
-        "memory": f"{estimate}{at_once} samples of {config.data.window} tokens at once in "
+        "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
         f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
         f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",

@@ -25,11 +25,11 @@ class Site:
     """`path`, or `train`, `validation` and `test`, as in a run file."""
     out: Path
     base: str | None = None
-    """In place of the name of the run's, where that is a folder."""
+    """The base to load; None: the one that the run names, which cannot be a folder."""
     public: str | None = None
     """This machine's copy of the run's public text."""
     agreed: Terms | None = None
-    """What it has agreed to; None: whoever is asked decides."""
+    """The terms that were agreed to beforehand; None: `agrees` decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
     """Asks somebody, once for each run."""
     asks: bool = False

@@ -112,7 +112,7 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
-    """What somebody should know who is to agree, a line each: about what, and what.
+    """Return what a person should know before agreeing to a run, as (subject, text) pairs.
 
     memory: see `costs.in_words`.
     """
