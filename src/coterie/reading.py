@@ -1,12 +1,16 @@
 """What a run reads of its clients' texts, for whoever looks at them before it begins."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from coterie.bases import Tokenizer
 from coterie.config import RunConfig
-from coterie.data.quality import Progress, Quality, quality, special_tokens
+from coterie.data.chat import chat_template
+from coterie.data.control import control_tokens, has_conversations
+from coterie.data.quality import Progress, Quality, SpecialTokens, quality, special_tokens
 from coterie.data.survey import survey
 from coterie.data.texts import SPLITS, Texts
 from coterie.data.tokens import ClientData, Split
@@ -36,24 +40,24 @@ class Reading:
     ) -> Quality:
         """What is found in these texts; near duplicates, in `most` characters."""
         left_out = survey(_sources(config), config.data, config.divide, config.root)
-        template = config.data.chat_template
-        special = [
-            special_tokens(
-                name,
-                split,
-                getattr(own, split),
-                getattr(self.data[name], split),
-                tokenizer,
-                template,
-            )
+        parts = [
+            (name, split, getattr(own, split), getattr(self.data[name], split))
             for name, own in self.texts.items()
-            for tokenizer in [self.tokenizers[name]]
             for split in SPLITS
         ]
         if self.public_split is not None:
-            first = self.tokenizers[min(self.texts)]
-            read = (self.public, self.public_split, first, template)
-            special.append(special_tokens("everybody", "public", *read))
+            parts.append(("everybody", "public", self.public, self.public_split))
+
+        @cache
+        def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str] | None:
+            template = chat_template(tokenizer, config.data.chat_template) if chats else None
+            return control_tokens(tokenizer, template)
+
+        special: list[SpecialTokens] = []
+        for name, split, items, read in parts:
+            tokenizer = self.tokenizers.get(name, self.tokenizers[min(self.texts)])
+            tokens = control(tokenizer, has_conversations(items))
+            special.append(special_tokens(name, split, items, read, tokenizer, tokens))
         removed = self.removed if config.data.deduplicate else None
         return quality(self.texts, self.data, most, left_out, special, removed, progress)
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = 2
 """Shown of each kind of copy."""
-OWNERS = 5
-"""Clients that a line names."""
 SHOWN = 60
 """Characters of an example's text."""
 MOST = 50_000_000
@@ -127,16 +125,16 @@ def _special(found: "Quality") -> "Table":
         "Special tokens" + " and removed duplicates" * found.deduplicated,
         ["", "unknown", "control", *["removed"] * found.deduplicated],
         rows,
-        "Unknown: share of tokens that stand for what the tokenizer has no token for. Control: "
-        "special tokens, such as <|endoftext|>, and chat markers in texts; the model learns them "
-        "as such. To refuse them, set data.special_tokens: refuse."
+        "Unknown: share of unknown tokens, which replace what the tokenizer cannot encode. "
+        "Control: special tokens, such as <|endoftext|>, and chat markers in texts; the model "
+        "learns them as such. To refuse them, set data.special_tokens: refuse."
         + " Removed: texts that data.deduplicate leaves out."
         * found.deduplicated,
     )
 
 
 def _left_out(found: "Quality") -> None:
-    """What reading leaves out: fields and files, and whose they are."""
+    """Print the fields and files that are not read, and whose they are."""
     for field, counts in sorted(found.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
     for kind, counts in sorted(found.survey.skipped.items()):
@@ -145,9 +143,9 @@ def _left_out(found: "Quality") -> None:
 
 def _owners(counts: "Mapping[str, int]") -> str:
     """The owners with their numbers, the first ones by name."""
-    owners = [f"{owner} ({count:,})" for owner, count in counts.items()]
-    more = len(owners) - OWNERS
-    return ", ".join([*owners[:OWNERS], *[f"{more:,} more"] * (more > 0)])
+    from coterie.data.files import listed_first
+
+    return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
 def _labels(read: "Reading") -> "Table":

@@ -161,7 +161,7 @@ class ChatTemplate:
 
     @property
     def turn_markers(self) -> set[str]:
-        """What marks turns and their speakers, such as <|im_start|>, <start_of_turn> or [INST]."""
+        """Return the marks of turns and speakers: <|im_start|>, <start_of_turn> or [INST]."""
         rendered = [self._render(TRIAL, "A trial conversation")]
         with suppress(CoterieError):  # some templates refuse system prompts
             rendered.append(self._render((Turn("system", "S"), *TRIAL), "A trial conversation"))

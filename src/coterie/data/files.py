@@ -45,7 +45,7 @@ class Record:
     where: str
     fields: dict[str, Any]
     remedy: str = "Correct the field name in the run file."
-    """What to do about a missing field."""
+    """The advice that an error about a missing field gives."""
 
     def __post_init__(self) -> None:
         """Treat NaN and infinity, which some programs write for empty cells, as missing values."""
@@ -166,6 +166,12 @@ def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
 def listed(counts: Mapping[str, int]) -> str:
     """Return counts for a sentence, such as "3 .md, 1 hidden"."""
     return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+
+
+def listed_first(parts: Sequence[str], most: int = 5) -> str:
+    """Return the first parts for a sentence, and how many more there are: "anna, ben, 2 more"."""
+    more = [f"{len(parts) - most:,} more"] * (len(parts) > most)
+    return ", ".join([*parts[:most], *more])
 
 
 _SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"

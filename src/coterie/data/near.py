@@ -18,7 +18,7 @@ SHINGLE = 8
 COMMON = 50
 """A shingle in more records than this proposes no pairs, which bounds how many are compared."""
 FEW = 3
-"""What so many records have in common is no boilerplate."""
+"""A shingle that no more records than this contain is never boilerplate."""
 AGREEING = 0.25
 """Share of other records that must agree with one of a pair where the pair differs, or else what
 they all have in common is boilerplate."""

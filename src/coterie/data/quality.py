@@ -4,6 +4,7 @@ What is compared are records, prompts with their answers, and pieces of text fil
 travels: it is for whoever holds the texts.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.chat import Conversation, chat_template
-from coterie.data.control import contents, control_tokens, count_control, has_conversations
+from coterie.data.chat import Conversation
+from coterie.data.control import contents, count_control
 from coterie.data.examples import Instruction
-from coterie.data.files import listed
+from coterie.data.files import listed, listed_first
 from coterie.data.near import near_pairs
 from coterie.data.preferences import Preference
 from coterie.data.spec import PIECE
@@ -24,8 +25,6 @@ from coterie.data.texts import SPLITS, Texts, pieces
 from coterie.data.tokens import ClientData, Split, Tokens
 from coterie.errors import CoterieError
 
-NAMED = 5
-"""Clients' splits that a line of a run names."""
 SHORT = 20
 """Characters below which a text is very short."""
 AT_START = 2_000_000
@@ -86,7 +85,7 @@ class SpecialTokens:
     split: str
     tokens: int
     unknown: int
-    """Tokens that stand for what the tokenizer has no token for."""
+    """Unknown tokens: each replaces characters that the tokenizer has no token for."""
     control: int
     """Control tokens in texts, within `data.limits` or not."""
 
@@ -111,7 +110,7 @@ def special_tokens(
     items: Sequence[Any],
     read: Split,
     tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
+    control: re.Pattern[str] | None,
 ) -> SpecialTokens:
     """Return the unknown and control tokens of one split.
 
@@ -121,16 +120,14 @@ def special_tokens(
         items: the split's documents or samples.
         read: the tokens that the run reads of them.
         tokenizer: the client's tokenizer.
-        template: the run file's chat template, if it gives one.
+        control: a pattern of the control tokens; see `control_tokens`.
     """
-    chat = chat_template(tokenizer, template) if has_conversations(items) else None
-    control = count_control(items, control_tokens(tokenizer, chat))
     unknown = tokenizer.unk_token_id
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
     count = 0
     if isinstance(unknown, int) and unknown not in ends:
         count = int(read.ids.eq(unknown).sum())
-    return SpecialTokens(client, split, len(read.ids), count, control)
+    return SpecialTokens(client, split, len(read.ids), count, count_control(items, control))
 
 
 def quality(
@@ -210,9 +207,7 @@ def sentences(found: Quality) -> list[str]:
 def _total(counts: Mapping[str, int]) -> str:
     """Return a sum and its largest parts by name, such as "3 (anna train 2, ben test 1)"."""
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
-    more = [f"{len(parts) - NAMED:,} more"] * (len(parts) > NAMED)
-    named = f" ({', '.join([*parts[:NAMED], *more])})" if parts else ""
-    return f"{sum(counts.values()):,}{named}"
+    return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 
 
 def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What reading leaves out of clients' files: fields, files and empty records."""
+"""Counts of what is not read of clients' files: fields, files and empty records."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Survey:
-    """What reading leaves out. Data sets of the hub are not looked at."""
+    """What is not read of the files. Datasets of the hub are not looked at."""
 
     empty: int
     """Records without text."""
