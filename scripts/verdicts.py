@@ -151,7 +151,7 @@ def figure(results: Sequence[Result], metric: Metric) -> float:
 def tried(
     test: Test, rows: Rows, metric: Metric, low: Collection[str] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """Of each pair of rows: the test, the two figures, difference, interval, seeds, verdict.
+    """Yield for each pair of rows: the test, the two figures, difference, interval, seeds, verdict.
 
     low: rows at the floor, of which no verdict is given.
     """

@@ -85,7 +85,7 @@ def digest_of(splits: Iterable[Split]) -> str:
 
 
 def text_digest(text: Split, window: int) -> str:
-    """Return what scores by window of a text are of: runs with equal ones can be paired."""
+    """Return a hash of a text and its windows; scores by window are comparable if it is equal."""
     return f"{digest_of([text])}-{window}"
 
 

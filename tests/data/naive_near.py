@@ -1,5 +1,6 @@
 """Near duplicates by the definition, comparing every record with every other."""
 
+import random
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -39,3 +40,11 @@ def naive_pairs(records: Sequence[Record]) -> list[tuple[int, int]]:
         if len(parts[a]) == len(parts[b])
         and all(are_near(one, other, counts) for one, other in zip(parts[a], parts[b], strict=True))
     ]
+
+
+def changed(text: str, words: int, draw: random.Random) -> str:
+    """The text with some of its words replaced."""
+    parts = text.split(" ")
+    for place in draw.sample(range(len(parts)), words):
+        parts[place] = f"word{draw.randrange(10**6)}"
+    return " ".join(parts)

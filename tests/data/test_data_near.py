@@ -2,18 +2,16 @@
 
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from naive_near import naive_pairs
+from naive_near import changed, naive_pairs
 
 from coterie.data.files import Record
 from coterie.data.near import near_pairs
 from coterie.data.spec import DataSpec
-from coterie.data.texts import items_by_split, pieces
+from coterie.data.texts import items_by_split
 
-WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 WORDS = re.findall(
     r"\w+",
     "sea tree house river mountain cloud stone bird fish horse table chair window door lamp book "
@@ -24,23 +22,6 @@ SIGNS = "海木家川山雲石鳥魚馬机椅窓戸灯本筆紙道橋庭花草�
 NOTICE = "This text may be copied and passed on, as long as this notice stays on top of it. " * 4
 HINWEIS = "この文書は自由に複製し配布することができます。いかなる保証もありません。" * 3
 SHIPPED = ["alpaca", "plain", "chat"]
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """Pieces of a book, and the same with ever more words changed."""
-    draw = random.Random(0)
-    book = (WRITERS / "whaler.txt").read_text(encoding="utf-8")
-    own = list(pieces(book[:36_000], 600))[:50]
-    return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
-
-
-def changed(text: str, words: int, draw: random.Random) -> str:
-    """The text with some of its words replaced."""
-    parts = text.split(" ")
-    for place in draw.sample(range(len(parts)), words):
-        parts[place] = f"word{draw.randrange(10**6)}"
-    return " ".join(parts)
 
 
 def test_near_pairs_are_those_of_the_definition(texts: list[str]) -> None:

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from naive_near import naive_pairs
+from naive_near import changed, naive_pairs
 
 from coterie.data.examples import Instruction
 from coterie.data.quality import (
@@ -26,23 +26,6 @@ from coterie.errors import CoterieError
 
 WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 Splits = dict[tuple[str, str], list[str]]
-
-
-def changed(text: str, words: int, draw: random.Random) -> str:
-    """The text with some of its words replaced."""
-    parts = text.split(" ")
-    for place in draw.sample(range(len(parts)), words):
-        parts[place] = f"word{draw.randrange(10**6)}"
-    return " ".join(parts)
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """Pieces of a book, and the same with ever more words changed."""
-    draw = random.Random(0)
-    book = (WRITERS / "whaler.txt").read_text(encoding="utf-8")
-    own = list(pieces(book[:36_000], 600))[:50]
-    return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
 
 
 def naive_copies(splits: Splits) -> list[Copy]:

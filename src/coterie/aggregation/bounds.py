@@ -4,9 +4,9 @@ Trained parameters are bounded by their *change*, the difference from what the c
 the start of the round: the initial A of a LoRA pair makes up nearly all of the pair's norm, and
 would hide it. Every size is compared with the round's median, the smaller one of an even number.
 Fewer than half of the clients cannot move it beyond what other clients send: their uploads are
-excluded from the round if they are too large. Of two halves, nobody can tell which one is wrong;
-both count, and what is larger is scaled down to the bound. So small uploads never
-exclude large ones.
+excluded from the round if they are too large. If exactly half of the uploads are too large, nobody
+can tell which half is wrong: all count, and the larger ones are scaled down to the bound. So small
+uploads never exclude large ones.
 
 This is no defence against uploads of an ordinary size that are wrong.
 """
@@ -156,9 +156,12 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
 
 
 def figures(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
-    """Return, by client, what tells of a hostile upload: `ratio`, the largest change of a group as
-    a multiple of the round's median, and `cosine`, between its change and the sum of the others',
-    each scaled to a norm of 1 (None without others). Only uploads of parameters have both."""
+    """Return two figures of each client's upload by which hostile ones stand out.
+
+    `ratio` is the largest change of a group as a multiple of the round's median. `cosine` is
+    between the client's change and the sum of the others', each scaled to a norm of 1 (None without
+    others). Only uploads of parameters have them.
+    """
     ratios: dict[str, float] = {}
     for sizes in _by_group({n: m.changes for n, m in measures.items()}).values():
         for name, ratio in ratios_of(sizes).items():
