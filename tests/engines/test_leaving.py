@@ -26,6 +26,7 @@ from coterie.exchange.envelope import Reply, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
 from coterie.testing.rounds import joined
+from tests.written_runs import CONFIG, DESCRIPTION
 
 NAMES = ("diarist", "poet", "whaler")
 
@@ -181,10 +182,8 @@ def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -
 
 @pytest.mark.parametrize("name", ["client", "round", "value", "name", "up", "trained"])
 def test_any_client_can_be_forgotten_whatever_its_name(name, tmp_path) -> None:
-    described = {"deployment": {"anyone": True}}
-    folder = RunFolder.create(
-        tmp_path / "run", {"clients": {}, "config": described, "threads": 1, "run": "0"}
-    )
+    config = CONFIG | {"deployment": {"anyone": True}}
+    folder = RunFolder.create(tmp_path / "run", DESCRIPTION | {"config": config, "run": "0"})
     other = {"round": 0, "client": "ann", "name": "bytes/up", "value": 7}
     trust = {**other, "name": "trust", "value": {"ann": 0.5, name: 0.5}}
     folder.append([other, {**other, "client": name}, trust])
