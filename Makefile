@@ -10,12 +10,12 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
 	$(BIN)/coterie run --out runs/demo --force
 
-ROOMS := adapters aggregation alignment bases data exchange privacy results runs scoring
+PACKAGES := adapters aggregation alignment analysis bases data evaluation messages privacy runs
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
 quick: setup  ## run the tests that train no model, and two contract tests of CoMiGS; about a minute
 	$(PYTEST) -q -n 2 -m "not slow and not thorough" \
-	  $(ROOMS:%=tests/%) $(FILES:%=tests/test_%.py) \
+	  $(PACKAGES:%=tests/%) $(FILES:%=tests/test_%.py) \
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 

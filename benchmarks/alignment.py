@@ -20,7 +20,7 @@ from rich.console import Console
 
 from coterie.alignment import Vocabulary, read_vocabulary, vocabulary_map
 from coterie.alignment.summary import summarise
-from coterie.results.tables import Table
+from coterie.analysis.tables import Table
 
 BLOCK = 20
 """Source tokens that brute force takes at a time: a row of distances each is in memory."""

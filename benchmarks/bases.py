@@ -32,12 +32,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coterie.bases import Base, BaseSpec, load_base, load_tokenizer
-from coterie.chance import generator
 from coterie.config import parse
 from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant, client_context
+from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient
-from coterie.training.loss import language_model_loss
+from coterie.seeding import generator
 
 MIB = 2**20
 VOCABULARY = 128256

@@ -33,10 +33,10 @@ from rich.table import Table
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.server import ServerRun, ServerWatch
-from coterie.engines.flower.deploy import serve
-from coterie.engines.flower.keys import Keys
-from coterie.engines.flower.link import FlowerLink
+from coterie.deployment.server import ServerRun, ServerWatch
+from coterie.deployment.start import serve
+from coterie.network.flower.link import FlowerLink
+from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 
 MIB = 2**20

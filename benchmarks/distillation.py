@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout
+from coterie.analysis.tables import Table
 from coterie.bases.precision import autocast, prepare
-from coterie.chance import generator
 from coterie.data.batch import Batch
-from coterie.results.tables import Table
-from coterie.training.loss import soft_target_loss
+from coterie.losses import soft_target_loss
+from coterie.seeding import generator
 
 MIB = 2**20
 BATCH, TIME, TOP = 4, 512, 128

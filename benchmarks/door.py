@@ -28,10 +28,10 @@ import uvicorn
 from rich.console import Console
 from rich.table import Table
 
-from coterie.engines.flower.door import Settings
-from coterie.engines.flower.door_process import DoorProcess
-from coterie.engines.flower.keys import Keys, Kit
-from coterie.engines.flower.link import SuperLink
+from coterie.network.door import Settings
+from coterie.network.door_process import DoorProcess
+from coterie.network.flower.link import SuperLink
+from coterie.network.keys import Keys, Kit
 
 MIB = 2**20
 OBJECT = 5 * MIB

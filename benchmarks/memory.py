@@ -28,8 +28,8 @@ from transformers.utils import logging
 import coterie
 from coterie.bases import load_tokenizer
 from coterie.bases.precision import Precision
-from coterie.chance import generator
 from coterie.runs import RunFolder
+from coterie.seeding import generator
 
 MIB = 2**20
 TARGETS = {4: 1.10, 32: 1.60}

@@ -21,9 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import coterie
+from coterie.analysis.need import need_of
 from coterie.bases import load_tokenizer
 from coterie.config import parse
-from coterie.report.need import need_of
 
 MIB = 2**20
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {

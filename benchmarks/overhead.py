@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from coterie.analysis.tables import Table
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.registry import method_from
-from coterie.results.tables import Table
 
 BF16 = 2
 """Bytes of a value."""

@@ -43,7 +43,7 @@ from coterie.bases import load_tokenizer
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Message
+from coterie.messages import Message
 from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
 

@@ -22,12 +22,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.spec import AggregationSpec
-from coterie.chance import generator
-from coterie.engines.part import contribution
-from coterie.exchange import Message
+from coterie.engines.runtime import contribution
+from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ServerContext
 from coterie.methods.registry import method_from
+from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
 
 MIB = 2**20

@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import Precision, autocast, prepare
+from coterie.losses import language_model_loss
 from coterie.training.checkpointing import checkpointing
-from coterie.training.loss import language_model_loss
 
 MIB = 2**20
 SHAPE: dict[str, Any] = {

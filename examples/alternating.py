@@ -6,7 +6,7 @@ With one factor fixed and equal for all clients, the mean of products is the pro
 from typing import ClassVar
 
 from coterie.adapters import Adapter
-from coterie.exchange import Message
+from coterie.messages import Message
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.settings import Attention, Lora
 

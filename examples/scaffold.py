@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from coterie.errors import CoterieError
-from coterie.exchange import Field, Message, check_shapes
+from coterie.messages import Field, Message, check_shapes
 from coterie.methods.adapter import AdapterClient, AdapterServer, copied, copy, shapes_of
 from coterie.methods.averaging import FedAvg
 from coterie.training.schedule import learning_rate

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from coterie.report.settings import run_file_keys
+from coterie.analysis.settings import run_file_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "run-file.md"
 

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from coterie.files import writing
-from coterie.results.pages import write_pages
-from coterie.table_file import is_table, read_table, table_folder
+from reproduce.pages import write_pages
+from reproduce.table_file import is_table, read_table, table_folder
 
 ROOT = Path(__file__).parents[1]
 SMALL = ROOT / "recipes" / "small"

@@ -28,17 +28,17 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.chance import generator
 from coterie.data.files import Document
 from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, split_by_fractions
 from coterie.data.tokens import ClientData, Split, encoded, tokenise
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
-from coterie.exchange import State
+from coterie.evaluation.evaluate import Score, evaluate
 from coterie.files import write_bytes, write_folder
-from coterie.scoring.evaluation import Score, evaluate
-from coterie.training.loss import language_model_loss
+from coterie.losses import language_model_loss
+from coterie.messages import State
+from coterie.seeding import generator
 
 END = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space

@@ -16,17 +16,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
+from coterie.analysis.floor import at_floor
+from coterie.analysis.frame import Result, of_clients, scores
+from coterie.analysis.significance import Difference, differences
+from coterie.analysis.tables import Table, shown_of
 from coterie.config import RunConfig
 from coterie.engines.session import Session
+from coterie.evaluation.metrics import Metric
 from coterie.files import write_text
-from coterie.paper_tables import load_table
-from coterie.results.floor import at_floor
-from coterie.results.frame import Result, of_clients, scores
-from coterie.results.significance import Difference, differences
-from coterie.results.tables import Table, shown_of
 from coterie.runs import RunFolder
-from coterie.scoring.metrics import Metric
-from coterie.table_file import TableSpec, read_table, slug, table_folder
+from reproduce.table_file import TableSpec, read_table, slug, table_folder
+from reproduce.tables import load_table
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = Path(__file__).with_name("claims.yaml")

@@ -3,8 +3,8 @@ files there."""
 
 from pathlib import Path
 
-from coterie.report.tables import write_pictures
-from coterie.results.pages import read_result, write_pages
+from reproduce.drawing import write_pictures
+from reproduce.pages import read_result, write_pages
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
 

@@ -15,10 +15,10 @@ from coterie import CoterieError
 from coterie.config import parse
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.evaluation.evaluate import evaluate
 from coterie.methods.contract import Method
 from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import RunFolder, Watch
-from coterie.scoring.evaluation import evaluate
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 
 from coterie.bases import load_tokenizer
 from coterie.config import parse
-from coterie.engines.deployed.site import Site
+from coterie.deployment.site import Site
 from coterie.errors import CoterieError
-from coterie.exchange.envelope import Order
 from coterie.federation import check, client_data, participants_of
+from coterie.messages.envelope import Order
 from coterie.testing.loop import site
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.results.tables import mean
+from coterie.analysis.tables import mean
 from coterie.run_file import load_config
 
 

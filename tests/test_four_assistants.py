@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import coterie
+from coterie.analysis.tables import mean
 from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
-from coterie.results.tables import mean
+from coterie.inference.speaking import Manner
 from coterie.run_file import load_config
-from coterie.scoring.speaking import Manner
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_assistants.py"
 FOLDER = EMBEDDED / "four-assistants"

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from coterie import api
 from coterie.cli import app
 from coterie.config import parse
-from coterie.engines.deployed import server as engine
-from coterie.engines.flower.deploy import logged
+from coterie.deployment import server as engine
+from coterie.deployment.start import logged
 from coterie.errors import CoterieError
 from coterie.files import LogFile
 from coterie.privacy.ledger import Ledger

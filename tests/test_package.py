@@ -34,7 +34,9 @@ PINS = {
     for pin in map(Requirement, (ROOT / "requirements.txt").read_text(encoding="utf-8").split())
 }
 MAY_IMPORT = {
-    "engines/flower/": {"flower", "simulation"},
+    "network/": {"flower", "simulation"},
+    "engines/simulation.py": {"simulation"},
+    "deployment/start.py": {"flower"},
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
     "bases/weights.py": {"quantised"},
@@ -63,7 +65,7 @@ def _imported(path: Path) -> set[str]:
             modules.add(node.module.split(".")[0])
     found = {
         canonicalize_name(DISTRIBUTIONS[module][0])
-        for module in modules - sys.stdlib_module_names - {"coterie"}
+        for module in modules - sys.stdlib_module_names - {"coterie", "reproduce"}
     }
     return {PARTS.get(name, name) for name in found}
 

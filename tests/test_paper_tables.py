@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-import coterie
 from coterie import CoterieError
+from coterie.analysis.experiments import MEAN
 from coterie.config import parse
 from coterie.engines.local import LocalRun
-from coterie.paper_tables import load_table
-from coterie.results.experiments import MEAN
 from coterie.runs import RunFolder, Watch
-from coterie.table_file import is_table, merged, slug, table_folder
+from reproduce.table_file import is_table, merged, slug, table_folder
+from reproduce.tables import compare_table, load_table
 
 Make = Callable[..., Path]
 
@@ -214,10 +213,10 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     out, said = tmp_path / "out", []
     path = table()
     with pytest.raises(KeyboardInterrupt):
-        coterie.compare_table(path, out=out, watch=StopAtFedAvg)
+        compare_table(path, out=out, watch=StopAtFedAvg)
     begun = json.loads((out / "table.json").read_text())["columns"]
     assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
-    shown = coterie.compare_table(path, out=out, seeds=2, report=said.append)
+    shown = compare_table(path, out=out, seeds=2, report=said.append)
     assert said[0] == "Run 1 of 12: pretrained-seed0 (already finished)"
     assert said[11] == "Run 12 of 12: centralized-seed1"
     rows = ["pretrained", "low-rank", "centralized"]
@@ -227,7 +226,7 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     cell = parse(values(rounds=1, method="pretrained"))
     folder = RunFolder(out / "all-three" / f"pretrained-seed0-{cell.digest()}")
     assert folder.result is not None
-    coterie.compare_table(path, out=out, seeds=2)
+    compare_table(path, out=out, seeds=2)
     assert len(counted) == len([*runs[:2], *runs[1:], *runs])
     columns = shown.summary()["columns"]
     ours = columns[0]["rows"][0]
@@ -249,16 +248,16 @@ class StopAtFedAvg(Watch):
 def test_what_cannot_run_is_refused_before_anything_is(table, tmp_path, counted) -> None:
     rows = [{"method": "pretrained"}, {"method": {"name": "fedavg", "mlp": {"rank": {"zed": 3}}}}]
     with pytest.raises(CoterieError, match=r"In column 'All Three', row 'fedavg': "):
-        coterie.compare_table(table(rows=rows), out=tmp_path / "out")
+        compare_table(table(rows=rows), out=tmp_path / "out")
     assert counted == []
 
 
 @pytest.mark.slow
 def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
     rows = [{"method": "fedavg"}]
-    own = coterie.compare_table(table(rows=rows), out=tmp_path / "out").summary()
+    own = compare_table(table(rows=rows), out=tmp_path / "out").summary()
     path = table(rows=rows, point="trained")
-    trained = coterie.compare_table(path, out=tmp_path / "out").summary()
+    trained = compare_table(path, out=tmp_path / "out").summary()
     row, other = own["columns"][0]["rows"][0], trained["columns"][0]["rows"][0]
     assert row["perplexity"] == pytest.approx(row["aggregated"])
     assert other["perplexity"] == pytest.approx(row["trained"])
@@ -271,7 +270,7 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
     ]
     path = table(rows=rows, figure={"kind": "curves"})
     every = ["evaluation.every=1", "rounds=2"]
-    shown = coterie.compare_table(path, settings=every, columns=["two"], out=tmp_path / "out")
+    shown = compare_table(path, settings=every, columns=["two"], out=tmp_path / "out")
     assert counted == ["averaged-seed0"]
     averaged, tuned = shown.summary()["columns"][0]["rows"]
     for row in (averaged, tuned):  # of each row the scores at its own point
@@ -283,9 +282,7 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
     assert tuned["perplexity"] == tuned["trained"] != averaged["perplexity"]
     # Of a finished table, differences from another row are told without running anything.
     for against in ("Averaged", "Tuned"):
-        coterie.compare_table(
-            path, settings=every, columns=["two"], out=tmp_path / "out", against=against
-        )
+        compare_table(path, settings=every, columns=["two"], out=tmp_path / "out", against=against)
         page = (tmp_path / "out" / "table.md").read_text()
         assert f"| method | less {against} | 95 % interval | p |" in page
     assert counted == ["averaged-seed0"]
@@ -294,13 +291,13 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     rows = [{"method": "pretrained", "paper": [9, None], "paper_std": [0.5, None]}]
     path = table(rows=rows, shows="accuracy", regimes={"two": {"seed": 2}}, against="pretrained")
-    shown = coterie.compare_table(path, regime="two", out=tmp_path / "out").summary()
+    shown = compare_table(path, regime="two", out=tmp_path / "out").summary()
     assert [column["metric"] for column in shown["columns"]] == ["perplexity"] * 2
     assert [column["rows"][0]["paper_std"] for column in shown["columns"]] == [0.5, None]
     assert shown["command"] == f"coterie compare {path} --regime two"
     assert [path.name[:13] for path in (tmp_path / "out" / "two").iterdir()] == ["pretrained-se"]
     with pytest.raises(CoterieError, match=rf"holds the table {path.stem}-two; choose another"):
-        coterie.compare_table(path, out=tmp_path / "out")
+        compare_table(path, out=tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -311,7 +308,7 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
         tmp_path / "o",
     )
     said: list[str] = []
-    shown = coterie.compare_table(path, columns=["two"], out=out, report=said.append)
+    shown = compare_table(path, columns=["two"], out=out, report=said.append)
     assert counted == ["local-trial1", "local-trial2", "local-seed0", "pretrained-seed0"]
     assert said[-1] == "Run 4 of 4: pretrained-seed0"
     local, pretrained = shown.summary()["columns"][0]["rows"]
@@ -322,7 +319,7 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
     assert "training.learning_rate: the best of 2 trials" in (out / "table.md").read_text()
     # Other values are tried in place of the file's; those that were tried before are found again.
     tune["training.learning_rate"] = [0.01, 0.02]
-    more = coterie.compare_table(path, columns=["two"], out=out, tune=tune, against="local")
+    more = compare_table(path, columns=["two"], out=out, tune=tune, against="local")
     assert counted[4] == "local-trial2"
     command = more.summary()["command"]
     assert "--tune training.learning_rate=0.01,0.02 --columns two --against local" in command
@@ -344,7 +341,7 @@ def test_what_a_table_cannot_be_tuned_by_is_told_with_its_column(table) -> None:
 @pytest.mark.slow
 def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) -> None:
     rows = [{"method": "hetlora", "tune": {"method.gamma": [0.5, 0.9]}}, {"method": "local"}]
-    shown = coterie.compare_table(table(rows=rows), columns=["two"], out=tmp_path / "out")
+    shown = compare_table(table(rows=rows), columns=["two"], out=tmp_path / "out")
     assert counted == ["hetlora-trial1", "hetlora-trial2", "hetlora-seed0", "local-seed0"]
     hetlora, local = shown.summary()["columns"][0]["rows"]
     assert hetlora["tuned"]["settings"].keys() == {"method.gamma"}
@@ -359,7 +356,7 @@ def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
 
 
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
-    shown = coterie.compare_table(table(shows="jaccard", rows=[]), out=tmp_path / "out")
+    shown = compare_table(table(shows="jaccard", rows=[]), out=tmp_path / "out")
     columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
     assert columns == shown.summary()["columns"]
     assert columns["two"].keys() == {"diarist", "poet"}
@@ -370,7 +367,7 @@ def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
 
 def test_tokens_are_counted_without_rows_or_runs(table, tmp_path) -> None:
     path = table(shows="tokens", rows=[])
-    shown = coterie.compare_table(path, settings=["data.limits.train=90"], out=tmp_path / "out")
+    shown = compare_table(path, settings=["data.limits.train=90"], out=tmp_path / "out")
     columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
     assert columns == shown.summary()["columns"]
     assert columns["two"].keys() == {"diarist", "poet"}
@@ -382,7 +379,7 @@ def test_tokens_are_counted_without_rows_or_runs(table, tmp_path) -> None:
 def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
     rows = [{"method": "local"}, {"method": {"name": "pcl-2", "warmup": 2, "every": 1}}]
     path = table(shows="messages", rows=rows)
-    shown = coterie.compare_table(path, settings=["rounds=3"], out=tmp_path / "out")
+    shown = compare_table(path, settings=["rounds=3"], out=tmp_path / "out")
     assert shown.summary()["columns"]["two"].keys() == {"local", "pcl-2"}
     assert "| pcl-2 | up | update |" in (tmp_path / "out" / "table.md").read_text()
 

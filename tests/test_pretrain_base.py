@@ -16,7 +16,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from coterie.bases import load_base
-from coterie.chance import generator
+from coterie.seeding import generator
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_base.py"
 STEPS = 5

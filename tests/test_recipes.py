@@ -12,9 +12,9 @@ from coterie.data.templates import holds
 from coterie.federation import check, participants_of
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
-from coterie.paper_tables import load_table
 from coterie.run_file import load_config
-from coterie.table_file import is_table
+from reproduce.table_file import is_table
+from reproduce.tables import load_table
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.results.pages import page_name, pages, table_file
-from coterie.table_file import is_table
+from reproduce.pages import page_name, pages, table_file
+from reproduce.table_file import is_table
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "results"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.runs import RunFolder
-from coterie.scoring.metrics import ACCURACY, PERPLEXITY
-from coterie.table_file import read_table
+from reproduce.table_file import read_table
 from tests.written_runs import DESCRIPTION
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coterie.exchange.formats import stamp
+from coterie.messages.formats import stamp
 
 Written = Callable[..., Path]
 CONFIG: dict[str, Any] = {

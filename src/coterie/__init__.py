@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
     from coterie.methods.plugins import load_plugin
     from coterie.methods.registry import register
-    from coterie.paper_tables import compare_table
     from coterie.run_file import load_config
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
@@ -31,7 +30,6 @@ __all__ = [
     "Run",
     "RunConfig",
     "compare",
-    "compare_table",
     "load",
     "load_config",
     "load_plugin",
@@ -45,7 +43,6 @@ _HOMES = {
     "CoterieError": "errors",
     "Method": "methods.contract",
     "RunConfig": "config",
-    "compare_table": "paper_tables",
     "load_config": "run_file",
     "load_plugin": "methods.plugins",
     "register": "methods.registry",

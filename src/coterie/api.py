@@ -7,18 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from coterie.analysis import Comparison, Table, run_table
+from coterie.analysis.cells import Cells
+from coterie.analysis.comparison import check_against
+from coterie.analysis.gains import gains
+from coterie.analysis.tuning import Tuner
 from coterie.config import RunConfig, parse
-from coterie.engines.cells import Cells
-from coterie.engines.finished import load, model_of, recorded, tokenizer
 from coterie.engines.floor import floor_in
 from coterie.engines.session import Engine, Session
-from coterie.engines.tuning import Tuner
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
+from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
-from coterie.results import Comparison, Table, run_table
-from coterie.results.comparison import check_against
-from coterie.results.gains import gains
 from coterie.run_file import load_config
 from coterie.runs import RunFolder, Watch
 

@@ -8,7 +8,7 @@ import torch
 from coterie.aggregation.bounds import bounds_of, figures, measured, scaled
 from coterie.aggregation.mean import TOKENS, Aggregation
 from coterie.aggregation.spec import AggregationSpec
-from coterie.exchange import Field, Groups, Message, Schema
+from coterie.messages import Field, Groups, Message, Schema
 
 CHANCE = torch.Generator().manual_seed(0)
 START: Groups = {"adapter": {"A": torch.randn(8, 64, generator=CHANCE), "B": torch.zeros(64, 8)}}

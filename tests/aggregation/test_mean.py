@@ -14,7 +14,7 @@ from torch import Tensor
 from coterie.aggregation.low_rank import PaddedMean
 from coterie.aggregation.mean import Aggregation, Contribution, weighted_mean
 from coterie.aggregation.spec import AggregationSpec
-from coterie.exchange import Field, Groups, Message, MessageError, Schema
+from coterie.messages import Field, Groups, Message, MessageError, Schema
 
 SCHEMA = Schema(
     hello=(Field("shapes", "shapes", "json"),),

@@ -15,11 +15,11 @@ from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.config import parse
-from coterie.engines.deployed import server as engine
+from coterie.deployment import server as engine
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Field, Message, Schema, State
-from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.messages import Field, Message, Schema, State
+from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch

@@ -17,7 +17,7 @@ from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.examples import Examples, Instruction, examples, split
 from coterie.data.tokens import bare_encoder
-from coterie.exchange import MessageError
+from coterie.messages import MessageError
 from coterie.methods.fedmkt import KNOWLEDGE
 
 VOCABULARY, TOP = 50, 2

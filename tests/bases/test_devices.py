@@ -14,9 +14,9 @@ from coterie.bases import load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
 from coterie.config import parse
 from coterie.data.batch import Batch
-from coterie.engines.finished import recorded
+from coterie.inference.finished import recorded
+from coterie.losses import language_model_loss, logits_in_pieces, token_losses
 from coterie.runs import RunFolder
-from coterie.training.loss import language_model_loss, logits_in_pieces, token_losses
 
 CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}
 IDS = torch.arange(3, 67).view(2, 32)

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 import coterie
+from coterie.analysis.base import base_table
 from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton
 from coterie.cli import app
 from coterie.errors import CoterieError
-from coterie.report.base import base_table
 
 Tensors = dict[str, torch.Tensor]
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 12345\n"

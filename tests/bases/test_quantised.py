@@ -12,9 +12,9 @@ from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, BaseSpec, load_base, load_skeleton
 from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
+from coterie.losses import language_model_loss
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy
-from coterie.training.loss import language_model_loss
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 FORMATS = ("int8", "nf4")

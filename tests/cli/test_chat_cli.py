@@ -14,10 +14,10 @@ from rich.console import Console
 import coterie.cli
 from coterie.cli import talk, terminal
 from coterie.data.chat import Conversation, Turn, chat_template
-from coterie.engines.finished import Loader, recorded
+from coterie.inference.finished import Loader, recorded
+from coterie.inference.speaking import Manner, Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
-from coterie.scoring.speaking import Manner, Speaker
 
 HOW = ["--tokens", 6, "--temperature", 0]
 

@@ -14,12 +14,13 @@ from coterie.cli import app
 from coterie.config import parse
 
 pytest.importorskip("flwr", reason="Flower is not installed")
-from coterie.engines.flower import certificates, fleet
-from coterie.engines.flower.keys import Keys
+from coterie.analysis import trial
 from coterie.errors import CoterieError
-from coterie.exchange.envelope import Order
-from coterie.exchange.formats import PROTOCOL
-from coterie.results import trial
+from coterie.messages.envelope import Order
+from coterie.messages.formats import PROTOCOL
+from coterie.network import certificates
+from coterie.network.flower import fleet
+from coterie.network.keys import Keys
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from coterie.run_file import load_deployment, load_with_any_text
 from coterie.testing.loop import deploy
 
 pytest.importorskip("flwr", reason="Flower is not installed")
-from coterie.engines.flower.keys import Keys
+from coterie.network.keys import Keys
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
 
 def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
     for name in list(sys.modules):
-        if name.startswith(("coterie.engines.flower", "flwr")):
+        if name.startswith(("coterie.network.flower", "flwr")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
     said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)

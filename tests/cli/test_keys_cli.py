@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("cryptography")
 from coterie.cli.keys import app
-from coterie.engines.flower.keys import Keys, Kit
 from coterie.errors import CoterieError
+from coterie.network.keys import Keys, Kit
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
 
 @pytest.mark.parametrize("arguments", [["init"], ["list"], ["add", "anna"]])
 def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "coterie.engines.flower.keys")
+    monkeypatch.delitem(sys.modules, "coterie.network.keys")
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert command(*arguments).refusal == (
         "Deployment needs cryptography; install the extra: pip install 'coterie[flower]'."

@@ -19,8 +19,8 @@ from coterie.data.parts import PartEncoder
 from coterie.data.preferences import Preference
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
-from coterie.scoring import generation
-from coterie.scoring.answers import with_choices
+from coterie.evaluation import generation
+from coterie.evaluation.answers import with_choices
 
 WIDE = 10**6
 ROUNDS = [

@@ -10,13 +10,13 @@ from questions import SHORT, data_of, rows, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.chance import generator
 from coterie.data.examples import Examples, Instruction
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, pooled, tokenise
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
+from coterie.seeding import generator
 
 SAMPLES = [
     Instruction("Name a colour", "blue"),

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.chance import generator
 from coterie.data.tokens import Tokens
 from coterie.data.windows import evaluation_windows, even_windows, sample_batch
+from coterie.seeding import generator
 
 CONTEXT = 99_999
 

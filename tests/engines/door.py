@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from coterie.engines.flower.door import Door, Settings
-from coterie.engines.flower.keys import Keys, Kit
+from coterie.network.door import Door, Settings
+from coterie.network.keys import Keys, Kit
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import psutil
 import yaml
 from door import free_port
 
-from coterie.engines.flower.door_process import die_with_parent
-from coterie.engines.flower.keys import Keys
+from coterie.network.door_process import die_with_parent
+from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 
 T = TypeVar("T")
@@ -303,9 +303,9 @@ def taped(folder: Path) -> None:
     nothing yet, and says so by a file FOLDER/held.
     """
     from coterie.cli import main
-    from coterie.engines.deployed.client import Worker
-    from coterie.engines.flower.link import FlowerLink
-    from coterie.engines.part import ClientPart
+    from coterie.deployment.client import Worker
+    from coterie.engines.runtime import ClientPart
+    from coterie.network.flower.link import FlowerLink
 
     def note(data: bytes) -> None:
         # A client whose disk is said to be full has no tape either.

@@ -10,8 +10,8 @@ from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
 from coterie.aggregation.mean import TOKENS
 from coterie.config import RunConfig
-from coterie.exchange import Message
-from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.messages import Message
+from coterie.messages.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, workers
 
@@ -96,7 +96,7 @@ def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
 def test_a_client_whose_every_upload_is_wrong_is_left_out(
     method, fault, values, teachers, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("coterie.engines.deployed.server.RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.server.RETRY", 0.0)
     changes: dict[str, Any] = {"deployment": {"deadline": 60}}
     if fault == "tokens":
         changes["aggregation"] = {"weights": "tokens"}

@@ -15,14 +15,14 @@ from coterie.config import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.texts import client_texts
 from coterie.data.tokens import Split, encoded, tokenise, whole_text
-from coterie.engines.deployed.server import ServerRun, ServerWatch
+from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.evaluation.evaluate import evaluate
 from coterie.federation import EVERYONE, gathered, served
 from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import RunFolder, Watch, describe
-from coterie.scoring.evaluation import evaluate
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 NAMES = ("diarist", "poet", "whaler")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coterie.engines.beside import find_beside
 from coterie.errors import CoterieError
+from coterie.inference.beside import find_beside
 from coterie.runs import RunFolder
 
 

@@ -11,8 +11,8 @@ from kept_runs import HIGH
 
 import coterie
 from coterie.config import RunConfig
-from coterie.engines import parts
-from coterie.engines.part import ClientPart
+from coterie.engines import clients as parts
+from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session
 from coterie.errors import Diverged
 from coterie.runs import RunFolder, Watch

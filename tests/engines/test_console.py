@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from coterie.engines.deployed.console import Board, ClientBoard
-from coterie.engines.deployed.server import Seat
-from coterie.exchange import Field, Schema
+from coterie.cli.console import Board, ClientBoard
+from coterie.deployment.server import Seat
+from coterie.messages import Field, Schema
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.engines.deployed.client import Worker
+from coterie.deployment.client import Worker
 from coterie.runs import Watch
 from coterie.testing.loop import Loop, server, site
 

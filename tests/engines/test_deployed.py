@@ -17,12 +17,12 @@ from every_method import some
 
 import coterie
 from coterie.config import parse
-from coterie.engines.deployed import server as engine
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.server import ServerWatch
+from coterie.deployment import server as engine
+from coterie.deployment.client import Worker
+from coterie.deployment.server import ServerWatch
 from coterie.errors import CoterieError
-from coterie.exchange import Message
-from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.messages import Message
+from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
 
@@ -361,7 +361,7 @@ def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path
 
 
 def test_the_base_is_loaded_once(run, tmp_path, monkeypatch) -> None:
-    import coterie.engines.deployed.client as module
+    import coterie.deployment.client as module
 
     loads = Counter[str]()
     load = module.load_base

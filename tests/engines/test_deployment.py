@@ -18,11 +18,11 @@ import pytest
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import parse
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.site import Site
-from coterie.engines.flower.keys import Keys
-from coterie.exchange import MessageError
-from coterie.exchange.envelope import TOLD, Order, unseal
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.messages import MessageError
+from coterie.messages.envelope import TOLD, Order, unseal
+from coterie.network.keys import Keys
 from coterie.run_file import load_config
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat

@@ -8,11 +8,11 @@ import torch
 from every_method import FEW, METHODS, run_of
 
 import coterie
-from coterie.engines.deployed import server as engine
-from coterie.engines.part import AT_THE_END
+from coterie.deployment import server as engine
+from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
-from coterie.exchange import Message
-from coterie.exchange.envelope import TOLD
+from coterie.messages import Message
+from coterie.messages.envelope import TOLD
 from coterie.methods import plugins, registry
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.distillation import Distiller

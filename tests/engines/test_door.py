@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra flower is not installed")
 from door import Entrance, entrance
 
-from coterie.engines.flower.keys import Keys, Kit
+from coterie.network.keys import Keys, Kit
 
 LARGEST = 40_000_000
 CALLS = (

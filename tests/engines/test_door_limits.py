@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra flower is not installed")
 from door import Entrance, entrance
 
-from coterie.engines.flower import certificates
-from coterie.engines.flower import door as module
-from coterie.engines.flower.keys import Keys, Kit
+from coterie.network import certificates
+from coterie.network import door as module
+from coterie.network.keys import Keys, Kit
 
 LARGEST = 40_000_000
 

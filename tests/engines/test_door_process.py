@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the extra flower is not installed")
 
-from coterie.engines.flower.door import Settings
-from coterie.engines.flower.door_process import DoorProcess, listen
-from coterie.engines.flower.keys import Keys, Kit
 from coterie.errors import CoterieError
+from coterie.network.door import Settings
+from coterie.network.door_process import DoorProcess, listen
+from coterie.network.keys import Keys, Kit
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_it_ends_with_its_block(settings: Settings, tmp_path: Path) -> None:
 def test_it_ends_when_its_parent_is_killed(settings: Settings) -> None:
     program = (
         "import sys, time; from dataclasses import *; "
-        "from coterie.engines.flower.door_process import DoorProcess, Settings\n"
+        "from coterie.network.door_process import DoorProcess, Settings\n"
         f"with DoorProcess('127.0.0.1:0', {settings!r}) as door:\n"
         "    print(door.process.pid, flush=True); time.sleep(600)"
     )

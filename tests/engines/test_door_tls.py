@@ -22,9 +22,9 @@ from cryptography.x509.oid import NameOID
 from door import Entrance, entrance
 from test_door_limits import handshake, turned_away, wait
 
-from coterie.engines.flower import door as module
-from coterie.engines.flower.certificates import client_certificate, pem
-from coterie.engines.flower.keys import Kit
+from coterie.network import door as module
+from coterie.network.certificates import client_certificate, pem
+from coterie.network.keys import Kit
 
 Private = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
 NOW, DAY = datetime.now(UTC), timedelta(days=1)

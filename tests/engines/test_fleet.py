@@ -19,11 +19,12 @@ pytest.importorskip("flwr", reason="the extra flower is not installed")
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesResponse
 from flwr.proto.node_pb2 import Node
 
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.site import Site
-from coterie.engines.flower import certificates, fleet
-from coterie.engines.flower import keys as keys_module
-from coterie.engines.flower.keys import Keys, Kit
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.network import certificates
+from coterie.network import keys as keys_module
+from coterie.network.flower import fleet
+from coterie.network.keys import Keys, Kit
 
 Answer = tuple[int, dict[str, str], bytes]
 

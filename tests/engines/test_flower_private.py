@@ -18,8 +18,9 @@ from typing import Any, NoReturn, get_type_hints
 
 import pytest
 
-from coterie.engines.flower import FLOWER, door, imports_for
 from coterie.errors import CoterieError
+from coterie.network import door
+from coterie.network.flower import FLOWER, imports_for
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 import httpx
@@ -28,8 +29,8 @@ from flwr.app import Message, RecordDict
 from google.protobuf.message import Message as Protobuf
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "src/coterie/engines/flower"
-PRIVATE = "coterie.engines.flower.private"
+FOLDER = ROOT / "src/coterie/network/flower"
+PRIVATE = "coterie.network.flower.private"
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
 TREES = {path.name: ast.parse(path.read_text()) for path in sorted(FOLDER.glob("*.py"))}
 
@@ -123,7 +124,7 @@ def find(name: str) -> Any:
         if find_spec("ray") is None:
             pytest.skip("Ray is not installed")
         with suppress(ImportError):  # which sets what Ray reads when it is imported
-            import_module("coterie.engines.flower.simulation")
+            import_module("coterie.engines.simulation")
     try:
         return getattr(import_module(module), original)
     except ImportError as error:
@@ -255,7 +256,7 @@ def test_a_message_there_and_back(monkeypatch) -> None:
     metadata = Message(RecordDict(), 1, "train").metadata
     if (metadata.src_task_id, metadata.run_id, metadata.src_node_id) != (7, 8, 9):
         fail("TaskIdentity", "is not what Flower puts into messages any more")
-    parcel = import_module("coterie.engines.flower.parcel")
+    parcel = import_module("coterie.network.flower.parcel")
     proto, tree, objects = parcel.prepare(Message(parcel.content(b"data"), 1, "train"))
     stored = {number: one.deflate() for number, one in objects.items()}
     confirmed: list[str] = []

@@ -9,12 +9,12 @@ import pytest
 from hostile import replace_one
 
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.site import Site
-from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.deployment.terms import agreed_in, asked_by, differences, in_words
 from coterie.errors import CoterieError
-from coterie.exchange.envelope import TOLD, Order, Reply, unseal
-from coterie.exchange.formats import PROTOCOL
+from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.formats import PROTOCOL
 from coterie.testing.loop import RUN
 
 METHODS = ("comigs-1g1s", "pcl-2", "fedamole", "fedmkt", "flexlora", "local")

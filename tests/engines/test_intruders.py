@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from coterie.bases import EMBEDDED
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.site import Site
-from coterie.exchange import Message
-from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.messages import Message
+from coterie.messages.envelope import Order, Reply, seal, unseal
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 from flwr.app import Message as FlowerMessage
@@ -39,9 +39,9 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
 from sites import Deployment
 
-from coterie.engines.flower import fleet
-from coterie.engines.flower.keys import Keys, Kit
-from coterie.engines.flower.parcel import content, prepare
+from coterie.network.flower import fleet
+from coterie.network.flower.parcel import content, prepare
+from coterie.network.keys import Keys, Kit
 
 pytestmark = pytest.mark.slow
 MiB = 2**20

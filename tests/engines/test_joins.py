@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from coterie.engines.deployed import joins
-from coterie.engines.deployed import server as engine
-from coterie.engines.deployed.joins import Joins
-from coterie.exchange import Message, MessageError
-from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.deployment import joins
+from coterie.deployment import server as engine
+from coterie.deployment.joins import Joins
+from coterie.messages import Message, MessageError
+from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
 from coterie.testing.loop import deploy, folder
 

@@ -14,7 +14,7 @@ import coterie
 from coterie.cli import terminal
 from coterie.config import RunConfig
 from coterie.data.tokens import Tokens
-from coterie.engines import part
+from coterie.engines import runtime as part
 from coterie.engines.session import Session
 from coterie.methods.pretrained import bare
 from coterie.runs import JUMPED, RunFolder, Watch, folder

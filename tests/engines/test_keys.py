@@ -17,10 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coterie.engines.flower import certificates
-from coterie.engines.flower import keys as keys_module
-from coterie.engines.flower.keys import Keys, Kit
 from coterie.errors import CoterieError
+from coterie.network import certificates
+from coterie.network import keys as keys_module
+from coterie.network.keys import Keys, Kit
 
 SPKI = serialization.PublicFormat.SubjectPublicKeyInfo
 
@@ -373,7 +373,7 @@ def test_a_server_goes_on_with_the_keys_it_knows_while_a_file_cannot_be_read(
     keys, tmp_path, caplog
 ) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed")
-    from coterie.engines.flower.link import FlowerLink
+    from coterie.network.flower.link import FlowerLink
 
     link = FlowerLink.__new__(FlowerLink)
     link.superlink = Mock(keys=keys)

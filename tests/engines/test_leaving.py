@@ -18,11 +18,11 @@ from sites import Deployment
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.cli import app
-from coterie.engines.deployed.forgetting import Forgotten, forget
-from coterie.engines.deployed.server import ServerWatch
+from coterie.deployment.forgetting import Forgotten, forget
+from coterie.deployment.server import ServerWatch
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError
-from coterie.exchange.envelope import Reply, unseal
+from coterie.messages import Message, MessageError
+from coterie.messages.envelope import Reply, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
 from coterie.testing.rounds import joined

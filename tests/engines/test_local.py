@@ -15,10 +15,10 @@ import coterie
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import load_skeleton
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
+from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchange import State
+from coterie.messages import State
 from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_equal
@@ -114,7 +114,7 @@ from pathlib import Path
 import torch
 from coterie.bases import load_base
 from coterie.run_file import load_config
-from coterie.exchange import State
+from coterie.messages import State
 from coterie.methods.contract import ServerContext
 from coterie.federation import Participant, client_context, client_data
 

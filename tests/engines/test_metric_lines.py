@@ -9,11 +9,11 @@ import pytest
 from every_method import some
 
 import coterie
-from coterie.engines.deployed import server as engine
-from coterie.engines.part import CHANGE, ClientPart
+from coterie.deployment import server as engine
+from coterie.engines.runtime import CHANGE, ClientPart
 from coterie.errors import CoterieError
-from coterie.exchange import Message, State
-from coterie.exchange.envelope import Reply, seal, unseal
+from coterie.messages import Message, State
+from coterie.messages.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_as_local, deploy, folder, server, workers
 

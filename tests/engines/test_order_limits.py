@@ -7,11 +7,11 @@ import pytest
 from test_rounds_opened_again import Recorded
 from test_terms import asked, order
 
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.costs import MOST_DISK, in_words, too_costly
-from coterie.engines.deployed.orders import NEW_RUNS, TIMES, UNFINISHED
-from coterie.exchange import Message
-from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.deployment.client import Worker
+from coterie.deployment.costs import MOST_DISK, in_words, too_costly
+from coterie.deployment.orders import NEW_RUNS, TIMES, UNFINISHED
+from coterie.messages import Message
+from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.testing.loop import server, site, workers
 
 

@@ -8,8 +8,8 @@ from kept_runs import HIGH, files, naive_loss, trained
 
 import coterie
 from coterie.config import RunConfig
-from coterie.engines.deployed import server as engine
-from coterie.exchange.envelope import Entry, Reply, unseal
+from coterie.deployment import server as engine
+from coterie.messages.envelope import Entry, Reply, unseal
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop

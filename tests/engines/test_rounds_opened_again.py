@@ -1,8 +1,8 @@
 """A round that a server opens again with another download, after it was killed or lost a client."""
 
-from coterie.engines.deployed.client import Worker
-from coterie.exchange import Message
-from coterie.exchange.envelope import Order, seal, unseal
+from coterie.deployment.client import Worker
+from coterie.messages import Message
+from coterie.messages.envelope import Order, seal, unseal
 from coterie.testing.loop import Loop, assert_equal, folder, server, site, workers
 
 

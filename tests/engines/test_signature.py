@@ -10,10 +10,11 @@ pytest.importorskip("flwr", reason="the extra flower is not installed")
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from coterie.engines.flower import certificates, fleet
-from coterie.engines.flower.keys import Keys, Kit
-from coterie.engines.flower.signature import SIZES, signed, verified
-from coterie.exchange import MessageError
+from coterie.messages import MessageError
+from coterie.network import certificates
+from coterie.network.flower import fleet
+from coterie.network.keys import Keys, Kit
+from coterie.network.signature import SIZES, signed, verified
 
 ORDER = b"an order" * 100
 

@@ -174,7 +174,7 @@ def test_an_actor_that_dies_ends_the_run_with_a_sentence(config, local, tmp_path
 
 
 def test_without_the_extra_it_says_what_to_install(config, tmp_path, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "coterie.engines.flower.simulation", raising=False)
+    monkeypatch.delitem(sys.modules, "coterie.engines.simulation", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CoterieError) as error:
         coterie.run(config(), out=tmp_path / "run", engine=SIMULATION)

@@ -10,15 +10,15 @@ import yaml
 
 from coterie.cli import app
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.server import ServerWatch
-from coterie.engines.deployed.site import Site
-from coterie.engines.deployed.terms import agreed_in, asked_by, differences, in_words
+from coterie.deployment.client import Worker
+from coterie.deployment.server import ServerWatch
+from coterie.deployment.site import Site
+from coterie.deployment.terms import agreed_in, asked_by, differences, in_words
 from coterie.errors import CoterieError
-from coterie.exchange import MessageError
-from coterie.exchange.envelope import TOLD, Order, Reply, unseal
-from coterie.exchange.envelope import seal as sealed
 from coterie.federation import public_digest
+from coterie.messages import MessageError
+from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.envelope import seal as sealed
 from coterie.run_file import load_agreed
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
@@ -253,7 +253,7 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
     from typer.testing import CliRunner
 
     pytest.importorskip("flwr", reason="Flower is not installed")
-    from coterie.engines.flower.keys import Keys
+    from coterie.network.keys import Keys
 
     Keys.create(tmp_path / "keys").add("poet", tmp_path / "poet.key")
     text = str(texts / "poet.txt")

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie import CoterieError
+from coterie.analysis.tuning import Tuner
 from coterie.cli import app
-from coterie.engines import part
+from coterie.engines import runtime as part
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.engines.tuning import Tuner
 from coterie.methods.contract import Method
 from coterie.runs import RunFolder, Watch
 

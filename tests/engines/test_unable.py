@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.engines.deployed import server as engine
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.server import ServerWatch
-from coterie.engines.deployed.site import Site
-from coterie.exchange.envelope import TOLD
+from coterie.deployment import server as engine
+from coterie.deployment.client import Worker
+from coterie.deployment.server import ServerWatch
+from coterie.deployment.site import Site
+from coterie.messages.envelope import TOLD
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, site, workers
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import coterie
 from coterie.aggregation.mean import Aggregation
-from coterie.engines.deployed import server as engine
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.server import ServerWatch
-from coterie.engines.deployed.uploads import Uploads
-from coterie.exchange import Message, formats
-from coterie.exchange.envelope import TOLD, Reply, seal, unseal
-from coterie.exchange.formats import PROTOCOL
+from coterie.deployment import server as engine
+from coterie.deployment.client import Worker
+from coterie.deployment.server import ServerWatch
+from coterie.deployment.uploads import Uploads
+from coterie.messages import Message, formats
+from coterie.messages.envelope import TOLD, Reply, seal, unseal
+from coterie.messages.formats import PROTOCOL
 from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, assert_as_local, deploy, flat, server, workers
@@ -214,7 +214,7 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
 
 
 def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("coterie.engines.deployed.orders.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("coterie.deployment.orders.PROTOCOL", PROTOCOL + 1)
     run, notes, told = weighted(config), Notes(), []
     loop = Loop(workers(run, tmp_path), events={5: kill})
     for worker in loop.workers.values():

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
-from coterie.chance import generator
 from coterie.data.examples import Examples, Instruction, examples
 from coterie.data.tokens import ClientData, bare_encoder
 from coterie.errors import CoterieError
+from coterie.losses import language_model_loss, soft_target_loss
 from coterie.methods.contract import ClientContext
 from coterie.methods.distillation import NOBODY, Distiller
 from coterie.methods.fedmkt import FedMKT
-from coterie.training.loss import language_model_loss, soft_target_loss
+from coterie.seeding import generator
 from coterie.training.schedule import learning_rate
 from coterie.training.spec import TrainingSpec
 

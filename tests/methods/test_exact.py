@@ -12,7 +12,7 @@ import coterie
 from coterie.adapters import detach, pairs_of
 from coterie.bases import Base
 from coterie.engines.local import LocalRun
-from coterie.exchange import Message, MessageError
+from coterie.messages import Message, MessageError
 from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder
 from coterie.testing.rounds import close, down, joined, step

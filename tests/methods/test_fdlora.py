@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.chance import generator
 from coterie.errors import CoterieError
-from coterie.exchange import Message, State
+from coterie.losses import language_model_loss
+from coterie.messages import Message, State
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedit import FedIT
+from coterie.seeding import generator
 from coterie.testing.loop import flat
 from coterie.testing.rounds import close, down, joined, one_round, step, take
-from coterie.training.loss import language_model_loss
 
 
 def sides(run, method) -> Any:

@@ -14,9 +14,9 @@ from coterie.aggregation.assignment import assign_all
 from coterie.config import parse
 from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
+from coterie.engines.runtime import contribution
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError
+from coterie.messages import Message, MessageError
 from coterie.methods.contract import Setting
 from coterie.methods.fedamole import FedAMoLEClient
 from coterie.methods.registry import method_from

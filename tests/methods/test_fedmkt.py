@@ -17,7 +17,7 @@ from coterie.bases import load_tokenizer
 from coterie.data.examples import Examples
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError, Tensors
+from coterie.messages import Message, MessageError, Tensors
 from coterie.methods.fedmkt import FedMKTClient, FedMKTServer, _read, _spelt
 from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined, one_round, step

@@ -14,9 +14,9 @@ from hostile import NAMES, replace_one
 from torch import Tensor
 
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
+from coterie.engines.runtime import contribution
 from coterie.errors import CoterieError
-from coterie.exchange import Message, State
+from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import close, down, joined, step
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from coterie.analysis.message_sizes import first_exchange, start
 from coterie.engines.session import Session
-from coterie.results.messages import first_exchange, start
 
 
 def test_a_client_with_the_generalist_alone_learns_with_the_others(config) -> None:

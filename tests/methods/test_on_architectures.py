@@ -14,10 +14,10 @@ from coterie.adapters import Part
 from coterie.bases import load_tokenizer
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.losses import language_model_loss
 from coterie.methods.adapter import copied
 from coterie.runs import RunFolder, Watch
 from coterie.testing.rounds import take
-from coterie.training.loss import language_model_loss
 
 TOLD = ("comigs-1g1s", "fedit", "fedamole", "pcl-2")
 SETTINGS = {name: METHODS[name] for name in TOLD} | {

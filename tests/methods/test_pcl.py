@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import coterie
-from coterie.chance import generator
 from coterie.config import parse
 from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.evaluation.evaluate import top_logits
+from coterie.losses import language_model_loss
 from coterie.runs import RunFolder
-from coterie.scoring.evaluation import top_logits
+from coterie.seeding import generator
 from coterie.testing.rounds import down, joined, one_round, take
-from coterie.training.loss import language_model_loss
 
 NAMES = ("diarist", "poet", "whaler")
 

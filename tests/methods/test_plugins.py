@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie import CoterieError
 from coterie.cli import app
-from coterie.engines.deployed.client import Worker
+from coterie.deployment.client import Worker
 from coterie.methods import plugins, registry
 from coterie.methods.plugins import load_plugin, plugin_of, version_of
 from coterie.runs import RunFolder

@@ -11,11 +11,11 @@ from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.errors import CoterieError
+from coterie.losses import language_model_loss, token_losses
 from coterie.methods.contract import ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
 from coterie.testing.rounds import down, joined, one_round, step
-from coterie.training.loss import language_model_loss, token_losses
 
 METHODS = {
     "text": FedPrompt(virtual_tokens=5),

@@ -15,10 +15,10 @@ from torch import Tensor
 import coterie
 from coterie.adapters import pairs_of
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
+from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchange import Message, MessageError, State, Tensors
+from coterie.messages import Message, MessageError, State, Tensors
 from coterie.methods.hetlora import HetLora, HetLoraClient
 from coterie.methods.ranks import kept, present_rank
 from coterie.methods.settings import SharedSets

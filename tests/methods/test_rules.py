@@ -14,7 +14,7 @@ from coterie.aggregation.mean import Contribution, Rule
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Groups, Message, MessageError
+from coterie.messages import Groups, Message, MessageError
 from coterie.methods.fedamole import FedAMoLEServer
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop

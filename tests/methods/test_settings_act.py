@@ -22,7 +22,7 @@ from pydantic import BaseModel
 import coterie
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Schema
+from coterie.messages import Schema
 from coterie.methods.contract import Method
 from coterie.methods.registry import available
 from coterie.privacy import secrets

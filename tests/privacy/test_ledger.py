@@ -9,11 +9,11 @@ import yaml
 
 from coterie.cli import deploy as deploy_cli
 from coterie.config import RunConfig, parse
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.site import Site, ledger_of
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
-from coterie.exchange import Message
-from coterie.exchange.envelope import Order, Reply, seal, unseal
+from coterie.messages import Message
+from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.methods import fedamole
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
@@ -130,7 +130,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
         return private_mean(samples, **how)  # pyright: ignore
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
-    monkeypatch.setattr("coterie.engines.deployed.orders.TIMES", 25)
+    monkeypatch.setattr("coterie.deployment.orders.TIMES", 25)
     local = joined(private)
     local.server.open(0, sorted(local.clients))
     download, schema = down(local, "poet"), private.method.schema()

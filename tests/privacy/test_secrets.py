@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import coterie
-from coterie.exchange import Message, Schema, State
-from coterie.exchange.schema import Way
+from coterie.messages import Message, Schema, State
+from coterie.messages.schema import Way
 from coterie.privacy import secrets
 from coterie.privacy.secrets import BITS, Secrets, draw
 from coterie.runs import RunFolder, Watch

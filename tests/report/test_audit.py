@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from coterie.exchange import Field, Message, MessageError, Schema
-from coterie.exchange.envelope import Reply, unseal
+from coterie.analysis.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
+from coterie.analysis.message_sizes import WHOLE
+from coterie.analysis.tables import Table
+from coterie.messages import Field, Message, MessageError, Schema
+from coterie.messages.envelope import Reply, unseal
 from coterie.methods.adapter import AdapterServer, copied
 from coterie.methods.averaging import FedAvg
-from coterie.report.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
-from coterie.results.messages import WHOLE
-from coterie.results.tables import Table
 from coterie.testing.loop import deploy
 
 DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}

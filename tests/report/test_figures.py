@@ -9,6 +9,9 @@ import pandas as pd
 import pytest
 from drawing import drawn
 
+from coterie.analysis.experiments import Experiment, experiments
+from coterie.analysis.tables import Table
+from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.methods.registry import available
 from coterie.report.assignment import assignment, holdings
 from coterie.report.cost import traffic
@@ -19,9 +22,6 @@ from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
 from coterie.report.uploads import uploads
-from coterie.results.experiments import Experiment, experiments
-from coterie.results.tables import Table
-from coterie.scoring.metrics import ACCURACY, PERPLEXITY
 
 LOCAL = {"name": "local"}
 COMIGS = {

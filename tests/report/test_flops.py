@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from coterie.analysis.experiments import experiments
+from coterie.analysis.flops import counting_base, round_cost, step_flops
 from coterie.config import parse
 from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant, client_context
 from coterie.report.cost import operations
-from coterie.report.flops import counting_base, round_cost, step_flops
 from coterie.report.style import LeftOut, Picture
-from coterie.results.experiments import experiments
 
 CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}

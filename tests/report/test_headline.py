@@ -3,11 +3,11 @@
 import pytest
 
 import coterie
-from coterie.exchange import Json
+from coterie.analysis.experiments import MEAN, experiments
+from coterie.evaluation.metrics import PERPLEXITY
+from coterie.messages import Json
 from coterie.report.curves import _last
-from coterie.results.experiments import MEAN, experiments
 from coterie.runs import Watch
-from coterie.scoring.metrics import PERPLEXITY
 
 
 def test_table_figure_and_progress_show_the_kept_models_score(values, tmp_path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from every_method import some
 from markupsafe import escape
 
+from coterie.analysis.tables import Table
 from coterie.report.page import write_report
 from coterie.report.plots import entry
 from coterie.report.style import LIGHT, Canvas, Picture
-from coterie.results.tables import Table
 
 NAMES = (
     r"$\frac{1}$", "$x", "a$b$c", "a_b", "^", "\\", r"\alpha", "_under", "new\nline", "\x1b[31mred",

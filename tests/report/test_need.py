@@ -6,15 +6,15 @@ import pytest
 import torch
 from every_method import METHODS
 
+from coterie.analysis.need import Alive, Need, need_of
 from coterie.bases import load_base
 from coterie.bases.precision import autocast
 from coterie.config import parse
 from coterie.data.tokens import ClientData
 from coterie.federation import NOTHING, Participant, client_context
+from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.registry import available
-from coterie.report.need import Alive, Need, need_of
-from coterie.training.loss import language_model_loss
 
 MIB = 2**20
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import coterie
 import coterie.cli
+from coterie.analysis.experiments import experiments
 from coterie.config import parse
 from coterie.data.examples import Examples, Instruction
 from coterie.data.tokens import Tokens
@@ -22,7 +23,6 @@ from coterie.report.page import write_report
 from coterie.report.style import LeftOut
 from coterie.report.texts import TextPicture, _beginning, _pieces, chosen_layers, texts
 from coterie.report.trust import trust
-from coterie.results.experiments import experiments
 from coterie.runs import RunFolder
 
 

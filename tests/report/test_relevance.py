@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import coterie
+from coterie.analysis.experiments import experiments
 from coterie.config import parse
 from coterie.data.tokens import Tokens
 from coterie.federation import participants_of
@@ -16,7 +17,6 @@ from coterie.report import page, relevance
 from coterie.report.page import write_report
 from coterie.report.relevance import SAMPLES, in_the_plane, relevance_to, some_of
 from coterie.report.style import LeftOut, Picture
-from coterie.results.experiments import experiments
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 

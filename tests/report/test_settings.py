@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from coterie import CoterieError, RunConfig
+from coterie.analysis.settings import keys, method_table, run_file_keys
 from coterie.bases.sites import QUERY_VALUE
 from coterie.config import parse
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
-from coterie.report.settings import keys, method_table, run_file_keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
 

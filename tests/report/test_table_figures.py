@@ -6,11 +6,11 @@ import pytest
 from drawing import drawn
 
 from coterie import CoterieError
+from coterie.analysis.experiments import MEAN
 from coterie.report.page import write_report
 from coterie.report.style import LIGHT, Canvas
-from coterie.report.tables import pictures, write_pictures
-from coterie.results.experiments import MEAN
-from coterie.results.pages import IMAGES, pages, write_docs
+from reproduce.drawing import pictures, write_pictures
+from reproduce.pages import IMAGES, pages, write_docs
 
 ROWS = ("local", "fedavg", "not run")
 

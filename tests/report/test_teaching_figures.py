@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from drawing import drawn
 
+from coterie.analysis.experiments import experiments
 from coterie.report.curves import curves
 from coterie.report.style import THEMES, Canvas, LeftOut, Picture
 from coterie.report.teaching import lessons, teaching
-from coterie.results.experiments import experiments
 
 FEDMKT = {"name": "fedmkt"}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from coterie import CoterieError
-from coterie.exchange import State
-from coterie.exchange.formats import stamp
 from coterie.files import write_json, write_text
+from coterie.messages import State
+from coterie.messages.formats import stamp
 from coterie.runs import Recorder, RunFolder
 from tests.written_runs import CONFIG, DESCRIPTION
 

@@ -12,8 +12,8 @@ import pytest
 import coterie
 from coterie import CoterieError
 from coterie.cli import main
-from coterie.exchange import State
-from coterie.exchange.formats import FORMAT, VERSION, FormatError
+from coterie.messages import State
+from coterie.messages.formats import FORMAT, VERSION, FormatError
 from coterie.runs import RunFolder
 from tests.written_runs import DESCRIPTION
 

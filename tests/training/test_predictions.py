@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from coterie import losses as loss_module
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
 from coterie.data.examples import Examples, Instruction, examples
 from coterie.data.tokens import bare_encoder
-from coterie.scoring.evaluation import evaluate
-from coterie.training import loss as loss_module
+from coterie.evaluation.evaluate import evaluate
 from coterie.training.predictions import predictions
 
 ITEMS = [

@@ -11,14 +11,14 @@ from torch import Tensor
 
 import coterie
 from coterie import CoterieError
-from coterie.chance import generator
 from coterie.config import parse
 from coterie.data.tokens import Tokens
 from coterie.data.windows import epoch_batch
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.evaluation.evaluate import evaluate
 from coterie.runs import RunFolder, Watch
-from coterie.scoring.evaluation import evaluate
+from coterie.seeding import generator
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined, one_round, take
 from coterie.training import local

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coterie import CoterieError
 from coterie.adapters import Role
-from coterie.exchange import State
+from coterie.messages import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import REFUSED, classes
 from coterie.training.spec import OptimiserSpec, TrainingSpec

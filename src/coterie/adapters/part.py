@@ -11,7 +11,7 @@ from torch import nn
 
 from coterie.adapters.layout import Role
 from coterie.bases.sites import place_of
-from coterie.chance import generator
+from coterie.seeding import generator
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from coterie.adapters.adapter import attach
 from coterie.adapters.layout import Role
 from coterie.adapters.part import Part
-from coterie.chance import generator
+from coterie.seeding import generator
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -20,7 +20,7 @@ from statistics import median_low
 import torch
 from torch import Tensor
 
-from coterie.exchange import Groups, Message
+from coterie.messages import Groups, Message
 
 Size = tuple[float, int]
 """The L2 norm of a group's numbers, and how many they are."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from coterie.aggregation.bounds import Bound, Measure, bounds_of, measured, scaled
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec
-from coterie.exchange import Field as Travels
-from coterie.exchange import Groups, Message, MessageError, Schema, Shapes, check_shapes
+from coterie.messages import Field as Travels
+from coterie.messages import Groups, Message, MessageError, Schema, Shapes, check_shapes
 
 TOKENS = Travels("tokens", "number of training tokens, the client's weight in the mean", "json")
 HELD = "held"

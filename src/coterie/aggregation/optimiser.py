@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.aggregation.spec import ServerOptimiserSpec
 from coterie.errors import CoterieError
-from coterie.exchange import Groups, State
+from coterie.messages import Groups, State
 
 
 class ServerOptimiser:

@@ -13,8 +13,8 @@ import torch
 from coterie.alignment.mapping import VocabularyMap, vocabulary_map
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.errors import CoterieError
-from coterie.exchange import State
 from coterie.files import write_bytes
+from coterie.messages import State
 
 FORMAT = 1
 """Counts up when the rules of a map or the file change, so that older files are not found."""

@@ -18,7 +18,7 @@ from coterie.alignment.transfer import first
 from coterie.data.examples import Examples, Instruction, split
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
-from coterie.exchange import MessageError
+from coterie.messages import MessageError
 
 
 @dataclass(frozen=True)

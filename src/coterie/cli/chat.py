@@ -68,7 +68,7 @@ def chat(
     """
     check_run(run)
     from coterie.cli.talk import Talk, speakers
-    from coterie.scoring.speaking import Manner
+    from coterie.inference.speaking import Manner
 
     manner = Manner(tokens, temperature, top_p, seed, think)
     asked = [name.strip() for name in (others or "").split(",") if name.strip()]

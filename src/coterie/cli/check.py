@@ -14,8 +14,8 @@ from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
     from coterie.config import RunConfig
-    from coterie.engines.deployed.site import Site
-    from coterie.engines.flower.keys import Keys, Kit
+    from coterie.deployment.site import Site
+    from coterie.network.keys import Keys, Kit
 
 ASKED_WITHIN = 30.0
 """Seconds that a client waits for the server to ask it to join."""
@@ -25,11 +25,11 @@ def check_server(
     file: Path | None, settings: list[str], config: "RunConfig", keys: "Keys", address: str
 ) -> None:
     """Keys, address, models, and a step of the run with a text of the demo."""
-    from coterie.engines.deployed.console import size
-    from coterie.engines.flower.door_process import listen
+    from coterie.analysis.trial import tried
+    from coterie.cli.console import size
     from coterie.engines.session import Session
     from coterie.federation import served
-    from coterie.results.trial import tried
+    from coterie.network.door_process import listen
     from coterie.run_file import load_with_any_text
 
     names = [client.name for client in config.clients]
@@ -68,13 +68,13 @@ def check_server(
 
 def check_client(server: str, kit: "Kit", site: "Site") -> None:
     """Kit, connection, and a step of the run that the server asks this client to join."""
-    from coterie.engines.deployed.console import size
-    from coterie.engines.deployed.orders import Orders
-    from coterie.engines.deployed.site import ledger_of, run_folder
-    from coterie.engines.deployed.terms import not_agreed, other_text, too_much, unlike
-    from coterie.engines.flower.fleet import first_order
+    from coterie.analysis.trial import tried
+    from coterie.cli.console import size
+    from coterie.deployment.orders import Orders
+    from coterie.deployment.site import ledger_of, run_folder
+    from coterie.deployment.terms import not_agreed, other_text, too_much, unlike
     from coterie.engines.session import Session
-    from coterie.results.trial import tried
+    from coterie.network.flower.fleet import first_order
 
     with _checking("kit") as found:
         found(f"{kit.name}, until {kit.expires:%Y-%m-%d}")

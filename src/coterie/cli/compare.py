@@ -107,7 +107,7 @@ def compare(
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
     from coterie.run_file import read_tune
-    from coterie.table_file import is_table
+    from reproduce.table_file import is_table
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
     if file is not None and is_table(file):
@@ -140,14 +140,14 @@ def _fill_in(
     common: _Common,
 ) -> None:
     """Run what a table lacks and show it; `docs`: a folder of results to write its page into."""
-    import coterie
-    from coterie.table_file import read_table, table_folder
+    from reproduce.table_file import read_table, table_folder
+    from reproduce.tables import compare_table
 
     # Told at once, what is wrong outside the methods.
     read_table(file, common.settings, methods, columns, common.tune, regime)
     folder = common.out or table_folder(file, regime)
     with terminal.stoppable():
-        shown = coterie.compare_table(
+        shown = compare_table(
             file,
             settings=common.settings,
             methods=methods,
@@ -169,11 +169,11 @@ def _fill_in(
 
 def _page(summary: Mapping[str, Any], docs: Path) -> Path:
     """Write the page of a table, with its pictures if matplotlib is installed."""
-    from coterie.results.pages import write_docs, write_pages
+    from reproduce.pages import write_docs, write_pages
 
     page = write_docs(summary, docs)
     try:
-        from coterie.report.tables import write_pictures
+        from reproduce.drawing import write_pictures
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

@@ -13,9 +13,9 @@ from coterie.cli.options import Debug, Plugins, RunFile, Settings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from coterie.analysis.tables import Table
     from coterie.data.quality import Copy, Place, Quality
     from coterie.reading import Reading
-    from coterie.results.tables import Table
 
 EXAMPLES = 2
 """Shown of each kind of copy."""
@@ -80,9 +80,9 @@ def data(
 
 def _splits(found: "Quality") -> "Table":
     """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
+    from coterie.analysis.tables import Table
     from coterie.data.near import NEAR
     from coterie.data.quality import KINDS, SHORT
-    from coterie.results.tables import Table
 
     rows = []
     for split in found.splits:
@@ -113,7 +113,7 @@ def _copies(exact: int, near: int) -> str:
 
 def _special(found: "Quality") -> "Table":
     """A row per client and split: unknown and control tokens, and what was removed."""
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     removed = {(s.client, s.split): f"{s.removed:,}" for s in found.splits}
     rows = [
@@ -149,7 +149,7 @@ def _owners(counts: "Mapping[str, int]") -> str:
 
 
 def _labels(read: "Reading") -> "Table":
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     labels = sorted({label for counts in read.labels.values() for label in counts})
     rows = [

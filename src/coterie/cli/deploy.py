@@ -27,14 +27,14 @@ from coterie.cli.options import (
     needs_resume,
     with_device,
 )
-from coterie.engines.flower import imports_for
 from coterie.errors import CoterieError
+from coterie.network.flower import imports_for
 
 if TYPE_CHECKING:
     from coterie.config import RunConfig
-    from coterie.engines.deployed.client import SiteRun
-    from coterie.engines.deployed.terms import Terms
-    from coterie.engines.flower.keys import Kit
+    from coterie.deployment.client import SiteRun
+    from coterie.deployment.terms import Terms
+    from coterie.network.keys import Kit
     from coterie.privacy.ledger import Budget
 
 DELTA = 1e-5
@@ -137,7 +137,7 @@ def server(
     from coterie.run_file import check_start, load_deployment
 
     with imports_for("A deployment", "flower"):
-        from coterie.engines.flower.keys import Keys
+        from coterie.network.keys import Keys
 
     registered = list((folder_of_keys := Keys(keys)).clients())
     settings = with_device(settings, device)
@@ -148,10 +148,10 @@ def server(
         needs_resume(from_round)
         check_start(config, registered)
     with imports_for("A deployment", "flower"):
-        from coterie.engines.flower import deploy
+        from coterie.deployment import start as deploy
     if check:
         return check_server(file, settings, config, folder_of_keys, address)
-    from coterie.engines.deployed.console import Board
+    from coterie.cli.console import Board
 
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
@@ -197,8 +197,8 @@ def client(
     kit = _kit(key, name)
     texts = _checked_texts(kit.name, path=data, train=train, validation=validation, test=test)
     with imports_for("A deployment", "flower"):
-        from coterie.engines.flower import deploy
-    from coterie.engines.deployed.console import ClientBoard
+        from coterie.deployment import start as deploy
+    from coterie.cli.console import ClientBoard
 
     agreed, limit = _agreed(run, kit.name, epsilon)
     own = {"base": _place(base), "public": _place(public), "device": devices(device)}
@@ -233,7 +233,7 @@ def _agreed(
     limit = None if epsilon is None else (epsilon, DELTA)
     if run is None:
         return None, limit
-    from coterie.engines.deployed.terms import agreed_in
+    from coterie.deployment.terms import agreed_in
     from coterie.run_file import load_agreed
 
     config = load_agreed(run, client)
@@ -243,7 +243,7 @@ def _agreed(
 
 def _memory(config: "RunConfig", client: str) -> int | None:
     """The bytes of memory that a client needs for a run; None if nobody can tell."""
-    from coterie.report.need import need_of
+    from coterie.analysis.need import need_of
 
     try:
         need = need_of(config, client)
@@ -267,7 +267,7 @@ def _show(run: "SiteRun", client: str) -> None:
 
 def _kit(file: Path, name: str | None) -> "Kit":
     with imports_for("A deployment", "flower"):
-        from coterie.engines.flower.keys import Kit
+        from coterie.network.keys import Kit
 
     kit = Kit.load(file)
     if name not in (None, kit.name):

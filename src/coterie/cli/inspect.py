@@ -13,7 +13,7 @@ from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
 LONGEST = 32
 """Characters of a token that a table shows."""
@@ -51,7 +51,7 @@ def methods(
 
     if name not in (None, POOLED):
         check_name(name)
-    from coterie.report.settings import method_table, methods_table
+    from coterie.analysis.settings import method_table, methods_table
 
     if name is None:
         terminal.console.print(methods_table())
@@ -81,7 +81,7 @@ def audit(
     from coterie.run_file import load_with_any_text
 
     config = load_with_any_text(file, settings or ())
-    from coterie.report.audit import audit_run
+    from coterie.analysis.audit import audit_run
 
     for table in audit_run(config):
         terminal.console.print(table)
@@ -283,7 +283,7 @@ def _described(
 
 def _figures(ways: list[dict[str, Any]]) -> "Table":
     from coterie.alignment.summary import LAST
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     edits = [*map(str, range(LAST)), f"{LAST}+"]
     return Table(
@@ -304,7 +304,7 @@ def _figures(ways: list[dict[str, Any]]) -> "Table":
 
 
 def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     rows = [[_short(c["token"]), _short(c["nearest"]), str(c["edited"])] for c in cases]
     return Table(f"Worst matches, {way}", ["token", "nearest", "edits"], rows)
@@ -313,7 +313,7 @@ def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
 def _roles(a: "Vocabulary", b: "Vocabulary", maps: list["VocabularyMap"]) -> "Table":
     """The ids of special tokens in each vocabulary and where they are mapped."""
     from coterie.alignment.vocabulary import ROLES
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     rows = []
     for role in ROLES:

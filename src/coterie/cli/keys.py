@@ -11,7 +11,7 @@ import typer
 from coterie.cli import terminal
 
 if TYPE_CHECKING:
-    from coterie.engines.flower.keys import Keys
+    from coterie.network.keys import Keys
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -102,7 +102,7 @@ def renew(name: Name, keys: FolderOption = DEFAULT, out: Kit = None) -> None:
 def show(folder: Folder = DEFAULT) -> None:
     """List the accepted clients, the hosts of the server's certificate, and when each expires."""
     server = _keys()(folder)
-    from coterie.results.tables import Table
+    from coterie.analysis.tables import Table
 
     found = server.clients().items()
     rows = [(name, about.fingerprint, f"{about.expires:%Y-%m-%d}") for name, about in found]
@@ -137,8 +137,8 @@ def _certificate(server: "Keys") -> str:
 
 
 def _keys() -> "type[Keys]":
-    from coterie.engines.flower import imports_for
+    from coterie.network.flower import imports_for
 
     with imports_for("Deployment", "flower"):
-        from coterie.engines.flower.keys import Keys
+        from coterie.network.keys import Keys
     return Keys

@@ -22,7 +22,7 @@ def expel(run: Run, client: Client) -> None:
         coterie expel runs/us --client mallory
     """
     check_run(run)
-    from coterie.engines.deployed.forgetting import known
+    from coterie.deployment.forgetting import known
     from coterie.runs import RunFolder
 
     folder = RunFolder(run)
@@ -42,7 +42,7 @@ def forget(run: Run, client: Client) -> None:
         coterie forget runs/us --client mallory
     """
     check_run(run)
-    from coterie.engines.deployed.forgetting import forget as forget_in
+    from coterie.deployment.forgetting import forget as forget_in
     from coterie.runs import RunFolder
 
     done = forget_in(RunFolder(run), client)

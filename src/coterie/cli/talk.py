@@ -7,13 +7,13 @@ from pathlib import Path
 
 from coterie.cli import terminal
 from coterie.data.chat import chat_template
-from coterie.engines.beside import find_beside
-from coterie.engines.finished import Loaded, Loader, recorded
 from coterie.errors import CoterieError
 from coterie.files import append_line
+from coterie.inference.beside import find_beside
+from coterie.inference.finished import Loaded, Loader, recorded
+from coterie.inference.speaking import Manner, Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
-from coterie.scoring.speaking import Manner, Speaker
 
 HELP = """\
 /reset       forget what was said

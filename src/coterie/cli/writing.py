@@ -51,8 +51,8 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     from coterie.data.spec import CHAT
     from coterie.data.templates import render
     from coterie.data.tokens import bare_encoder
+    from coterie.evaluation.generation import before_any, ends_of
     from coterie.runs import RunFolder
-    from coterie.scoring.generation import before_any, ends_of
 
     data = RunFolder(run).description["config"]["data"]
     instructions = data.get("instructions")
@@ -82,7 +82,7 @@ def _continued(run: Path, client: str, ids: list[int], ends: list[int], how: Wri
     import torch
 
     from coterie.api import load
-    from coterie.scoring.generation import context_length, generated
+    from coterie.evaluation.generation import context_length, generated
 
     model = load(run, client)
     longest = context_length(model)

@@ -15,12 +15,12 @@ from unicodedata import normalize
 import numpy
 import torch
 
-from coterie.chance import generator
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.labelled import labelled
 from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, set_aside
 from coterie.errors import CoterieError
+from coterie.seeding import generator
 
 MINIMUM = 10
 """Records that every client has at least after a Dirichlet division."""

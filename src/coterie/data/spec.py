@@ -4,12 +4,12 @@ These models are the shape of the run file's sections `data:` and `clients:`. A 
 of range is a pydantic `ValidationError` whose message is a sentence for the user.
 """
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coterie.data.preferences_spec import PreferenceSpec
+from coterie.messages.names import ClientName
 
 CHAT = "chat"
 """The template of prompts that are a user's turn, rendered through the chat template."""
@@ -21,18 +21,6 @@ class Spec(BaseModel):
     """A part of a run file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _plain(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters (a to z, A to Z), digits, dots, "
-            "dashes and underscores, and must not start with a dot or dash"
-        )
-    return name
-
-
-ClientName = Annotated[str, AfterValidator(_plain)]
 
 
 class ClientLimits(Spec):

@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from coterie.chance import generator
 from coterie.data.files import Document, Record, read_documents
 from coterie.data.instructions import field_records, instructions_by_split
 from coterie.data.messages import conversations
 from coterie.data.preferences import preferences_by_split
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
+from coterie.seeding import generator
 
 SPLITS = ("train", "validation", "test")
 Item = TypeVar("Item")

@@ -6,8 +6,8 @@ from typing import Any
 
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
+from coterie.evaluation.commonest import commonest
 from coterie.federation import Participant, text_digest
-from coterie.scoring.commonest import commonest
 
 FLOOR = "commonest"
 """The point under which a run folder keeps the floor's scores by sample."""

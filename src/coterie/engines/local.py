@@ -20,7 +20,8 @@ from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_m
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.windows import tokens_per_sample
-from coterie.engines.part import (
+from coterie.engines.clients import ClientParts, ClientSides, NewStates
+from coterie.engines.runtime import (
     LEFT_OUT,
     close,
     contribution,
@@ -30,14 +31,13 @@ from coterie.engines.part import (
     score_server,
     server_states,
 )
-from coterie.engines.parts import ClientParts, ClientSides, NewStates
 from coterie.errors import Diverged, no_client_left
-from coterie.exchange import Json, State
-from coterie.exchange.envelope import TOLD
+from coterie.evaluation.metrics import metric_of
 from coterie.federation import Participant, server_context
 from coterie.files import writing
+from coterie.messages import Json, State
+from coterie.messages.envelope import TOLD
 from coterie.runs import Recorder, RunFolder, Watch
-from coterie.scoring.metrics import metric_of
 from coterie.training.context import ClientId
 
 

@@ -13,7 +13,6 @@ from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.floor import floor_of
 from coterie.engines.local import LocalRun, Rounds
-from coterie.engines.reference import reference_digest
 from coterie.errors import CoterieError
 from coterie.federation import (
     Federation,
@@ -22,6 +21,7 @@ from coterie.federation import (
     described_templates,
     gathered,
 )
+from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import is_installed
@@ -152,10 +152,10 @@ def _rounds(engine: Engine, method: Method) -> type[Rounds]:
         raise CoterieError(
             f"There is no engine {engine!r}; choose one of {', '.join(get_args(Engine))}."
         )
-    from coterie.engines.flower import imports_for
+    from coterie.network.flower import imports_for
 
     with imports_for(f"The engine {engine}", "simulation"):
-        from coterie.engines.flower.simulation import SimulatedRun
+        from coterie.engines.simulation import SimulatedRun
     if not (is_installed(type(method)) or plugin_of(type(method))):
         raise CoterieError(
             f"The engine {engine} runs clients in other processes, which cannot import the "

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, Part, Role, Trainable
 from coterie.errors import CoterieError
-from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages import Field as Travels
+from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.contract import (
     ClientContext,
     ClientId,

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Part
 from coterie.bases import BaseSpec
-from coterie.exchange import Groups, Message, Schema, Shapes, State
+from coterie.messages import Groups, Message, Schema, Shapes, State
 from coterie.privacy.ledger import Budget
 from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec

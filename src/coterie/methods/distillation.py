@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from coterie.adapters import Role, Trainable
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
 from coterie.alignment.transfer import SoftTargets, mixed, translated
-from coterie.chance import generator
 from coterie.data.examples import Examples
 from coterie.errors import Diverged
+from coterie.losses import soft_target_loss
+from coterie.seeding import generator
 from coterie.training.context import ClientContext
-from coterie.training.loss import soft_target_loss
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.predictions import predictions
 from coterie.training.schedule import learning_rate_beside

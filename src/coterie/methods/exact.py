@@ -15,8 +15,8 @@ from torch import Tensor
 from coterie.adapters import Part, pairs_of
 from coterie.aggregation.low_rank import LowRankSum, product_norm
 from coterie.aggregation.mean import TOKENS
-from coterie.exchange import Field as Travels
-from coterie.exchange import Message, Schema, Shapes, Tensors
+from coterie.messages import Field as Travels
+from coterie.messages import Message, Schema, Shapes, Tensors
 
 SETTING: Any = Field(
     default=False,

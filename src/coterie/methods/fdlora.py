@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from coterie.bases.precision import autocast
 from coterie.bases.sites import QUERY_VALUE
-from coterie.chance import generator
 from coterie.errors import CoterieError
-from coterie.exchange import Message, State
+from coterie.messages import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, refuse_unused
+from coterie.seeding import generator
 from coterie.training.apart import set_apart
 from coterie.training.dpo import batch_loss
 from coterie.training.local import LocalTraining

@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from coterie.adapters import AmoleAdapter, AmoleLayout, Part, Role
 from coterie.aggregation.assignment import Bounds
 from coterie.bases.sites import QUERY_VALUE, chosen_linears
-from coterie.chance import generator
-from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, State, check_shapes
+from coterie.messages import Field as Travels
+from coterie.messages import Message, MessageError, Schema, State, check_shapes
 from coterie.methods.adapter import copied, copy, shapes_of
 from coterie.methods.contract import (
     ClientContext,
@@ -38,6 +37,7 @@ from coterie.methods.settings import AmoleRouter, Attention, Embeddings, LoraAlp
 from coterie.privacy.ledger import Budget
 from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
 from coterie.privacy.secrets import Secrets
+from coterie.seeding import generator
 from coterie.training.apart import set_apart
 from coterie.training.embeddings import mean_embeddings
 from coterie.training.local import LocalTraining

@@ -34,8 +34,8 @@ from coterie.alignment.vocabulary import Vocabulary
 from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.errors import CoterieError
-from coterie.exchange import Field as Travels
-from coterie.exchange import Groups, Json, Message, MessageError, Schema, Shapes, State
+from coterie.messages import Field as Travels
+from coterie.messages import Groups, Json, Message, MessageError, Schema, Shapes, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import SERVER, ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.distillation import Distiller

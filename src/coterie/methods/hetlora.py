@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coterie.aggregation.low_rank import PaddedMean, product_norm
-from coterie.exchange import Message, Schema, Shapes, Tensors, check_shapes
+from coterie.messages import Message, Schema, Shapes, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (

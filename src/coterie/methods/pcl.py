@@ -22,12 +22,12 @@ from torch import nn
 
 from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance
-from coterie.chance import generator
 from coterie.data.pairs import AnyBatch, PairBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
-from coterie.exchange import Field as Travels
-from coterie.exchange import (
+from coterie.evaluation.evaluate import mean_loss, top_logits
+from coterie.messages import Field as Travels
+from coterie.messages import (
     Groups,
     Message,
     MessageError,
@@ -47,7 +47,7 @@ from coterie.methods.adapter import (
 )
 from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
-from coterie.scoring.evaluation import mean_loss, top_logits
+from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
 
 Row = dict[ClientId, float]

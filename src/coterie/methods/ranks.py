@@ -18,8 +18,8 @@ from coterie.adapters import Part, Trainable, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
 from coterie.errors import CoterieError
-from coterie.exchange import Field as Travels
-from coterie.exchange import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages import Field as Travels
+from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, SharedSets

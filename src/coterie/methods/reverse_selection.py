@@ -15,10 +15,10 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 from coterie.aggregation.assignment import assign_all, relevance_of_known
 from coterie.bases.sites import chosen_linears
-from coterie.chance import generator
-from coterie.exchange import Message, Shapes, State, Tensors, check_shapes
+from coterie.messages import Message, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import shapes_of
 from coterie.methods.contract import ClientId, ServerContext, ServerSide
+from coterie.seeding import generator
 
 if TYPE_CHECKING:
     from coterie.methods.fedamole import FedAMoLE

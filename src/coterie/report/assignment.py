@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.tables import Table, listed, table_rows
 from coterie.files import path_part
 from coterie.report.plots import annotate
 from coterie.report.routing import ASSIGNED
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table, listed, table_rows
 
 
 @dataclass(frozen=True)

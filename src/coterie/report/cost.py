@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.flops import Cost, counting_base, round_cost
+from coterie.analysis.tables import Table, listed
 from coterie.bases import Base
 from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
-from coterie.report.flops import Cost, counting_base, round_cost
 from coterie.report.style import Canvas, LeftOut, Picture, looks
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table, listed
 
 WAYS = {"bytes/up": "upload", "bytes/down": "download"}
 MEGA, GIGA = 1e6, 1e9

@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from coterie.analysis.experiments import MEAN, Experiment, ReportedRun
+from coterie.analysis.frame import Column, Frame
+from coterie.analysis.tables import Table, listed, table_rows
 from coterie.methods.contract import SERVER
 from coterie.report.plots import SPREAD, entry, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
-from coterie.results.experiments import MEAN, Experiment, ReportedRun
-from coterie.results.frame import Column, Frame
-from coterie.results.tables import Table, listed, table_rows
 
 MOST = 12
 """Lines that one panel can hold and still be read."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
+from coterie.analysis.experiments import Experiment
+from coterie.analysis.tables import Table, listed, table_rows
 from coterie.report.style import Canvas, LeftOut, Picture, number
-from coterie.results.experiments import Experiment
-from coterie.results.tables import Table, listed, table_rows
 
 HEIGHT = 0.42
 """Inches of a client's row; the largest bubble nearly fills it."""

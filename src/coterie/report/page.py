@@ -9,6 +9,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from coterie.analysis.comparison import Comparison
+from coterie.analysis.experiments import Experiment, experiments
+from coterie.analysis.tables import Summary, Table, listed
 from coterie.bases import BaseSpec
 from coterie.engines.floor import floor_in
 from coterie.errors import CoterieError
@@ -29,15 +32,12 @@ from coterie.report.style import (
     Theme,
 )
 from coterie.report.sweep import sweep
-from coterie.report.tables import pictures
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.report.uploads import uploads
-from coterie.results.comparison import Comparison
-from coterie.results.experiments import Experiment, experiments
-from coterie.results.pages import TABLES, read_result, runs_name
-from coterie.results.tables import Summary, Table, listed
+from reproduce.drawing import pictures
+from reproduce.pages import TABLES, read_result, runs_name
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,

@@ -9,9 +9,9 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from coterie.analysis.frame import Column, Frame
+from coterie.evaluation.metrics import Metric
 from coterie.report.style import Canvas, Look, number
-from coterie.results.frame import Column, Frame
-from coterie.scoring.metrics import Metric
 
 SPREAD = "Bands and bars: one standard deviation over seeds."
 

@@ -15,22 +15,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.tables import Table, listed
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig, parse
 from coterie.data.batch import Batch
 from coterie.data.pairs import AnyBatch
 from coterie.data.tokens import Split, Tokens
-from coterie.engines.finished import Loader, tokenizer
 from coterie.errors import CoterieError
-from coterie.exchange import Message
 from coterie.federation import participants_of, server_context
 from coterie.files import path_part
+from coterie.inference.finished import Loader, tokenizer
+from coterie.messages import Message
 from coterie.methods.fedamole import FedAMoLE, FedAMoLEClient
 from coterie.methods.reverse_selection import FedAMoLEServer, expert_name
 from coterie.report.style import MARKERS, Canvas, LeftOut, Picture
 from coterie.report.texts import chosen_layers
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table, listed
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 

@@ -8,14 +8,14 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.frame import Column, Frame
+from coterie.analysis.tables import Table, listed
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.registry import method_from
 from coterie.report.style import Canvas, LeftOut, Picture
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.frame import Column, Frame
-from coterie.results.tables import Table, listed
 
 PREFIX = "routing/"
 ASSIGNED = "assignment/"

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
 
-from coterie.results.tables import Table
+from coterie.analysis.tables import Table
 
 
 @dataclass(frozen=True)

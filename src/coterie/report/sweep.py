@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from coterie.analysis.experiments import Experiment
+from coterie.analysis.frame import Frame
+from coterie.analysis.tables import Table, mean, table_rows
 from coterie.files import path_part
 from coterie.report.plots import heat_map
 from coterie.report.style import Canvas, LeftOut, Picture, number
-from coterie.results.experiments import Experiment
-from coterie.results.frame import Frame
-from coterie.results.tables import Table, mean, table_rows
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:

@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.tables import Table
 from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
 from coterie.data.files import read_text
 from coterie.data.pairs import Pairs
 from coterie.data.tokens import Split, Tokens
-from coterie.engines.finished import load, tokenizer
 from coterie.errors import CoterieError
 from coterie.federation import participants_of
 from coterie.files import path_part
+from coterie.inference.finished import load, tokenizer
 from coterie.report.routing import PREFIX, expert_names, has_routers
 from coterie.report.style import Canvas, LeftOut, Picture
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.tables import Table
 
 LENGTH = 90
 """Tokens of each text, at most."""

@@ -7,12 +7,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.frame import Frame
+from coterie.analysis.tables import Table, listed, table_rows
 from coterie.files import path_part
 from coterie.report.plots import annotate
 from coterie.report.style import DASHES, Canvas, LeftOut, Picture, number
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.frame import Frame
-from coterie.results.tables import Table, listed, table_rows
 
 METRIC = "trust"
 

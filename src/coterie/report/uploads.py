@@ -6,12 +6,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.engines.part import CHANGE, LEFT_OUT
+from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.frame import Frame
+from coterie.analysis.tables import Table, listed
+from coterie.engines.runtime import CHANGE, LEFT_OUT
 from coterie.report.plots import entry, plain_log
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
-from coterie.results.experiments import Experiment, ReportedRun
-from coterie.results.frame import Frame
-from coterie.results.tables import Table, listed
 
 TITLE = "Size of uploads"
 

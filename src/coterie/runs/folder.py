@@ -30,9 +30,6 @@ from weakref import finalize
 import torch
 
 from coterie.errors import CoterieError
-from coterie.exchange import Json, State
-from coterie.exchange.formats import check_stamp, stamp
-from coterie.exchange.schema import plain
 from coterie.files import (
     append_to,
     link,
@@ -46,6 +43,9 @@ from coterie.files import (
     write_text,
     writing,
 )
+from coterie.messages import Json, State
+from coterie.messages.formats import check_stamp, stamp
+from coterie.messages.schema import plain
 from coterie.runs import read
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coterie.exchange import Json
+from coterie.messages import Json
 
 JUMPED = "validation/jump"
 """The name of the metric with which a client warns that a download may have damaged its model."""

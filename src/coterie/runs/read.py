@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coterie.errors import CoterieError
-from coterie.exchange.envelope import Entry
 from coterie.files import parse_json, read_inside
+from coterie.messages.envelope import Entry
 
 Score = dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
 Rounds = Annotated[int, Field(ge=0, le=2**31)]

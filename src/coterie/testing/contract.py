@@ -9,10 +9,10 @@ import torch
 import coterie
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
-from coterie.engines.part import contribution
+from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
-from coterie.exchange import Message, MessageError
-from coterie.exchange.schema import Way
+from coterie.messages import Message, MessageError
+from coterie.messages.schema import Way
 from coterie.methods.contract import Method
 from coterie.methods.registry import is_installed, register
 from coterie.runs import RunFolder, Watch

@@ -9,12 +9,12 @@ import torch
 
 from coterie.bases import is_folder, load_skeleton
 from coterie.config import RunConfig
-from coterie.engines.deployed.client import Worker
-from coterie.engines.deployed.server import ServerRun, ServerWatch
-from coterie.engines.deployed.site import Site
-from coterie.exchange import Message, State
-from coterie.exchange.envelope import Order, unseal
+from coterie.deployment.client import Worker
+from coterie.deployment.server import ServerRun, ServerWatch
+from coterie.deployment.site import Site
 from coterie.federation import served
+from coterie.messages import Message, State
+from coterie.messages.envelope import Order, unseal
 from coterie.runs import RunFolder, describe
 
 RUN = "0123456789abcdef"

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config import RunConfig
-from coterie.engines import part
+from coterie.engines import runtime as part
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
-from coterie.exchange import Message
 from coterie.federation import Participant
+from coterie.messages import Message
 from coterie.runs import RunFolder, Watch
 
 

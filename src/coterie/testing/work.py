@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from coterie.config import RunConfig
-from coterie.engines import part
-from coterie.engines.kept import Keeper
+from coterie.engines import runtime as part
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.inference.kept import Keeper
 from coterie.runs import RunFolder, Watch
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from coterie.chance import generator
 from coterie.data.batch import Batch
 from coterie.data.pairs import AnyBatch
 from coterie.data.tokens import Split, Tokens
 from coterie.errors import CoterieError
+from coterie.seeding import generator
 from coterie.training.context import ClientContext
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from coterie.bases import Base
 from coterie.data.tokens import ClientData, Split
-from coterie.exchange import Json
+from coterie.messages import Json
 from coterie.privacy.ledger import Ledger
 from coterie.training.spec import TrainingSpec
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from coterie.bases.precision import Precision
 from coterie.data.pairs import AnyBatch, PairBatch, Reference
-from coterie.training.loss import language_model_loss, sample_losses
+from coterie.losses import language_model_loss, sample_losses
 from coterie.training.spec import DPOSpec
 
 ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}

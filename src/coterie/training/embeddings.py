@@ -13,7 +13,7 @@ from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.pairs import AnyBatch, PairBatch
-from coterie.training.loss import hidden_states
+from coterie.losses import hidden_states
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Role, Trainable
-from coterie.chance import generator
 from coterie.data.pairs import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
-from coterie.exchange import State
+from coterie.messages import State
+from coterie.seeding import generator
 from coterie.training.context import ClientContext
 from coterie.training.dpo import Rewards, batch_loss, figures
 from coterie.training.passes import Purpose, training_pass

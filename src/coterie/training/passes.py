@@ -7,7 +7,7 @@ import torch
 
 from coterie.adapters.dropout import drawing_masks
 from coterie.bases.dropout import base_dropout
-from coterie.chance import generator
+from coterie.seeding import generator
 from coterie.training.checkpointing import checkpointing
 from coterie.training.context import ClientContext
 

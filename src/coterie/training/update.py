@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.adapters import Role, Trainable
 from coterie.bases.precision import autocast
 from coterie.errors import CoterieError, Diverged, enough_memory
-from coterie.exchange import State
+from coterie.messages import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import build
 from coterie.training.schedule import Penalty

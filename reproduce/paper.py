@@ -1,0 +1,232 @@
+"""A paper's table, with our figures beside the paper's: scores, ranks and how they agree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import isnan
+from typing import Any
+
+import pandas as pd
+
+from coterie.analysis.comparison import (
+    ALIKE,
+    Comparison,
+    clients_table,
+    differences_table,
+    with_spread,
+)
+from coterie.analysis.floor import COMMONEST, has_floor
+from coterie.analysis.frame import Frame, Result
+from coterie.analysis.tables import Summary, Table, shown_of
+from coterie.evaluation.metrics import METRICS, PERPLEXITY, Metric
+from reproduce.figures import compared as has_paper
+from reproduce.rounds import curves
+
+Figures = Mapping[str, float | None]
+"""A column of the paper: its figure by row, None where it has none; shares are in per cent."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """Results by column, row and seed, and the paper's figures by column and row.
+
+    Rows may lack results while the table is under way, or figures of the paper. Ranks and the rank
+    correlation of a column are over the rows that have both; without any figure of the paper, over
+    all rows that have results.
+    """
+
+    title: str
+    paper: str
+    split: str
+    """Which text the models are scored on: test or validation."""
+    figures: Mapping[str, Figures]
+    notes: Mapping[str, str]
+    results: Mapping[str, Mapping[str, list[Result]]]
+    """The same rows in every column, of which some may have no result yet."""
+    asked: Mapping[str, str | None] = field(default_factory=dict)
+    """By column, what is asked for of the scores; see `metric_of`."""
+    command: str = ""
+    """What fills the table in."""
+    against: str | None = None
+    """The row from which the others' differences are told; default: the best of each column."""
+    deviations: Mapping[str, Figures] = field(default_factory=dict)
+    """By column and row, the standard deviations that the paper gives with its figures."""
+    tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
+    """By column, how settings of rows were chosen; see `Comparison.tuned`."""
+    floors: Mapping[str, list[Result]] = field(default_factory=dict)
+    """By column, the score of always giving the commonest answer; see `Comparison.floor`."""
+    figure: Summary | None = None
+    """How the table is drawn, as `figure` in a table file has it; default: as dots."""
+
+    def summary(self) -> dict[str, Any]:
+        """By column: what was measured per row, its rank, the paper's figure and rank.
+
+        `metric` is what was measured and the key of our mean, which is from 0 to 1 if it is a
+        share; the paper's figures are as they were given. A row that has not run has 0 `seeds`.
+        `rank` and `paper_rank` are among the rows that both have, `rank_of_all` among all.
+        `rounds` are the scores by round, where results have them; see `rounds.curves`.
+        """
+        return {
+            "table": self.title,
+            "shows": "scores",
+            "command": self.command,
+            "paper": self.paper,
+            "split": self.split,
+            **({"figure": dict(self.figure)} if self.figure else {}),
+            "columns": [self._column(name) for name in self.results],
+        }
+
+    def tables(self) -> list[Table]:
+        """For the screen."""
+        return score_tables(self.summary())
+
+    @property
+    def _floored(self) -> bool:
+        """Whether a column with results has a floor, and the table a row for it."""
+        for name, rows in self.results.items():
+            results = list(chain.from_iterable(rows.values()))
+            metric = shown_of(results, self.asked.get(name))
+            if results and has_floor(self.floors.get(name, ()), metric):
+                return True
+        return False
+
+    def _column(self, name: str) -> dict[str, Any]:
+        finished = {row: found for row, found in self.results[name].items() if found}
+        tuned = self.tuned.get(name, {})
+        comparison = Comparison(
+            name,
+            finished,
+            self.split,
+            self.asked.get(name),
+            self.against,
+            tuned,
+            self.floors.get(name, ()),
+        )
+        metric, rows = comparison.metric, self._rows(name, comparison)
+        return {
+            "name": name,
+            "note": self.notes[name],
+            "metric": metric.key,
+            "correlation": correlation(rows, metric),
+            "rows": rows,
+        }
+
+    def _rows(self, column: str, comparison: Comparison) -> list[dict[str, Any]]:
+        """All rows; those that have results with ranks among those that can be compared."""
+        metric, paper = comparison.metric, self.figures[column]
+        deviations = self.deviations.get(column, {})
+        measured = {row.pop("method"): row for row in comparison.summary()}
+        for name, row in measured.items():
+            if all("rounds" in result for result in comparison.results.get(name, [{}])):
+                row["rounds"] = curves(comparison.results[name], metric)
+        ours = {name: measured[name][metric.key] for name in comparison.results}
+        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
+        both = found.dropna() if found["paper"].notna().any() else found
+        order = both.map(metric.order).round(ALIKE)
+        # 0 stands for none.
+        names = [*self.results[column], *([COMMONEST] if self._floored else [])]
+        ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
+        return [
+            {
+                "row": name,
+                "seeds": 0,
+                **measured.get(name, {}),
+                "rank_of_all": measured[name]["rank"] if name in measured else None,
+                "rank": int(ranks["ours"][name]) or None,
+                "paper": paper.get(name),
+                "paper_std": deviations.get(name),
+                "paper_rank": int(ranks["paper"][name]) or None,
+            }
+            for name in names
+        ]
+
+
+def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float | None:
+    """Spearman's rank correlation of our figures with the paper's, where there are both.
+
+    None where it says nothing (fewer than three such rows) or is not defined (all alike on one
+    side).
+    """
+    found: Frame = pd.DataFrame(rows, columns=[metric.key, "paper"], dtype=float).dropna()
+    if len(found) < 3:
+        return None
+    agreement = float(found.round(ALIKE).corr(method="spearman").iloc[0, 1])
+    return None if isnan(agreement) else agreement
+
+
+def score_tables(summary: Summary) -> list[Table]:
+    """Of `PaperTable.summary`: the paper's layout; then, per column, each client's scores.
+
+    Where rows could be compared, a table says by how much they differ.
+    """
+    own = (_of_column(summary, column) for column in summary["columns"] if _scored(column))
+    return [_layout(summary), *chain.from_iterable(own)]
+
+
+def _scored(column: Summary) -> list[Summary]:
+    """The rows of which each client's scores are known."""
+    return [row for row in column["rows"] if "clients" in row]
+
+
+def _of_column(summary: Summary, column: Summary) -> list[Table]:
+    metric, name = METRICS[column["metric"]], column["name"]
+    rows = {
+        row["row"]: {**row, "method": row["row"], "rank": row["rank_of_all"]}
+        for row in _scored(column)
+    }
+    what = f"{summary['split']} {metric.label}"
+    found = [clients_table(f"{name}: {what}", metric, rows)]
+    differ = [row for row in rows.values() if "value" in (row.get("difference") or {})]
+    if differ:
+        found.append(differences_table(f"{name}: differences in mean {what}", metric, differ))
+    return found
+
+
+def _layout(summary: Summary) -> Table:
+    columns, compared = summary["columns"], has_paper(summary)
+    lines = [[row["row"]] for row in columns[0]["rows"]]
+    last, heads = ["Spearman"], ["method"]
+    for column in columns:
+        metric, agreement = METRICS[column["metric"]], column["correlation"]
+        heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
+        for row, line in zip(column["rows"], lines, strict=True):
+            line += _cells(row, metric, compared)
+        last += ["" if agreement is None else f"{agreement:.2f}", "", "", ""]
+    rows = [*lines, last] if compared else lines
+    note, group = _note(summary, compared), 4 if compared else 2
+    return Table(summary["table"], heads, rows, note, group)
+
+
+def _cells(row: Summary, metric: Metric, compared: bool) -> list[str]:
+    """One row's cells in one column; nothing of ours where it has not run."""
+    ours = with_spread(row, metric) if row["seeds"] else ""
+    rank, paper_rank = (str(row[key] or "") for key in ("rank", "paper_rank"))
+    figure = "" if row["paper"] is None else f"{row['paper']:.2f}"
+    if row.get("paper_std") is not None:
+        figure += f" ({row['paper_std']:.2f})"
+    return [ours, rank, figure, paper_rank] if compared else [ours, rank]
+
+
+def _note(summary: Summary, compared: bool) -> str:
+    columns = summary["columns"]
+    counts = sorted({row["seeds"] for column in columns for row in column["rows"]} - {0})
+    seeds = " to ".join(map(str, counts)) or "no"
+    spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
+    many = "" if counts == [1] else "s"
+    run = [column for column in columns if any(row["seeds"] for row in column["rows"])] or columns
+    split, metrics = summary["split"], {c["name"]: METRICS[c["metric"]] for c in run}
+    if len(one := set(metrics.values())) == 1:
+        (metric,) = one
+        what = f"Mean {split} {metric.label} over clients{spread}"
+        parts = [f"{what}, {seeds} seed{many}. {metric.better}"]
+    else:
+        parts = [f"Means over clients{spread}, {seeds} seed{many}."]
+        parts += [f"{name}: {split} {m.label}. {m.better}" for name, m in metrics.items()]
+    if compared:
+        where = f" ({summary['paper']})" if summary["paper"] else ""
+        parts += [
+            f"Columns `paper`: the paper's figures{where}. Ranks are among the rows with both "
+            "figures; Spearman is the correlation of the two rankings."
+        ]
+    parts += [f"{column['name']}: {column['note']}." for column in columns if column["note"]]
+    return " ".join(parts)

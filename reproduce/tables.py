@@ -1,0 +1,270 @@
+"""A paper's table, filled in again.
+
+Every cell is a run folder as `compare` makes them, so a stopped table is continued.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.analysis.cells import Cells
+from coterie.analysis.comparison import check_against
+from coterie.analysis.message_sizes import MessagesTable, traffic
+from coterie.analysis.tuning import Tuner
+from coterie.config import RunConfig, parse
+from coterie.engines.session import Session
+from coterie.errors import CoterieError
+from coterie.files import write_json, write_text
+from coterie.runs import Watch
+from reproduce.overlap import OverlapTable, jaccard, ranges
+from reproduce.pages import markdown, page_name, read_result
+from reproduce.paper import PaperTable
+from reproduce.rounds import by_round
+from reproduce.sizes import SizesTable, sizes
+from reproduce.table_file import (
+    ColumnRuns,
+    ColumnSpec,
+    TableSpec,
+    in_regime,
+    read_table,
+    slug,
+    table_folder,
+    told_where,
+)
+
+Tune = Mapping[str, Sequence[Any]]
+"""Values by dotted key; see `coterie.compare`."""
+Shown = PaperTable | OverlapTable | MessagesTable | SizesTable
+"""What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column with a valid run for each row, by the row's name."""
+
+    spec: ColumnSpec
+    run: RunConfig
+    cells: Mapping[str, RunConfig]
+
+
+def load_table(
+    path: Path,
+    settings: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    tune: Tune | None = None,
+    regime: str | None = None,
+) -> tuple[TableSpec, list[Column]]:
+    """A table file whose runs are valid, methods and all; see `read_table`."""
+    spec, found = read_table(path, settings, methods, columns, tune, regime)
+    return spec, [_column(spec, runs) for runs in found]
+
+
+def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
+    where = f"column {runs.spec.name!r}"
+    cells = {}
+    for row, run in runs.cells.items():
+        with told_where(f"{where}, row {row!r}"):
+            cells[row] = parse(run)
+    with told_where(where):
+        common = parse(runs.run)
+    if spec.shows in ("exact_match", "rouge_l") and common.evaluation.generate is None:
+        raise CoterieError(
+            f"In {where}: {spec.shows} scores generated answers; set evaluation.generate to "
+            "their maximum number of tokens."
+        )
+    if spec.figure and spec.figure.kind == "curves" and common.evaluation.every is None:
+        raise CoterieError(f"In {where}: curves need scores by round; set evaluation.every.")
+    return Column(runs.spec, common, cells)
+
+
+def compare_table(
+    path: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    seeds: int | None = None,
+    tune: Tune | None = None,
+    against: str | None = None,
+    regime: str | None = None,
+    out: str | Path | None = None,
+    watch: Callable[[], Watch] = Watch,
+    report: Callable[[str], None] = lambda text: None,
+) -> Shown:
+    """Fill a paper's table in: run what is not there yet, and set it beside the paper's figures.
+
+    `settings`, `methods`, `columns` and `regime` as in `read_table`; `seeds`, `tune` and `against`
+    in place of the file's. Runs are in `out/COLUMN` (see `table_folder` for the default).
+    The table is left in `out` as table.md and table.json, anew after every cell.
+    """
+    path = Path(path)
+    spec, found = load_table(path, settings, methods, columns, tune, regime)
+    check_against(against, found[0].cells)
+    folder = Path(out) if out is not None else table_folder(path, regime)
+    _check_folder(folder, in_regime(path.stem, regime))
+    options = _options(settings, methods, columns, seeds, tune, against, regime)
+    command = shlex.join(["coterie", "compare", str(path), *options])
+    sessions = _sessions(found)
+    figures = {column.spec.name: column.spec.paper for column, _ in sessions}
+    match spec.shows:
+        case "jaccard":
+            shares = {c.spec.name: jaccard(s.participants(c.run)) for c, s in sessions}
+            known = {c.spec.name: c.run.divide.mixtures or {} for c, _ in sessions if c.run.divide}
+            found = {name: ranges(shares[name], mixtures) for name, mixtures in known.items()}
+            shown = OverlapTable(spec.table, shares, command, found, figures)
+        case "tokens":
+            counts = {c.spec.name: sizes(s.participants(c.run)) for c, s in sessions}
+            shown = SizesTable(spec.table, counts, command, figures)
+        case "messages":
+            weights = {
+                c.spec.name: {name: traffic(s, cell) for name, cell in c.cells.items()}
+                for c, s in sessions
+            }
+            shown = MessagesTable(spec.table, weights, command, figures)
+        case _:
+            shown = _empty(spec, sessions, command, against)
+            _fill_in(shown, spec, sessions, seeds or spec.seeds, folder, watch, report)
+    write_table(shown, folder)
+    return shown
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    """Refuse a folder with another table, or the same in another regime."""
+    earlier = folder / "table.json"
+    if earlier.exists() and (other := page_name(read_result(earlier))) != name:
+        raise CoterieError(f"{folder} holds the table {other}; choose another --out for {name}.")
+
+
+def write_table(shown: Shown, folder: Path) -> None:
+    """Leave a table in a folder, as Markdown and JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = shown.summary()
+    write_text(folder / "table.md", markdown(summary))
+    write_json(folder / "table.json", summary)
+
+
+def _options(
+    settings: Sequence[str],
+    methods: Sequence[str],
+    columns: Sequence[str],
+    seeds: int | None,
+    tune: Tune | None,
+    against: str | None,
+    regime: str | None,
+) -> Iterator[str]:
+    """Of the command that fills a table in; the folder of the data, which differs, is DATA."""
+    if regime:
+        yield from ("--regime", regime)
+    for setting in settings:
+        yield from ("--set", "data_root=DATA" if setting.startswith("data_root=") else setting)
+    for key, values in (tune or {}).items():
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+        yield from ("--tune", f"{key}={','.join(texts)}")
+    chosen = {"--methods": ",".join(methods), "--columns": ",".join(columns), "--seeds": seeds}
+    chosen["--against"] = against
+    for option, value in chosen.items():
+        yield from (option, str(value)) if value else ()
+
+
+def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
+    """A session per column, in which every row can run; columns with the same bases share them."""
+    sessions: list[tuple[Column, Session]] = []
+    for column in columns:
+        session = Session(column.run)
+        for other, earlier in sessions:
+            if _precision(other.run) == _precision(column.run):
+                session.bases = earlier.bases
+        for name, cell in column.cells.items():
+            try:
+                session.check(cell)
+            except CoterieError as error:
+                where = f"column {column.spec.name!r}, row {name!r}"
+                raise CoterieError(f"In {where}: {error}") from error
+        sessions.append((column, session))
+    return sessions
+
+
+def _precision(run: RunConfig) -> tuple[object, ...]:
+    """Which bases may be shared: those loaded alike."""
+    return run.training.precision, run.data.window, run.root, run.device
+
+
+def _empty(
+    spec: TableSpec,
+    sessions: Sequence[tuple[Column, Session]],
+    command: str,
+    against: str | None,
+) -> PaperTable:
+    """A table of scores in which nothing has been run."""
+    return PaperTable(
+        title=spec.table,
+        paper=spec.paper,
+        split=sessions[0][0].run.evaluation.split,
+        figures={
+            column.name: {row.label: row.paper[i] for row in spec.rows if row.paper}
+            for i, column in enumerate(spec.columns)
+        },
+        deviations={
+            column.name: {row.label: row.paper_std[i] for row in spec.rows if row.paper_std}
+            for i, column in enumerate(spec.columns)
+        },
+        notes={column.spec.name: column.spec.note for column, _ in sessions},
+        results={c.spec.name: {name: [] for name in c.cells} for c, _ in sessions},
+        asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
+        command=command,
+        against=against or spec.against,
+        tuned={column.spec.name: {} for column, _ in sessions},
+        floors={column.spec.name: [] for column, _ in sessions},
+        figure=spec.figure.model_dump() if spec.figure else None,
+    )
+
+
+def _fill_in(
+    shown: PaperTable,
+    spec: TableSpec,
+    sessions: Sequence[tuple[Column, Session]],
+    seeds: int,
+    folder: Path,
+    watch: Callable[[], Watch],
+    report: Callable[[str], None],
+) -> None:
+    """Run column by column, and write the table after every run that was not finished before."""
+    points = {row.label: row.point or spec.point for row in spec.rows}
+    own = {row.label: row.tune for row in spec.rows}
+    tuners = [
+        {row: Tuner(session, {**spec.tune, **own[row]}) for row in column.cells}
+        for column, session in sessions
+    ]
+    trials = [
+        {row: tuners_of[row].trials(row, run) for row, run in column.cells.items()}
+        for tuners_of, (column, _) in zip(tuners, sessions, strict=True)
+    ]
+    total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
+    cells, written = Cells(total, watch, report), 0
+    for (column, session), tuners_of, tried in zip(sessions, tuners, trials, strict=True):
+        name = column.spec.name
+        for text in session.warnings:
+            report(f"{name}: {text}")
+        path, runs = folder / slug(name), dict(column.cells)
+        for row, each in tried.items():
+            if each:
+                chosen, how = tuners_of[row].choose(cells, each, path, points[row])
+                runs[row], shown.tuned[name][row] = chosen, how
+        for seed in range(column.run.seed, column.run.seed + seeds):
+            common = column.run.model_copy(update={"seed": seed})
+            shown.floors[name].append(session.floor(common))
+            for row, run in runs.items():
+                named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
+                run = run.model_copy(update=named)
+                result, outcome = cells.finished(session, run, path)
+                point = points[row] or outcome["reports"]
+                if spec.figure is not None and spec.figure.kind == "curves":
+                    outcome["rounds"] = by_round(result.metrics(), point)
+                shown.results[name][row].append({**outcome, "reports": point})
+                if cells.worked_on > written:
+                    write_table(shown, folder)
+                    written = cells.worked_on

@@ -1,0 +1,208 @@
+"""What leaves a client, and what never does: declared by the method, measured on real messages."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor
+
+from coterie.adapters import Part
+from coterie.analysis.message_sizes import WHOLE, first_exchange, size, start
+from coterie.analysis.tables import Table
+from coterie.config import RunConfig
+from coterie.engines.local import LocalRun
+from coterie.engines.runtime import CHANGE, LEFT_OUT
+from coterie.engines.session import Session
+from coterie.messages import Field, Json, Message, Schema, State
+from coterie.messages.schema import Way
+from coterie.training.context import ClientId
+
+WAYS: dict[Way, str] = {
+    "hello": "from the client to the server, once",
+    "up": "from the client to the server, every round",
+    "down": "from the server to the client, every round",
+}
+CONTENTS = ("group or value", "what", "tensors", "dtype", "bytes")
+STAYS = "never leaves"
+NEVER = (
+    "Texts and tokens, their losses and scores, and all other logged values also stay on "
+    "the client."
+)
+SHARED = (
+    "Texts and tokens also stay on the client; losses and scores are sent "
+    "(deployment.share_metrics)."
+)
+SAME = "average per"
+Row = tuple[str, ...]
+Rows = tuple[Row, ...]
+Account = tuple[tuple[str, Rows], ...]
+Parts = Mapping[str, Part]
+
+
+def audit_run(config: RunConfig) -> Iterator[Table]:
+    """Tables: what the method declares; then, per client, what one round sent and what stayed.
+
+    The round is the first in which anybody uploads something; see `first_exchange`. Clients that
+    send the same fields share their tables.
+    """
+    run = start(Session(config), config)
+    yield _declared(run)
+    yield _stands(run)
+    shared = config.deployment.share_metrics
+    never = SHARED if shared else NEVER
+    alike: dict[Account, list[tuple[ClientId, Account]]] = {}
+    exchanged = first_exchange(run)
+    # A download may hand out what the client does not hold yet, and others do.
+    parts = {n: part for side in run.clients.values() for n, part in side.parts().items()}
+    if shared:
+        yield _figures(run)
+    for name, messages in exchanged.items():
+        account = tuple(_account(run, name, messages, parts))
+        key = tuple((title, tuple(map(_without_weight, rows))) for title, rows in account)
+        alike.setdefault(key, []).append((name, account))
+    for found in alike.values():
+        names = ", ".join(name for name, _ in found)
+        for same in zip(*(account for _, account in found), strict=True):
+            title = same[0][0]
+            rows = [_together(lines) for lines in zip(*(rows for _, rows in same), strict=True)]
+            yield Table(f"{names}: {title}", CONTENTS, rows, never if title == STAYS else "")
+
+
+def _stands(run: LocalRun) -> Table:
+    """Where in their bases clients' adapters stand."""
+    alike: dict[tuple[str, ...], list[ClientId]] = {}
+    for name, part in run.parts.items():
+        alike.setdefault(part.covered or ("nothing of the base",), []).append(name)
+    rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
+    return Table("what is trained", ("clients", "where in the base"), rows)
+
+
+def _figures(run: LocalRun) -> Table:
+    """What clients log and send beside their uploads, each kind of figure once."""
+    round = run.server.round
+    if round < run.config.exchanges:  # in which the aggregated models are scored
+        with TemporaryDirectory() as spool:
+            run.exchange(round, Path(spool))
+    recorded = (line for line in run.recorder.take() if line["client"] is not None)
+    lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
+    found = {line["name"]: _kind(line["value"]) for line in lines} | {"seconds": "a number"}
+    title = "figures sent beside every upload (deployment.share_metrics)"
+    note = "The last upload also has the scores of the model that the client keeps, and its round."
+    return Table(title, ("figure", "what"), sorted(found.items()), note)
+
+
+def _kind(value: Json) -> str:
+    if isinstance(value, Mapping):
+        return f"numbers: {', '.join(sorted(value))}"
+    return "numbers" if isinstance(value, Sequence) else "a number"
+
+
+def _without_weight(row: Row) -> Row:
+    """A row without what a whole message weighs, which differs a little by the names in it."""
+    return row[:-1] if row[0].startswith((WHOLE, SAME)) else row
+
+
+def _together(rows: Sequence[Row]) -> Row:
+    """Rows that differ in their last figure at most, as one."""
+    figures = sorted({row[-1] for row in rows}, key=lambda figure: (len(figure), figure))
+    return (*rows[0][:-1], f"≤{figures[-1]}" if len(figures) > 1 else figures[-1])
+
+
+def _declared(run: LocalRun) -> Table:
+    rows = [
+        (_named(field.name, field.peers), _dtypes(field), where, field.what)
+        for way, where in WAYS.items()
+        for field in {(f.name, f.what, f.peers): f for f in getattr(run.schema, way)}.values()
+    ]
+    title = f"{run.config.label}: the only fields that messages may contain"
+    columns = ("group or value", "dtype", "way", "what")
+    note = "Every message also contains its round number and format version."
+    return Table(title, columns, rows or [("nothing", "", "", "")], note)
+
+
+def _named(group: str, peers: bool) -> str:
+    """Return a group's name in a table, which tells peers' tensors from the client's own."""
+    return f"others' {group}" if peers else group
+
+
+def _dtypes(field: Field) -> str:
+    if isinstance(field.dtype, str):
+        return field.dtype
+    return ", ".join(f"{name}: {dtype}" for name, dtype in field.dtype.items())
+
+
+def _account(
+    run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parts: Parts
+) -> Iterator[tuple[str, Rows]]:
+    side = run.clients[name]
+    for way, where in WAYS.items():
+        weight = len(run.schema.send(way, messages[way]))
+        whole = (WHOLE, "", "", "", f"{weight:,}")
+        contents = _contents(run.schema, way, messages[way], parts)
+        yield where, (*contents, whole, *_per_item(run, messages[way], weight))
+    yield STAYS, tuple(_stays(side.state(), messages["up"], side.parts()))
+
+
+def _per_item(run: LocalRun, message: Message, weight: int) -> Iterator[Row]:
+    """What a whole message weighs for each of the things that it tells of."""
+    for what, count in run.config.method.counts(message).items():
+        if count:
+            yield f"{SAME} {what} (of {count:,})", "", "", "", f"{weight / count:,.0f}"
+
+
+def _contents(schema: Schema, way: Way, message: Message, parts: Parts) -> Iterator[Row]:
+    """A line for each kind of tensor, the other clients' together, and for each value."""
+    found: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
+    for peer, group, name, tensor in message.tensors():
+        found.setdefault((peer is not None, group), []).append((name, tensor))
+    names = {f.name: f.dtype for f in getattr(schema, way) if not isinstance(f.dtype, str)}
+    for (others, group), tensors in sorted(found.items()):
+        yield from _kinds(_named(group, others), tensors, parts, names.get(group, {}))
+    for name, value in sorted(message.values.items()):
+        yield name, "", "", "json", f"{size(value):,}"
+
+
+def _kinds(
+    where: str, tensors: Iterable[tuple[str, Tensor]], parts: Parts, named: Iterable[str] = ()
+) -> Iterator[Row]:
+    """Tensors by what they are: by role, expert and place, or by a name that has a meaning."""
+    kinds: dict[tuple[str, str], list[Tensor]] = {}
+    for name, tensor in tensors:
+        what = _what(parts[name]) if name in parts else name if name in named else ""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kinds.setdefault((what, dtype), []).append(tensor)
+    for (what, dtype), alike in sorted(kinds.items()):
+        shapes = sorted({"x".join(map(str, tensor.shape)) for tensor in alike})
+        shown = ", ".join([*shapes[:2], *(["..."] if len(shapes) > 2 else [])])
+        yield where, what, f"{len(alike)} ({shown})", dtype, f"{sum(map(size, alike)):,}"
+
+
+def _what(part: Part) -> str:
+    """`generalist 0, mlp.up`. Domain experts stand together: they are others on every layer."""
+    numbered = part.expert is not None and part.role != "domain"
+    role = f"{part.role} {part.expert}" if numbered else part.role
+    return ", ".join(filter(None, (role, part.place)))
+
+
+def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
+    """The client's state, less the trained tensors that it uploaded, and its values.
+
+    What it uploads is in the group `adapter` of its own state, in whatever group it travels. A
+    group or a part of another name is something else, even if its tensors have the same names.
+    """
+    sent = {name for _, _, name, _ in upload.tensors()}
+    for path, part in state.walk():
+        for group, tensors in part.groups.items():
+            trained = not path and group == "adapter"
+            kept = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
+            where = ", ".join(path) or group
+            if path and "training" in path[0]:
+                yield where, f"optimiser's {group}", f"{len(kept)}", "", _bytes(kept)
+            else:
+                yield from _kinds(where, kept, parts)
+        for name, value in part.values.items():
+            yield ", ".join((*path, name)), "", "", "json", f"{size(value):,}"
+
+
+def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    return f"{sum(size(tensor) for _, tensor in tensors):,}"

@@ -1,0 +1,80 @@
+"""What a round costs: floating-point operations of one real step per level, counted and scaled.
+
+CoMiGS's appendix B.1 estimates them by hand; here PyTorch counts every matrix product of a forward
+and a backward pass at batch 1 (2 m n k each, attention without regard to its mask), which is all
+but a small part of the work. Sums, activations and the optimiser are not counted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from coterie.adapters import Trainable
+from coterie.bases import Base, load_base
+from coterie.config import RunConfig
+from coterie.data.tokens import ClientData, Tokens
+from coterie.federation import Participant, client_context
+from coterie.losses import language_model_loss
+from coterie.methods.adapter import AdapterClient
+from coterie.training.schedule import Level
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Floating-point operations of a round, over all clients, by level of the schedule."""
+
+    levels: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of all levels."""
+        return sum(self.levels.values())
+
+
+def counting_base(config: RunConfig) -> Base:
+    """The base of a run, with attention made of products that the counter sees."""
+    spec = config.base.model_copy(update={"weights": None})  # quantised products are not counted
+    base = load_base(spec, None, config.data.window, config.root, config.device)
+    base.model.set_attn_implementation("eager")
+    return base
+
+
+def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
+    """The cost of a round of a run; None if its method's training is not made of levels.
+
+    base: that of all clients. clients: of each one, the names of the test texts that it is scored
+    on (all of them if it is the one client of a pooled run, whose batch is as large as all
+    clients' together). A level's turns, every tau steps, are those of the whole run, divided by its
+    rounds: none where the run has fewer than tau steps.
+    """
+    levels: dict[str, float] = {}
+    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
+    for name, tests in clients.items():
+        data = ClientData(nothing, nothing, nothing)
+        participant = Participant(name, data, dict.fromkeys(tests, nothing))
+        context = client_context(config, base, participant, lambda *_: None)
+        side = config.method.client(context)
+        if not isinstance(side, AdapterClient):
+            return None
+        for level in side.training.levels:
+            turns = config.rounds * context.training.steps // level.every
+            updates = level.steps * turns / config.rounds
+            flops = step_flops(base, side.adapter, level, config.data.window)
+            cost = flops * context.training.batch * updates
+            levels[level.name] = levels.get(level.name, 0.0) + cost
+    return Cost(levels)
+
+
+def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:
+    """Operations of one update of a level on one sample, with the adapter on the base."""
+    model = adapter.attach(base.model)
+    ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
+    adapter.require_grad(*level.roles, *level.leaves)
+    with FlopCounterMode(display=False) as counter:
+        # A level's penalty is left aside: it holds no products of a forward pass's size.
+        language_model_loss(model, ids).backward()
+    for parameter in adapter.parameters().values():
+        parameter.grad = None
+    return counter.get_total_flops()

@@ -1,0 +1,203 @@
+"""What a client will need before anything of its base is loaded: memory, and traffic per round.
+
+A training step and an evaluation are run on PyTorch's fake tensors, which have shapes and no
+values: nothing is computed, and the bytes of all tensors that are alive are counted.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
+
+from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
+from coterie.bases.precision import autocast, prepare
+from coterie.bases.weights import DTYPES
+from coterie.config import RunConfig
+from coterie.data.tokens import ClientData
+from coterie.errors import CoterieError
+from coterie.federation import NOTHING, Participant, client_context
+from coterie.losses import language_model_loss, token_losses
+from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.training.context import ClientId
+from coterie.training.optimiser import build
+from coterie.training.passes import training_pass
+from coterie.training.spec import TrainingSpec
+
+QUANTISED = {"int8": 1.0, "nf4": 0.516}
+"""Bytes per weight of a quantised linear layer; nf4 with its scales, quantised too (QLoRA)."""
+CAST = (torch.float32, "bf16")
+"""A checkpoint's format and a precision with which linear layers are cast after loading."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a process of one client needs beside Python and its libraries, in bytes."""
+
+    weights: int
+    """The base's."""
+    pages: int
+    """Of a checkpoint in another format: read once, and the system can take them back."""
+    adapter: int
+    """What is trained, with its gradients and the optimiser's state."""
+    step: int
+    """Activations, logits and the like at their highest in a training step."""
+    scoring: int
+    """The same in scoring a batch, which comes at another time."""
+    traffic: int
+    """Tensors of an upload."""
+
+    @property
+    def memory(self) -> int:
+        """All together."""
+        return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
+
+
+def need_of(config: RunConfig, client: ClientId) -> Need | None:
+    """What a client of a run needs on a CPU; None where nobody can tell.
+
+    That is so for methods whose clients do more than train an adapter, and where an operation's
+    work depends on values. Raises CoterieError if there is no such base.
+    """
+    try:
+        return _need_of(config, client)
+    except CoterieError:
+        raise
+    except Exception:  # of all kinds, by operations on tensors that have no values
+        return None
+
+
+def _need_of(config: RunConfig, client: ClientId) -> Need | None:
+    spec, training = config.base_of(client), config.training_of(client)
+    tokenizer = load_tokenizer(spec, config.root)
+    skeleton: Any = load_skeleton(spec, config.root)
+    kept = kept_dtype(skeleton)
+    dtype = _dtype(spec, kept, training)
+    cast = dtype != kept or spec.quantised or (kept, training.precision) == CAST
+    pages = kept.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
+    skeleton.to(dtype)
+    moments = _moments(training)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model: Any = skeleton.to_empty(device="cpu")
+        model.tie_weights()  # which have come apart
+        prepare(model, training.precision, config.data.window)
+        weights = _weights(spec, model)
+        base = Base(model, tokenizer, training.precision, torch.device("cpu"))
+        empty = Participant(client, ClientData(NOTHING, NOTHING, NOTHING), {})
+        if not isinstance(config.method, AdapterMethod):
+            return None
+        side = config.method.client(client_context(config, base, empty, lambda *_: None))
+        step, scoring = _training(config, side), _evaluation(config, side)
+        parts = side.parts().values()
+        frozen = sum(part.parameter.nbytes for part in parts if part.role == "frozen")
+        trained = sum(part.parameter.nbytes for part in parts) - frozen
+        return Need(
+            weights=weights,
+            pages=pages,
+            adapter=frozen + trained * (2 + moments),
+            step=step,
+            scoring=scoring,
+            traffic=sum(tensor.nbytes for tensor in side.shared.values()),
+        )
+
+
+def kept_dtype(skeleton: nn.Module) -> torch.dtype:
+    """What a base's checkpoint keeps its weights in, as its configuration says."""
+    config: Any = skeleton.config
+    return config.get_text_config().dtype or config.dtype or torch.float32
+
+
+def _dtype(spec: BaseSpec, kept: torch.dtype, training: TrainingSpec) -> torch.dtype:
+    """What a base's weights are loaded in, or computed in where they are quantised."""
+    if training.precision == "fp32":
+        return torch.float32
+    if spec.weights is not None:
+        return DTYPES.get(spec.weights, torch.bfloat16)
+    return torch.bfloat16 if kept == torch.float16 else kept
+
+
+def _weights(spec: BaseSpec, model: nn.Module) -> int:
+    tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    if spec.weights in QUANTISED:
+        head = model.get_output_embeddings()  # pyright: ignore
+        for module in model.modules():
+            if isinstance(module, nn.Linear | Conv1D) and module is not head:
+                weight = module.weight
+                tensors[id(weight)] = int(weight.numel() * QUANTISED[spec.weights])
+    return sum(tensors.values())
+
+
+def _training(config: RunConfig, side: AdapterClient) -> int:
+    """The most that a step holds beside weights and adapter."""
+    training, adapter = side.context.training, side.adapter
+    model = side.model()
+    adapter.require_grad(*{part.role for part in adapter.parts().values()} - {"frozen"})
+    with Alive() as alive:
+        rows = training.at_once * _samples(config)
+        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
+        with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
+            loss = language_model_loss(model, ids)
+        loss.backward()
+    for parameter in adapter.parameters().values():
+        parameter.grad = None
+    return alive.peak
+
+
+def _samples(config: RunConfig) -> int:
+    """Samples that a pass reads for one of a batch: a pair has two."""
+    return 1 if config.data.preferences is None else 2
+
+
+def _evaluation(config: RunConfig, side: AdapterClient) -> int:
+    """The most that scoring a batch holds."""
+    with Alive() as alive, autocast(side.context.training.precision, "cpu"):
+        rows = config.evaluation.batch * _samples(config)
+        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
+        token_losses(side.model(), ids)
+    return alive.peak
+
+
+def _moments(training: TrainingSpec) -> int:
+    """How many tensors an optimiser keeps of each parameter's size."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimiser = build(training.optimiser, [parameter], training.learning_rate)
+    optimiser.step()
+    state = optimiser.state[parameter].values()
+    return sum(isinstance(t, Tensor) and t.shape == parameter.shape for t in state)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors that operations inside make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak = 0, 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count what it made."""
+        made = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(made):
+            key = storage._cdata
+            if key not in given and key not in self._sizes:
+                self._sizes[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key).atexit = False
+        return made
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,0 +1,354 @@
+"""A client's process in a deployment: it answers the server's orders, each once or not at all.
+
+Its folder is a run folder with this one client. The newest checkpoint is that of the last step;
+whether it counts is known when the next order comes. Until then the one before is kept, too:
+
+checkpoints/00004/   the state that the server counts on
+checkpoints/00005/   the state after the next step, its upload, and about.json: which order it
+                     answered, and the entries that go to metrics.jsonl if it counts
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from coterie.bases import Base, load_base
+from coterie.bases.devices import names_of
+from coterie.config import RunConfig
+from coterie.data.quality import AT_START, sentences
+from coterie.deployment.orders import Orders, check_round
+from coterie.deployment.site import Site, ledger_of, run_folder
+from coterie.deployment.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
+from coterie.engines.runtime import ClientPart, result
+from coterie.errors import CoterieError, Diverged, Unwritable
+from coterie.federation import Participant, described_templates, participants_of
+from coterie.files import parse_json
+from coterie.messages import MessageError
+from coterie.messages.envelope import Entry, Fault, Order, Reply, seal, unseal
+from coterie.messages.formats import PROTOCOL
+from coterie.network.link import Seen
+from coterie.privacy.ledger import Ledger
+from coterie.reading import Reading
+from coterie.runs import Recorder, RunFolder, describe, read
+
+log = logging.getLogger(__name__)
+Entries = list[dict[str, Any]]
+"""Lines of metrics.jsonl."""
+
+
+class Worker:
+    """Answers orders. The base is loaded once, whatever the number of rounds and runs."""
+
+    def __init__(self, site: Site, seen: Seen = lambda *_: None) -> None:
+        self.site, self.seen = site, seen
+        self.bases: dict[tuple[object, ...], Base] = {}
+        self.run: SiteRun | None = None
+        self.orders = Orders(site)
+        self.finished = False
+        self.declined = ""
+        """Why it did not agree, if it did not."""
+        self.error = ""
+        """Why it left without the run's result, if it did."""
+
+    def answer(self, data: bytes) -> bytes:
+        """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
+        order, body = unseal(Order, data)
+        fault: Fault
+        try:
+            return self._obey(order, body)
+        except MessageError as error:
+            fault, why = "refused", error
+        except Diverged as error:
+            fault, why = "diverged", error
+        except CoterieError as error:
+            fault, why = "failed", error
+        log.error("round %d: %s", order.round + 1, why)
+        self.seen("fault", str(why))
+        stops = fault == "diverged" and self.run is not None and self.run.stops_after(order.round)
+        return self._reply(order, fault=fault, stops=stops)
+
+    def close(self) -> None:
+        """Let go of the run's folder."""
+        if self.run is not None:
+            self.run.close()
+
+    def _obey(self, order: Order, body: bytes) -> bytes:
+        if order.client != self.site.name:
+            raise MessageError(f"The server mistook this client for {order.client!r}.")
+        if order.kind == "join":
+            return self._joined(order)
+        if self.run is None or self.run.id != order.run:
+            return self._reply(order, fault="unknown run")
+        if order.kind == "end":
+            self.error = "The server ended the run after an error; ask its operator."
+            self.finished = True
+            return self._reply(order)
+        check_round(order, self.run.config.exchanges)
+        if order.kind == "step":
+            upload, entries = self.run.step(order, body, self.orders)
+            return self._reply(order, upload, entries, stops=self.run.stops)
+        entries = self.run.finish(order, body)
+        self.finished = True
+        return self._reply(order, entries=entries)
+
+    def _joined(self, order: Order) -> bytes:
+        """Join, or leave if this machine lacks what the run needs: asking again would not help."""
+        try:
+            return self._join(order)
+        except (MessageError, Unwritable):
+            raise
+        except CoterieError as error:
+            self.error, self.finished = str(error), True
+            return self._unlike(order, "unable", f"cannot be joined: {error}")
+
+    def _join(self, order: Order) -> bytes:
+        if why := unlike(order):
+            return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
+        config = self.site.config(order)
+        if why := self._disagrees(order, config):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "terms", why)
+        if why := other_text(order, config):
+            return self._unlike(order, "public", why)
+        ledger = ledger_of(self.site, order.run)
+        if why := too_much(config.method.budget, ledger):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "budget", why)
+        folder = run_folder(self.site, order.run, config)
+        if why := self.orders.begins(order, config, folder):
+            self.declined, self.finished = why, True
+            return self._unlike(order, "terms", why)
+        torch.set_num_threads(config.threads or torch.get_num_threads())
+        base = self._base(config)
+        if order.base not in ("", base.digest):
+            return self._unlike(
+                order, "base", f"has a base with different weights than {config.base}"
+            )
+        if self.run is None or self.run.id != order.run:
+            self.close()
+            self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
+        self.seen("joined", self.run)
+        return self._reply(order, self.run.part.hello(), base=base.digest)
+
+    def _disagrees(self, order: Order, config: RunConfig) -> str | None:
+        """Why the run is not what was agreed to; somebody is asked if nothing was."""
+        folder = run_folder(self.site, order.run, config)
+        kept = folder.description.get("agreed") if folder.is_run else None
+        agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
+        for terms in agreements:
+            if why := not_agreed(terms, order):
+                return why
+        return None if agreements or self.site.agrees(order, config) else "was not agreed to"
+
+    def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
+        """Refuse to join those who run something else."""
+        why = f"the run {how}"
+        log.error(why)
+        self.seen("fault", why)
+        return self._reply(order, fault=fault)
+
+    def _base(self, config: RunConfig) -> Base:
+        key = (config.base, config.training.precision, config.data.window)
+        if key not in self.bases:
+            self.bases = {key: load_base(*key, config.root, config.device)}
+            log.info("loaded the base %s: %s", config.base, self.bases[key].digest)
+        return self.bases[key]
+
+    def _reply(
+        self,
+        order: Order,
+        body: bytes = b"",
+        entries: Entries | None = None,
+        *,
+        fault: Fault | None = None,
+        base: str = "",
+        stops: bool = False,
+    ) -> bytes:
+        shares = self.run is not None and self.run.config.deployment.share_metrics
+        told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
+        shared = [Entry(**entry) for entry in told] if shares else None
+        reply = Reply(
+            run=order.run,
+            client=self.site.name,
+            kind=order.kind,
+            round=order.round,
+            fault=fault,
+            base=base,
+            stops=stops or None,
+            entries=shared,
+        )
+        return seal(reply, body)
+
+
+class SiteRun:
+    """One client's part of one deployed run, in a folder of its own."""
+
+    def __init__(
+        self,
+        order: Order,
+        config: RunConfig,
+        base: Base,
+        site: Site,
+        seen: Seen,
+        ledger: Ledger,
+    ) -> None:
+        self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
+        [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
+        templates = described_templates(config, {config.base: base.tokenizer})
+        self.folder = self._folder(site, participant, asked_by(order), templates)
+        self.locked = ExitStack()
+        self.locked.enter_context(self.folder.lock())
+        self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
+        self.part = ClientPart(config, base, participant, self.recorder.log, ledger)
+        if self.folder.checkpoints():
+            self._restore()
+        else:
+            self._save(0, About())
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.locked.close()
+
+    def _look(self, read: Reading) -> None:
+        """Say what is to know of this client's own texts; it stays here."""
+        for text in sentences(read.quality(self.config, AT_START)):
+            self.seen("warning", text)
+
+    def _restore(self) -> None:
+        name = self.part.name
+        self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
+
+    def _folder(
+        self, site: Site, participant: Participant, agreed: Terms, templates: Mapping[str, Any]
+    ) -> RunFolder:
+        folder = run_folder(site, self.id, self.config)
+        clients = {site.name: participant.described()}
+        if not folder.is_run:
+            device = names_of(self.config.device)
+            more = {"run": self.id, "agreed": agreed, "device": device, **templates}
+            description = describe(self.config.as_dict(), clients, self.config.plugins, **more)
+            return RunFolder.create(folder.path, description)
+        if folder.description["clients"][site.name]["data"] != participant.digest():
+            raise CoterieError(
+                f"The client's text has changed since the run in {folder.path} began."
+            )
+        return folder
+
+    def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
+        """The upload of a round and its entries; from store if the order was obeyed before."""
+        digest = blake2b(download, digest_size=8).hexdigest()
+        newest = self._settle(order, digest)
+        if (newest.round, newest.digest) == (order.round, digest):
+            log.info("round %d: sent the stored answer again", order.round + 1)
+            return self.folder.read("upload"), newest.entries
+        orders.trains(order, self.folder)
+        began = time.monotonic()
+        with self._whole():
+            self.recorder.round = order.round
+            counted = order.counted == order.round - 1
+            upload = self.part.step(order.round, download, counted=counted)
+            self.part.keep_items(self.folder)
+            about = self._about_now(order.round, digest, began)
+            self._save(order.round + 1, about, {"upload": upload})
+        self.seen("step", order.round)
+        if self.stops:
+            self.seen("stopped", self.config.evaluation.patience)
+        return upload, about.entries
+
+    def finish(self, order: Order, download: bytes) -> Entries:
+        """Take in the last download; the folder then holds the result. Returns its entries."""
+        last, began = order.round - 1, time.monotonic()
+        if self._about().round <= last:
+            self._settle(order, "")
+            with self._whole():
+                self.recorder.round = last
+                kept = self.folder.find(f"kept-{self.part.name}")
+                self.part.finish(download, kept, last, counted=order.counted == last)
+                self.part.keep_items(self.folder)
+                self._save(last + 2, self._about_now(last + 1, "", began))
+        self._count(self._about())
+        self.folder.finish(result(self.config, self.folder))
+        self.seen("finished", self.folder.path)
+        return self._about().entries
+
+    @property
+    def stops(self) -> bool:
+        """Whether this client takes no part in rounds after its last step."""
+        return self.stops_after(self._about().round)
+
+    def stops_after(self, round: int) -> bool:
+        """Return whether this client takes no part in rounds after one (0 is the first)."""
+        return self.part.stops(round + 1)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within the block, all or nothing: what fails is as if it had not begun, and may come
+        again."""
+        try:
+            yield
+        except BaseException:
+            self.recorder.take()
+            self._restore()
+            raise
+
+    def _about_now(self, round: int, digest: str, began: float) -> "About":
+        self.recorder.log(None, "seconds", time.monotonic() - began)
+        return About(round, digest, self.recorder.take())
+
+    def _settle(self, order: Order, digest: str) -> "About":
+        """Keep the newest step if the server counted it, undo it if not; what is then the newest.
+
+        A step that this order repeats is kept, too: it is answered from store.
+        """
+        newest = self._about()
+        counted = -1 if order.counted is None else order.counted
+        if newest.round == counted:
+            self._count(newest)
+        elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
+            log.warning("round %d was not counted and has been undone", newest.round + 1)
+            if len(self.folder.checkpoints()) > 1:
+                self.folder.drop([self.folder.checkpoint(newest.round + 1)])
+                self._restore()
+                newest = self._about()
+        if newest.round < counted:
+            log.warning("the state of round %d is missing; continuing without it", counted + 1)
+        return newest
+
+    def _count(self, newest: "About") -> None:
+        """Make the newest step the one that the server counts on."""
+        lines = list(self.folder.metrics())
+        if newest.entries and newest.entries[-1] not in lines:
+            self.folder.rewrite([*lines, *newest.entries])
+        self.folder.drop(self.folder.checkpoints()[:-1])
+
+    def _about(self) -> "About":
+        data = self.folder.read("about.json")
+        try:
+            about = read.About.model_validate(parse_json(data))
+        except ValueError:
+            raise CoterieError(
+                f"{self.folder.path}: about.json of the newest checkpoint is damaged; {read.REMEDY}"
+            ) from None
+        return About(about.round, about.digest, about.entries)
+
+    def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
+        beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
+        self.folder.save(rounds, self.part.states(), files=beside)
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint's step was."""
+
+    round: int = -1
+    """-1: before the first."""
+    digest: str = ""
+    """Of the download."""
+    entries: Entries = field(default_factory=list)

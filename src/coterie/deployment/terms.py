@@ -1,0 +1,141 @@
+"""What a client takes part in: what it is asked to do, what it has agreed to, and what it has."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from coterie.config import RunConfig
+from coterie.deployment import costs
+from coterie.errors import plural
+from coterie.federation import public_digest
+from coterie.messages.envelope import Order
+from coterie.messages.formats import PROTOCOL
+from coterie.methods.plugins import plugin_of
+from coterie.methods.registry import kind_of, names
+from coterie.privacy.ledger import Budget, Ledger
+
+Terms = Mapping[str, Any]
+"""Plain data: the run as a client is told of it, and the hashes of its plugin and public text."""
+NOWHERE = "nothing"
+"""Stands in a difference for a setting that is not there."""
+
+
+def agreed_in(config: RunConfig, client: str) -> Terms:
+    """What whoever has the run file can agree to before a server asks."""
+    return _of(config.told_to(client))
+
+
+def asked_by(order: Order) -> Terms:
+    """What an order to join asks."""
+    terms = _of(order.config or {})
+    plugin = None if order.plugin is None else order.plugin.sha256
+    return {**terms, "plugin": plugin, "public": order.public}
+
+
+def _of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's name, and how the server waits for clients, are not theirs to agree to."""
+    what = {k: v for k, v in told.items() if k not in ("name", "deployment")}
+    terms = json.loads(json.dumps(what))
+    return {**terms, "share_metrics": told.get("deployment", {}).get("share_metrics", False)}
+
+
+def not_agreed(agreed: Terms, order: Order) -> str | None:
+    """How the run is not what was agreed to; None if it is."""
+    if found := differences(agreed, asked_by(order)):
+        return f"is not what was agreed ({'; '.join(found)})"
+    return None
+
+
+def other_text(order: Order, config: RunConfig) -> str | None:
+    """How the run's public text is not the one of this machine; None if it is."""
+    if public_digest(config) == order.public:
+        return None
+    return f"has a different public text than {config.data.public}"
+
+
+def too_much(budget: Budget | None, ledger: Ledger) -> str | None:
+    """How a run would spend more than this client allows; None if it would not."""
+    if budget is None or ledger.limit is None or ledger.affords(budget):
+        return None
+    most, delta = ledger.limit
+    asked = "without noise" if math.isinf(budget[0]) else f"with an epsilon of {budget[0]:g}"
+    return (
+        f"would send mean embeddings of this client's samples {asked}; the limit of all its runs "
+        f"is {most:g}, of which {ledger.spent(delta):.3g} is spent (see --epsilon)"
+    )
+
+
+def unlike(order: Order) -> str | None:
+    """How the run is not what is installed here; None if it is."""
+    if order.protocol != PROTOCOL:
+        return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
+    match order.config:
+        case {"method": {"name": str(name)}} if name in names():
+            here = plugin_of(kind_of(name))
+        case _:
+            here = None
+    theirs = order.plugin
+    if (here and here.sha256) == (theirs and theirs.sha256):
+        return None
+    if theirs is None:
+        return "has a method without a plugin; start this client without --plugin"
+    if here is None:
+        return f"needs the plugin {theirs.file}; start this client with --plugin and the same file"
+    return f"has a different version of the plugin {theirs.file}; both sides need the same file"
+
+
+def differences(agreed: Terms, asked: Terms) -> list[str]:
+    """Each setting that is asked for and is not as it was agreed, by its key in a run file.
+
+    What `agreed` says nothing of at its top, such as the hash of a plugin, is left to other checks.
+    """
+    before = dict(_flat(agreed))
+    now = {key: v for key, v in _flat(asked) if key.partition(".")[0] in agreed}
+    return [
+        f"{key}: agreed {_shown(before, key)}, asked {_shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if _shown(before, key) != _shown(now, key)
+    ]
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key])[:100] if key in values else NOWHERE
+
+
+def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
+    """Return what a person should know before agreeing to a run, as (subject, text) pairs.
+
+    memory: see `costs.in_words`.
+    """
+    method, schema, training = config.method, config.method.schema(), config.training
+    settings = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in _flat(method.described())
+        if key != "name"
+    ]
+    told = {
+        "run": config.name,
+        "method": f"{method.name}: {method.summary}",
+        "settings": ", ".join(settings),
+        "training": f"{plural(config.rounds, 'round')} of {plural(training.steps, 'step')} of "
+        f"{plural(training.batch, 'sample')}",
+        **costs.in_words(config, memory),
+        "base": str(config.base),
+        "sent once": "; ".join(field.what for field in schema.hello),
+        "every round": "; ".join(field.what for field in schema.up),
+        "losses": "sent, with all other metrics"
+        if config.deployment.share_metrics
+        else "stay here",
+        "public text": order.public or "",
+        "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
+    }
+    return [(what, text) for what, text in told.items() if text]

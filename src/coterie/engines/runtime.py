@@ -1,0 +1,376 @@
+"""One client's part of a run: messages in and out as bytes, and what its model scores."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from coterie.adapters.coverage import coverage
+from coterie.aggregation.bounds import Measure, figures
+from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.bases import Base
+from coterie.config import RunConfig
+from coterie.engines.floor import FLOOR, floor_items
+from coterie.errors import CoterieError, Diverged
+from coterie.evaluation.evaluate import Score, evaluate
+from coterie.federation import Participant, client_context, text_digest
+from coterie.inference.kept import Keeper, compares_aggregated, kept_model, stops
+from coterie.inference.reference import with_reference
+from coterie.messages import Json, Message, MessageError, State
+from coterie.messages.message import is_finite
+from coterie.messages.schema import Way
+from coterie.methods.contract import ClientSide, ServerSide
+from coterie.privacy.ledger import Ledger
+from coterie.runs import JUMPED, RunFolder
+
+SERVER_SCORE = "server/aggregated"
+"""The name under which the score of the server's own model is recorded."""
+LEFT_OUT = "left out"
+"""The name under which it is recorded why a client's upload of a round did not count."""
+AT_THE_END = "it diverged on the last download, and keeps its model from before it"
+"""The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
+CHANGE = "change"
+"""The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
+
+JUMP = 1.0
+"""Nats per token by which the validation loss exceeds the best so far when a client warns: far more
+than over-fitting adds in a round, and less than a damaged shared model."""
+
+
+class LogFor(Protocol):
+    """Records a figure of a client, or of the run (None); of the round in progress, or another."""
+
+    def __call__(
+        self, client: str | None, name: str, value: Json, round: int | None = None
+    ) -> None:
+        """See the class."""
+        ...
+
+
+class ClientPart:
+    """A client's side of the method, its messages' bytes and checks, and its evaluations.
+
+    Every engine runs clients by this, so they compute and record the same wherever they are.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base: Base,
+        participant: Participant,
+        log: LogFor,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.config, self.log = config, log
+        self.base = participant.base or base
+        self.participant = participant = with_reference(config, self.base, participant)
+        self.name = participant.name
+        self.aggregation = Aggregation(config.aggregation, config.method.schema())
+        self.schema = self.aggregation.schema
+        context = client_context(config, self.base, participant, partial(log, self.name), ledger)
+        self.side = config.method.client(context)
+        self.keeper: Keeper | None = None
+        """Where the best model is kept, of a side that learns."""
+        if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
+            self.keeper = Keeper(config, self.base, participant, self.side)
+        self.compares_aggregated = compares_aggregated(config.method)
+        self.scores: dict[str, dict[str, Score]] = {}
+        """By point (trained or aggregated) and text."""
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """What of its base this client's adapter stands on, in lines; none without one."""
+        return coverage(self.base.model, self.side.parts().values()).lines()
+
+    def hello(self) -> bytes:
+        """What the server must know once."""
+        return self._sent("hello", self.side.hello())
+
+    def step(self, round: int, download: bytes, *, counted: bool = True) -> bytes:
+        """One round: take the download in, train, and return the upload.
+
+        Models are scored where that is due: the aggregated one of the round before (if this
+        client's upload `counted` then), and the trained one. Raises Diverged if the loss, a
+        trained parameter or the upload is not finite.
+        """
+        if self.keeper is not None:
+            self.keeper.begin(round)
+        self._take(download)
+        if round and self.compares_aggregated:
+            self._compare(round)
+        if counted and round and self.schema.down and due(self.config, round - 1):
+            self._score("aggregated", round - 1)
+        self.side.train(round)
+        if not all(is_finite(part.parameter.detach()) for part in self.side.parts().values()):
+            raise self._diverged("A parameter", round)
+        if not self.compares_aggregated:
+            self._compare(round + 1)
+        if due(self.config, round):
+            self.score_trained(round)
+        message = self.side.upload(round)
+        if not message.is_finite():
+            raise self._diverged("The upload", round)
+        upload = self._sent("up", message)
+        self.log(self.name, "bytes/up", len(upload))
+        return upload
+
+    def finish(
+        self, download: bytes, kept: State | None, round: int, *, counted: bool = True
+    ) -> None:
+        """After the last round: take the download in, score, and keep it if it is the result.
+
+        Then score the best model, unless it is that of the last round; `kept` is what the newest
+        checkpoint has of it. `counted`: whether this client's upload did in the last round.
+        """
+        if self.keeper is not None:
+            self.keeper.begin(round + 1)  # it may have come when all rounds were over
+        if self.stops(round) or not counted or not due(self.config, round):
+            self.score_trained(round)  # nobody has
+        if self.schema.down:
+            trained = self.side.state()
+            try:
+                self._take(download)
+            except Diverged:
+                self.side.restore(trained)
+                self.log(self.name, LEFT_OUT, AT_THE_END)
+            if self.compares_aggregated and not self.stops(round + 1):
+                self._compare(round + 1)
+            self._score("aggregated", round)
+            if self.config.method.reports != "aggregated":
+                self.side.restore(trained)
+        if self.keeper is not None:
+            self._score_kept(self.keeper.found or kept, round + 1)
+
+    def _diverged(self, what: str, round: int) -> Diverged:
+        return Diverged(
+            f"{what} of {self.name!r} is not finite in round {round + 1}; a lower "
+            "training.learning_rate may help."
+        )
+
+    def stops(self, rounds: int) -> bool:
+        """Whether this client takes no part in rounds after so many."""
+        return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
+
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """What a checkpoint has of this client, by file; None: as the one before it."""
+        yield f"client-{self.name}", self.side.state()
+        if self.keeper is not None and self.keeper.best is not None:
+            yield f"kept-{self.name}", self.keeper.found
+            self.keeper.found = None
+
+    def restore(self, state: State, kept: State | None) -> None:
+        """Go back to a checkpoint: the client's state, and what it has of the best model."""
+        self.side.restore(state)
+        if self.keeper is not None:
+            self.keeper.restore(kept)
+
+    def keep_items(self, folder: RunFolder) -> None:
+        """Keep in this client's folder what each test window scored, where models were scored, and
+        what the commonest answer scores.
+
+        It is neither logged nor sent.
+        """
+        for point, scores in self.scores.items():
+            for text, score in scores.items():
+                of = text_digest(self.participant.tests[text], self.config.data.window)
+                folder.keep_items(point, text, {"of": of, **score.items()})
+        if self.scores:
+            for text, scored in floor_items(self.config, self.participant).items():
+                folder.keep_items(FLOOR, text, scored)
+
+    def score_trained(self, round: int) -> None:
+        """Score the model after a round's local work.
+
+        A method that sends nothing down has the same model when the round is aggregated.
+        """
+        self._score("trained", round)
+        if not self.schema.down:
+            self._log_scores("aggregated", round, self.scores["trained"])
+
+    def _compare(self, rounds: int) -> None:
+        if self.keeper is not None:
+            assert self.keeper.best is not None, "begin() comes first"
+            best = self.keeper.best.loss
+            found = self.keeper.compare(rounds)
+            self.log(self.name, "validation/loss", found.loss, rounds - 1)
+            if self.schema.down and found.loss > best + JUMP:
+                jump = {"round": rounds, "loss": found.loss, "best": best}
+                self.log(self.name, JUMPED, jump, rounds - 1)
+            if found.accuracy is not None:
+                self.log(self.name, "validation/accuracy", found.accuracy, rounds - 1)
+
+    def _score_kept(self, kept: State | None, rounds: int) -> None:
+        """Say which model is the best, and score it if nobody has; the side stays as it is."""
+        assert kept is not None, "it is in the newest checkpoint, or was found since"
+        self.log(self.name, "kept", kept.values["round"])
+        if kept.values["round"] == rounds:
+            return
+        now = self.side.state()
+        model = kept_model(self.base, self.side, kept)
+        scores = _scored(self.config, self.base, model, self.participant)
+        self.scores[self.config.method.reports] = scores
+        for text, score in scores.items():
+            self.log(text, "test/kept", score.as_dict())
+        self.side.restore(now)
+
+    def _take(self, download: bytes) -> None:
+        self.log(self.name, "bytes/down", len(download))
+        self.side.take(self.schema.receive("down", download))
+
+    def _sent(self, way: Way, message: Message) -> bytes:
+        """The bytes of a message, once it is sure that nothing in it is this client's alone."""
+        parts, sends = self.side.parts(), self.config.method.sends
+        for _, group, name, _ in message.tensors():
+            if name in parts and not sends(parts[name]):
+                raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
+        tokens = len(self.participant.data.train.ids)
+        return self.schema.send(way, self.aggregation.sent(message, tokens))
+
+    def _score(self, point: str, round: int) -> None:
+        """Score the model on this client's held-out text."""
+        scores = _scored(self.config, self.base, self.side.model(), self.participant)
+        self._log_scores(point, round, scores)
+
+    def _log_scores(self, point: str, round: int, scores: dict[str, Score]) -> None:
+        self.scores[point] = scores
+        for text, score in scores.items():
+            self.log(text, f"test/{point}", score.as_dict(), round)
+
+
+def _scored(
+    config: RunConfig, base: Base, model: PreTrainedModel, participant: Participant
+) -> dict[str, Score]:
+    """What a model scores on each held-out text of a participant."""
+    window, evaluation = config.data.window, config.evaluation
+    return {
+        text: evaluate(base, model, tokens, window, evaluation.batch, evaluation.generate)
+        for text, tokens in participant.tests.items()
+    }
+
+
+def score_server(
+    config: RunConfig,
+    server: ServerSide,
+    own: Participant | None,
+    round: int,
+    log: LogFor,
+    *,
+    last: bool = False,
+) -> None:
+    """Score the server's own model after a round (0 is the first), if it has one and it is due.
+
+    last: whether the run ends with the round, maybe early.
+    """
+    if own is None or own.base is None or not (last or due(config, round)):
+        return
+    if (model := server.model()) is not None:
+        for score in _scored(config, own.base, model, own).values():
+            log(None, SERVER_SCORE, score.as_dict())
+
+
+def contribution(
+    server: ServerSide, aggregation: Aggregation, name: str, upload: Message
+) -> Contribution:
+    """What an upload adds to the mean, once the server's side has taken the rest of it.
+
+    Raises MessageError if it is not what it should be.
+    """
+    upload = aggregation.bounded(name, upload, server.reference)
+    found = aggregation.contribution(name, upload, server.expects(name))
+    server.receive(name, aggregation.each(upload))
+    return found
+
+
+def record(measures: Mapping[str, Measure], refused: Mapping[str, str], log: LogFor) -> None:
+    """Record the figures of a round's uploads, and which of them were excluded, and why."""
+    for name, found in figures(measures).items():
+        log(name, CHANGE, found)
+    for name, why in sorted(refused.items()):
+        log(name, LEFT_OUT, why)
+
+
+def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
+    """End a round that counts, with the mean of its uploads.
+
+    Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
+    """
+    round = server.round
+    try:
+        server.close(aggregation.stepped(mean, server.averaged()))
+        finite = all(state.is_finite() for _, state in server_states(server, aggregation))
+    except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
+        raise _unusable(round) from error
+    if not finite:
+        raise _unusable(round)
+
+
+def _unusable(round: int) -> CoterieError:
+    return CoterieError(
+        f"The aggregate of round {round + 1} is not finite, and has not been saved; see which "
+        "client's upload is too large, and continue without it, or from an earlier round."
+    )
+
+
+def server_states(server: ServerSide, aggregation: Aggregation) -> Iterator[tuple[str, State]]:
+    """What the server must keep of a round, by the names in a checkpoint."""
+    yield "server", server.state()
+    if aggregation.optimiser is not None:
+        yield "optimiser", aggregation.optimiser.state()
+
+
+def restore(server: ServerSide, aggregation: Aggregation, folder: RunFolder) -> None:
+    """Take the server back to the newest checkpoint."""
+    server.restore(folder.load("server"))
+    if aggregation.optimiser is not None:
+        aggregation.optimiser.restore(folder.load("optimiser"))
+
+
+def due(config: RunConfig, round: int) -> bool:
+    """Whether models are scored in a round (0 is the first): every so many, and in the last."""
+    every = config.evaluation.every
+    return round + 1 == config.exchanges or (every is not None and (round + 1) % every == 0)
+
+
+def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
+    """The last scores per text, and what it took: from the metrics, to count all parts.
+
+    Where clients keep their best models, what the method reports are the scores of these; `kept`
+    says of how many rounds each client's is. `left_out` has the rounds in which an upload did not
+    count, by client, and why.
+    """
+    reports = config.method.reports
+    points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
+    traffic = {"bytes/up": 0, "bytes/down": 0}
+    server: dict[str, dict[str, float]] = {}
+    best: dict[str, dict[str, float]] = {}
+    kept: dict[str, int] = {}
+    left_out: dict[str, dict[int, str]] = {}
+    seconds = 0.0
+    for line in folder.metrics():
+        kind, _, point = line["name"].partition("/")
+        if kind == "test" and point in points:
+            points[point][line["client"]] = line["value"]
+        elif line["name"] == "test/kept":
+            best[line["client"]] = line["value"]
+        elif line["name"] == "kept":
+            kept[line["client"]] = line["value"]
+        elif line["name"] == SERVER_SCORE:
+            server = {"server": line["value"]}
+        elif line["name"] in traffic:
+            traffic[line["name"]] += line["value"]
+        elif line["name"] == "seconds":
+            seconds += line["value"]
+        elif line["name"] == LEFT_OUT:
+            left_out.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
+    points[reports] |= best
+    return {
+        "method": config.label,
+        "reports": reports,
+        **({"kept": kept} if kept else {}),
+        **({"left_out": left_out} if left_out else {}),
+        **points,
+        **server,
+        "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,285 @@
+"""The engine flower-simulation: the local engine's rounds, with clients in several processes.
+
+Flower's simulation engine does the clients' work: its Ray backend keeps a pool of processes, the
+actors, and each carries out one client's order at a time, as a ClientApp. The rounds and the server
+are in this process. An actor keeps the base and everybody's text between orders and nothing else: a
+client is made anew for each. Its step begins at the newest checkpoint and leaves the state in the
+folder `states`, which becomes the next checkpoint, so a round that is repeated after a kill is the
+same round, whichever actors work.
+
+Orders and answers are bytes and small values, messages are safetensors as everywhere. Ray itself
+pickles Flower's objects around them to move them between its own processes: that stays on this
+machine, on the loopback interface, where Ray answers to nobody without this run's token.
+"""
+
+import json
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# Ray reads these when it is imported. The second is its own name for: on loopback, not on every
+# interface, as on systems other than Linux.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors see the GPU that this process sees
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # an actor finds it set
+
+import ray
+import torch
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+
+from coterie.bases import Bases, load_tokenizer
+from coterie.config import parse
+from coterie.engines.clients import NewStates, begin
+from coterie.engines.local import Rounds
+from coterie.engines.runtime import ClientPart
+from coterie.errors import CoterieError, Diverged
+from coterie.federation import participants_of
+from coterie.files import LogFile
+from coterie.inference.kept import best_of, stops
+from coterie.messages import Json, State
+from coterie.methods.plugins import load_plugin
+from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
+from coterie.runs import RunFolder
+from coterie.training.context import ClientId
+
+log = logging.getLogger(__name__)
+LOG = "simulation.log"
+"""In the run's folder: what Flower and Ray say."""
+STORE = 2**27
+"""Bytes of shared memory for messages under way; Ray moves what is more to disk."""
+PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
+"""For Ray's sockets, whose paths may not be long, and its own logs."""
+RECORD = "coterie"
+Order = dict[str, Any]
+"""The run's folder and plugins, the client, what to do (hello, step or finish), the round, and a
+download."""
+Answer = dict[str, Any]
+"""The upload or hello, and entries in JSON; why the client diverged, if it did; or a complaint."""
+Entries = list[tuple[str | None, str, Json, int | None]]
+"""What `log` was given: the client, the name, the value, and the round where it is another."""
+
+
+class SimulatedRun(Rounds):
+    """The rounds, with clients in as many processes as this machine has processors for."""
+
+    def run(self) -> None:
+        """All rounds that are left; the folder then holds the result."""
+        threads = torch.get_num_threads()
+        self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.names)))
+        with (
+            _logged(self.folder.path / LOG),
+            self.states.emptied(),
+            _actors(self.actors, threads) as self.ask,
+        ):
+            self._join()
+            super().run()
+
+    def covered(self) -> set[tuple[str, ...]]:
+        """See `Rounds`; of the first client, as the others are in other processes."""
+
+        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
+            """Nothing is recorded."""
+
+        return {ClientPart(self.config, self.base, self.first, log).covered}
+
+    def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        for name, answer in self._all(self.names, "hello", 0, lambda name: b""):
+            yield name, answer["body"]
+
+    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
+        for name, answer in self._all(self.training, "step", round, self._download):
+            yield name, Diverged(answer["diverged"]) if answer["diverged"] else answer["body"]
+
+    def _finish(self, round: int) -> None:
+        deque(self._all(self.names, "finish", round, self._download), maxlen=0)
+
+    def _stops(self, name: ClientId, rounds: int) -> bool:
+        return stops(self.config, best_of(self.states.kept(name)), rounds)
+
+    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+        for name in self.names:
+            yield from self.states.pop(name, {})
+
+    def _restore_clients(self) -> None:
+        """A step begins at the newest checkpoint as it is."""
+
+    def _all(
+        self,
+        names: Sequence[ClientId],
+        do: str,
+        round: int,
+        download: Callable[[ClientId], bytes],
+    ) -> Iterator[tuple[ClientId, Answer]]:
+        """Give clients the same order; what each answers, in the order of `names`.
+
+        Downloads are made when an actor is about to be free, so that they do not fill the memory.
+        """
+        waiting: deque[tuple[ClientId, Future[Answer]]] = deque()
+        for name in names:
+            if len(waiting) == 2 * self.actors:
+                yield self._answered(*waiting.popleft())
+            run, body = str(self.folder.path.resolve()), download(name)
+            order = {"run": run, "client": name, "do": do, "round": round, "body": body}
+            order["counted"] = name not in self.diverged
+            order["plugins"] = json.dumps(self.config.plugins)
+            waiting.append((name, self.ask(order)))
+        while waiting:
+            yield self._answered(*waiting.popleft())
+
+    def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, Answer]:
+        try:
+            answer = future.result()
+        except Exception as error:  # whatever happened in the actor, or to it
+            log.exception("client %s failed", name)
+            raise CoterieError(f"Client {name!r} failed; see {self.folder.path / LOG}.") from error
+        if answer["complaint"]:
+            raise CoterieError(answer["complaint"])
+        for entry in json.loads(answer["entries"]):
+            self.recorder.log(*entry)
+        return name, answer
+
+
+@contextmanager
+def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answer]"]]:
+    """Processes of `threads` threads that carry out orders until the block ends, however it does.
+
+    Enter it from a thread that lives as long as it should: on Linux, Ray ends with that thread.
+    """
+    TaskIdentity.task_id = TaskIdentity.run_id = 1  # Flower's messages must bear some
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
+    actors: list[Any] = []
+    with (
+        TemporaryDirectory(prefix="coterie-", dir=PLACE, ignore_cleanup_errors=True) as place,
+        ThreadPoolExecutor(count) as waiters,  # one for each actor
+    ):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=count * threads,
+                object_store_memory=STORE,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=place,
+            )
+            backend = RayBackend({"client_resources": {"num_cpus": threads}})
+            backend.build(client_app)
+            assert backend.pool is not None
+            actors += backend.pool.pool
+            yield lambda order: waiters.submit(_ask, backend, order)
+        finally:
+            waiters.shutdown(wait=False, cancel_futures=True)
+            for actor in actors:
+                ray.kill(actor)
+            waiters.shutdown()  # they see that their actors are gone, and Ray is still there
+            ray.shutdown()
+
+
+def _ask(backend: RayBackend, order: Order) -> Answer:
+    """Have the next free actor carry out an order."""
+    content = RecordDict({RECORD: ConfigRecord(order)})
+    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
+    reply, _ = backend.process_message(Message(content, 1, MessageType.QUERY), context)
+    return dict(reply.content.config_records[RECORD])
+
+
+app = ClientApp()
+
+
+def client_app() -> ClientApp:
+    """What actors run; Ray passes this function on by its name."""
+    return app
+
+
+@app.query()
+def obey(message: Message, context: Context) -> Message:
+    """Carry out an order, in an actor's process."""
+    order: Order = dict(message.content.config_records[RECORD])
+    answer: Answer = {"body": b"", "entries": "[]", "diverged": "", "complaint": ""}
+    try:
+        body, entries = _actor(order.pop("run"), order.pop("plugins")).work(**order)
+        diverged = isinstance(body, Diverged)
+        answer |= {"diverged": str(body)} if diverged else {"body": body}
+        answer["entries"] = json.dumps(entries)
+    except CoterieError as error:
+        answer["complaint"] = str(error)
+    return Message(RecordDict({RECORD: ConfigRecord(answer)}), reply_to=message)
+
+
+@cache
+def _actor(run: str, plugins: str) -> "Actor":
+    for plugin in json.loads(plugins).values():
+        load_plugin(plugin["file"], expected=plugin["sha256"])
+    return Actor(RunFolder(Path(run)))
+
+
+class Actor:
+    """What an actor's process keeps between orders: the run, bases and who takes part."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, described = folder, folder.description
+        self.states = NewStates(folder)
+        torch.set_num_threads(described["threads"])
+        self.config = config = parse(described["config"])
+        self.bases = Bases(
+            config.training.precision, config.data.window, config.root, config.device
+        )
+        words = load_tokenizer(config.base, config.root)
+        self.participants = {p.name: p for p in participants_of(config, words)}
+
+    def work(
+        self, *, do: str, client: ClientId, round: int, counted: bool, body: bytes
+    ) -> tuple[bytes | Diverged, Entries]:
+        """One order's answer and the entries that were logged meanwhile."""
+        entries: Entries = []
+        participant, base = self.participants[client], self.bases[self.config.base_of(client)]
+
+        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
+            entries.append((client, name, value, round))
+
+        begun = partial(
+            begin, self.config, base, participant, log, *(newest := self.states.newest(client))
+        )
+        part, hello = begun()
+        upload: bytes | Diverged = hello
+        self.participants[client] = part.participant  # what it knows takes time to compute
+        if do == "hello":
+            return upload, entries
+        try:
+            if do == "step":
+                upload = part.step(round, body, counted=counted)
+            else:
+                part.finish(body, newest[1], round, counted=counted)
+        except Diverged as error:
+            entries[:] = [(client, "bytes/down", len(body), None)]
+            (part, _), upload = begun(), error
+        part.keep_items(self.folder)
+        self.states.put(part)
+        return upload, entries
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Within the block, what Flower and Ray say goes to a file and nowhere else."""
+    handler = LogFile(path)
+    loggers = [logging.getLogger(name) for name in ("flwr", "ray", log.name)]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+        handler.close()

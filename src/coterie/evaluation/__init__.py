@@ -1,0 +1,1 @@
+"""Evaluation: perplexity, accuracy, generated answers, and the metrics that summarise them."""

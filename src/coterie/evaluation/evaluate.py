@@ -1,0 +1,232 @@
+"""Exact evaluation: every token of a split, or every answer, is predicted once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.bases import Base
+from coterie.bases.precision import autocast
+from coterie.data.batch import Batch
+from coterie.data.examples import Examples
+from coterie.data.pairs import AnyBatch, PairBatch, Pairs
+from coterie.data.tokens import Split, Tokens
+from coterie.data.windows import evaluation_windows
+from coterie.evaluation.answers import (
+    WORST,
+    answer_losses,
+    exact,
+    finite,
+    pair_logprobs,
+    rouge_l,
+    with_choices,
+    won,
+)
+from coterie.evaluation.generation import generate_answers
+from coterie.losses import logits_in_pieces, token_losses
+from coterie.training.dpo import Rewards, dpo_loss, preference_losses, rewards
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well a model predicts a text, window by window."""
+
+    item_nats: Tensor
+    """Negative log-likelihood of each window (or answer): (n,) float64."""
+    item_tokens: Tensor
+    """Tokens that each has: (n,) int64."""
+    bytes: int
+    """UTF-8 bytes of the whole text."""
+
+    @property
+    def nats(self) -> float:
+        """Negative log-likelihood of the whole text."""
+        return self.item_nats.sum().item()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole text."""
+        return int(self.item_tokens.sum())
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats per token); comparable between models with the same tokenizer only."""
+        return math.exp(min(self.loss, WORST))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per UTF-8 byte of text; comparable between any two models."""
+        return self.nats / math.log(2) / self.bytes
+
+    def as_dict(self) -> dict[str, float]:
+        """For reports."""
+        return {
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+        }
+
+    def items(self) -> dict[str, list[Any]]:
+        """The same by window, or sample: lists as long as there are windows."""
+        return {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
+
+
+@dataclass(frozen=True)
+class AnswerScore(Score):
+    """How well a model answers prompts: the loss is of the answers, end tokens included."""
+
+    shares: Mapping[str, Sequence[float | None]]
+    """What else was measured, from 0 to 1 by sample; None where a sample has no such figure.
+
+    accuracy: whether its answer is likelier, per token, than its other choices. exact_match:
+    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
+    writes comes to the answer (F1 of Rouge-L).
+    """
+
+    def as_dict(self) -> dict[str, float]:
+        """For reports: means over samples; what was not measured is left out."""
+        measured = {
+            name: fmean(value for value in values if value is not None)
+            for name, values in self.shares.items()
+        }
+        return {**super().as_dict(), "samples": len(self.item_tokens), **measured}
+
+    def items(self) -> dict[str, list[Any]]:
+        """By sample."""
+        return super().items() | {name: list(values) for name, values in self.shares.items()}
+
+
+@dataclass(frozen=True)
+class PairScore(Score):
+    """How well a model ranks pairs of answers; likelihoods are of the chosen ones, ends included.
+
+    A pair whose rewards differ by rounding at most, as under the reference, is half right.
+    """
+
+    rewards: Rewards
+    """In float64."""
+    dpo_losses: Tensor
+    """(n,) float64"""
+
+    def as_dict(self) -> dict[str, float]:
+        """For reports: means over pairs."""
+        return {
+            **super().as_dict(),
+            "pairs": len(self.dpo_losses),
+            "dpo_loss": self.dpo_losses.mean().item(),
+            "reward_margin": self.rewards.margins.mean().item(),
+            "reward_accuracy": self.rewards.preferred.mean().item(),
+        }
+
+    def items(self) -> dict[str, list[Any]]:
+        """By pair."""
+        return super().items() | {"reward_accuracy": self.rewards.preferred.tolist()}
+
+
+def evaluate(
+    base: Base,
+    model: PreTrainedModel,
+    tokens: Split,
+    window: int,
+    batch: int = 16,
+    generate: int | None = None,
+) -> Score:
+    """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
+
+    The cross-entropy is in fp32; `batch` windows, samples or pairs are scored at once.
+    `generate`: of prompts, write answers of at most so many tokens too; the score is an
+    `AnswerScore`.
+    """
+    if isinstance(tokens, Examples):
+        return _answers(base, model, tokens, window, batch, generate)
+    if isinstance(tokens, Pairs):
+        return _pairs(base, model, tokens, batch)
+    return _text(base, model, tokens, window, batch)
+
+
+@torch.no_grad()
+def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Score:
+    """Windows do not overlap; the first token of the text is predicted from the base's context
+    token, the first of every other window from the token before it."""
+    nats, counts = [], []
+    with autocast(base.precision, base.device.type):
+        for ids, mask in evaluation_windows(tokens, window, base.context_token, batch):
+            losses = token_losses(model, ids.to(base.device)).cpu()
+            nats.append((losses * mask).sum(1, dtype=torch.float64))
+            counts.append(mask.sum(1))
+    lengths = torch.cat(counts)
+    return Score(finite(torch.cat(nats), lengths), lengths, tokens.bytes)
+
+
+def _answers(
+    base: Base,
+    model: PreTrainedModel,
+    samples: Examples,
+    window: int,
+    batch: int,
+    generate: int | None,
+) -> AnswerScore:
+    rows, owners = with_choices(base, samples, window)
+    nats = answer_losses(base, model, rows, batch)
+    shares: dict[str, Sequence[float | None]] = {}
+    if any(item.choices for item in samples.items):
+        shares["accuracy"] = won(nats, rows, owners)
+    if generate is not None:
+        answers = [item.answer for item in samples.items]
+        texts = generate_answers(base, model, samples, generate, batch)
+        shares |= {"exact_match": exact(answers, texts), "rouge_l": rouge_l(answers, texts)}
+    return AnswerScore(nats[: len(samples)], samples.lengths, samples.bytes, shares)
+
+
+def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> PairScore:
+    assert pairs.reference is not None, "engines compute it before anything is scored"
+    logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
+    found = rewards(logprobs, pairs.reference)
+    losses = preference_losses(found.values, pairs.reference.label_smoothing)
+    return PairScore(-logprobs[:, 0], chosen.lengths, chosen.bytes, found, losses)
+
+
+@torch.no_grad()
+def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
+    """Nats per counted token of a model (the base, with whatever is attached), or DPO's loss of
+    pairs; so many samples at once."""
+    if isinstance(batch, PairBatch):
+        with autocast(base.precision, base.device.type):
+            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
+        return sum(terms * loss.item() for terms, loss in parts) / batch.terms
+    with autocast(base.precision, base.device.type):
+        losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
+    counted = batch.ids[:, 1:].numel() if batch.counted is None else int(batch.counted.sum())
+    return torch.cat(losses).sum(dtype=torch.float64).item() / counted
+
+
+@torch.no_grad()
+def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits after the last token that is read of each sample: values and places,
+    (samples, k), places ascending. So many samples are read at once."""
+    found = []
+    with autocast(base.precision, base.device.type):
+        for part in batch.to(base.device).split(at_once):
+            for logits in logits_in_pieces(base.model, part._replace(counted=_last(part))):
+                places = logits.topk(k).indices.sort().values
+                found.append((logits.gather(-1, places).float().cpu(), places.cpu()))
+    values, places = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(places)
+
+
+def _last(batch: Batch) -> Tensor:
+    """Which token is the last that is read of each sample: (batch, time) bool."""
+    read = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
+    return read & (read.cumsum(1) == read.sum(1, keepdim=True))

@@ -1,0 +1,1 @@
+"""Trained models: loading, choosing and referencing them, and talking with them."""

@@ -1,0 +1,83 @@
+"""What a client's pairs are compared with: their log-likelihoods under the reference of DPO.
+
+They are computed once, where a client's part begins, so that no second model is in memory while
+anything is learnt, and every engine has the same.
+"""
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from coterie.bases import Base
+from coterie.bases.devices import available
+from coterie.config import RunConfig
+from coterie.data.pairs import Pairs
+from coterie.data.tokens import ClientData, Split
+from coterie.errors import CoterieError
+from coterie.evaluation.answers import pair_logprobs
+from coterie.federation import Participant
+from coterie.inference.finished import model_of, recorded
+from coterie.methods.pretrained import bare
+from coterie.runs import RunFolder
+from coterie.training.dpo import reference_of
+from coterie.training.spec import DPOSpec
+
+
+def with_reference(config: RunConfig, base: Base, one: Participant) -> Participant:
+    """A participant whose pairs know their reference; one without pairs as it is.
+
+    Raises CoterieError if the reference is no run of this client's on the same base.
+    """
+    train = one.data.train
+    if not isinstance(train, Pairs) or train.reference is not None:
+        return one
+    dpo = config.training.dpo or DPOSpec()
+    model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, one.name)
+    found: dict[int, Split] = {}  # a test may be a split
+
+    def known(split: Split) -> Split:
+        if isinstance(split, Pairs) and id(split) not in found:
+            logprobs = pair_logprobs(base, model, split, config.evaluation.batch)
+            lengths = split.both.lengths.view(-1, 2)
+            reference = reference_of(logprobs, lengths, base.precision, dpo)
+            found[id(split)] = replace(split, reference=reference)
+        return found.get(id(split), split)
+
+    data = ClientData(**{name: known(split) for name, split in vars(one.data).items()})
+    return replace(one, data=data, tests={name: known(text) for name, text in one.tests.items()})
+
+
+def reference_digest(config: RunConfig) -> str | None:
+    """A hash of the earlier run that is the reference, to notice that it changes; None: the base.
+
+    Raises CoterieError if there is no such run.
+    """
+    dpo = config.training.dpo
+    if dpo is None or dpo.reference == "base":
+        return None
+    return _run_folder(config, dpo.reference).digest()
+
+
+def _run_folder(config: RunConfig, path: str) -> RunFolder:
+    folder = RunFolder(config.root / path)
+    if not folder.is_run or not folder.rounds():
+        raise CoterieError(
+            f"training.dpo.reference: {folder.path} is not the folder of a run with a finished "
+            "round; correct the path, or give base."
+        )
+    return folder
+
+
+def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
+    """A client's model of an earlier run."""
+    folder = _run_folder(config, path)
+    then = recorded(folder)
+    mine, theirs = config.base_of(client), then.base_of(client)
+    if mine != theirs:
+        raise CoterieError(
+            f"training.dpo.reference: the model of {client!r} in {folder.path} is of the base "
+            f"{theirs}, but this run's is {mine}; the reference must have the same base."
+        )
+    training = then.training.model_copy(update={"precision": config.training.precision})
+    update = {"training": training, "device": available(config.device)}
+    return model_of(folder, then.model_copy(update=update), client, merge=False)

@@ -1,0 +1,1 @@
+"""Links between machines: keys, certificates, signatures, and connections."""

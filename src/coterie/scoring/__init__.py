@@ -1,1 +1,0 @@
-"""How models are scored: losses, answers, what they write, and the metrics that sum it up."""

@@ -1,0 +1,193 @@
+"""The paired bootstrap: against naive loops, its guards, and how often its interval is right."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.analysis import significance
+from coterie.analysis.significance import DRAWS, Difference, Unpaired, differences
+from coterie.evaluation.metrics import ACCURACY, PERPLEXITY, Metric
+
+
+def perplexity(items: dict[str, Any]) -> float:
+    return math.exp(sum(items["nats"]) / sum(items["tokens"]))
+
+
+def accuracy(items: dict[str, Any]) -> float:
+    asked = [value for value in items["accuracy"] if value is not None]
+    return sum(asked) / len(asked)
+
+
+def outcome(seed: int, **clients: dict[str, Any]) -> dict[str, Any]:
+    """A run's outcome, from what each window of its clients' texts scored."""
+    scores = {
+        name: {"perplexity": perplexity(items)}
+        | ({"accuracy": accuracy(items)} if "accuracy" in items else {})
+        for name, items in clients.items()
+    }
+    return {"reports": "trained", "trained": scores, "seed": seed, "items": {"trained": clients}}
+
+
+def difference(one: list[Any], other: list[Any], metric: Metric) -> Difference:
+    """The difference of two rows; raises Unpaired where there is none."""
+    found = differences({"one": one, "other": other}, "other", metric)["one"]
+    if isinstance(found, Unpaired):
+        raise found
+    return found
+
+
+def windows(chance: np.random.Generator, count: int, of: str, shift: float = 0) -> dict[str, Any]:
+    tokens = chance.integers(1, 9, count)
+    nats = tokens * (2 + shift + chance.normal(size=count) / 4)
+    return {"of": of, "nats": nats.tolist(), "tokens": tokens.tolist()}
+
+
+def drawn(monkeypatch) -> dict[str, list[Any]]:
+    """What the bootstrap draws, by purpose, as it draws it."""
+    found: dict[str, list[Any]] = {}
+    original = significance._chance
+
+    class Spy:
+        def __init__(self, *purpose: str) -> None:
+            self.chance, self.key = original(*purpose), " ".join(purpose)
+            found[self.key] = []  # the same text draws the same again
+
+        def integers(self, *args: Any, **options: Any) -> Any:
+            found[self.key].append(self.chance.integers(*args, **options))
+            return found[self.key][-1]
+
+    monkeypatch.setattr(significance, "_chance", Spy)
+    return found
+
+
+def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
+    chance = np.random.default_rng(0)
+    sizes = {"ada": 5, "bob": 3}
+
+    def row(shift: float) -> list[dict[str, Any]]:
+        return [
+            outcome(s, **{n: windows(chance, k, f"{n}{s}", shift) for n, k in sizes.items()})
+            for s in (4, 5, 6)
+        ]
+
+    one, other = row(0.1), row(0)
+    draws = drawn(monkeypatch)
+    found = difference(one, other, PERPLEXITY)
+    seeds = draws["seeds"][0]
+    assert seeds.shape == (2, DRAWS)  # one less than there are
+    naive = []
+    for draw in range(DRAWS):
+        by_seed = []
+        for number, seed in enumerate((4, 5, 6)):
+            by_client = []
+            for name in sizes:
+                picks = np.concatenate(draws[f"windows {name} {name}{seed}"])[draw]
+                values = []
+                for results in (one, other):
+                    items = results[number]["items"]["trained"][name]
+                    nats = sum(items["nats"][pick] for pick in picks)
+                    values.append(math.exp(nats / sum(items["tokens"][p] for p in picks)))
+                by_client.append(values[0] - values[1])
+            by_seed.append(sum(by_client) / 2)
+        naive.append(sum(by_seed[pick] for pick in seeds[:, draw]) / 2)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
+    rarer = min(sum(n <= 0 for n in naive), sum(n >= 0 for n in naive))
+    assert found.p == pytest.approx(min(1, 2 * (rarer + 1) / (DRAWS + 1)))
+    means = [
+        np.mean([s["perplexity"] for r in results for s in r["trained"].values()])
+        for results in (one, other)
+    ]
+    assert found.value == pytest.approx(means[0] - means[1])
+
+
+def test_shares_are_means_over_the_samples_that_have_them() -> None:
+    right, wrong = [1.0, None, 1.0, 1.0, 0.0], [0.0, None, 0.0, 1.0, 0.0]
+    base = windows(np.random.default_rng(1), 5, "x")
+    one, other = (outcome(0, ada=base | {"accuracy": values}) for values in (right, wrong))
+    found = difference([one], [other], ACCURACY)
+    assert found.value == pytest.approx(3 / 4 - 1 / 4)
+    assert 0 <= found.low < found.high == 1
+
+
+def test_equal_rows_differ_by_nothing_and_far_ones_surely() -> None:
+    chance = np.random.default_rng(2)
+    one = outcome(0, ada=windows(chance, 50, "x"))
+    far = outcome(0, ada=windows(chance, 50, "x", shift=2))
+    same = difference([one], [one], PERPLEXITY)
+    assert (same.value, same.low, same.high, same.p) == (0, 0, 0, 1)
+    assert not same.significant
+    found = difference([far], [one], PERPLEXITY)
+    assert found.significant
+    assert found.low < found.value < found.high
+    assert found.p == pytest.approx(2 / (DRAWS + 1))
+    assert difference([far], [one], PERPLEXITY) == found
+    less = difference([one], [far], PERPLEXITY)
+    assert (less.value, less.low) == pytest.approx((-found.value, -found.high))
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    chance = np.random.default_rng(3)
+    runs = [outcome(seed, ada=windows(chance, 20, "x")) for seed in (0, 1, 2)]
+    whole = difference(runs[:2], [runs[1]], PERPLEXITY)
+    assert whole.value == 0  # seed 1 with itself
+    with pytest.raises(Unpaired, match="no seed in common"):
+        difference(runs[:1], runs[1:], PERPLEXITY)
+
+
+def test_rows_are_compared_each_by_itself() -> None:
+    chance = np.random.default_rng(6)
+    a, b, c = ([outcome(s, ada=windows(chance, 20, "x")) for s in (0, 1)] for _ in "abc")
+    other = [outcome(0, ada=windows(chance, 20, "y"))]
+    found = differences({"a": a, "b": b, "c": c, "d": c[1:], "e": other}, "b", PERPLEXITY)
+    assert list(found) == ["e", "a", "c", "d"]
+    assert isinstance(found.pop("e"), Unpaired)
+    for name, row in {"a": a, "c": c, "d": c[1:]}.items():
+        assert found[name] == difference(row, b, PERPLEXITY)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"items": {}}, "earlier versions and deployed runs"),
+        ({"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}}, "another round"),
+        ({"ada": "y"}, "different clients, texts, tokens or windows"),
+        ({"bob": "x"}, "different clients, texts, tokens or windows"),
+    ],
+)
+def test_windows_that_cannot_be_paired_are_refused(change, why) -> None:
+    chance = np.random.default_rng(4)
+    one = outcome(0, ada=windows(chance, 9, "x"))
+    if "items" in change:
+        other = outcome(0, ada=windows(chance, 9, "x")) | change
+    else:
+        other = outcome(0, **{name: windows(chance, 9, of) for name, of in change.items()})
+    for first, second in ((one, other), (other, one)):
+        with pytest.raises(Unpaired, match=why):
+            difference([first], [second], PERPLEXITY)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_interval_holds_the_truth_about_as_often_as_it_says(nested, monkeypatch) -> None:
+    """Rows with a true difference, and chance of windows, seeds, and both; five seeds.
+
+    nested: every seed has a test text of its own, as where the seed divides the text.
+    """
+    monkeypatch.setattr(significance, "DRAWS", 200)
+    chance, seeds, count, held, tries = np.random.default_rng(5), 5, 30, 0, 200
+    for _ in range(tries):
+        hard = chance.normal(size=(seeds if nested else 1, count)) / 20
+        rows: list[list[Any]] = [[], []]
+        for seed in range(seeds):
+            luck = chance.normal() / 50
+            noise = chance.normal(size=count) / 20
+            gain = hard[seed % len(hard)] + luck + noise
+            common = chance.normal(size=count)
+            for row, shares in zip(rows, (0.5 + gain + common, common), strict=True):
+                of = f"x{seed % len(hard)}"
+                items = {"of": of, "nats": [1] * count, "tokens": [1] * count}
+                row.append(outcome(seed, ada=items | {"accuracy": shares.tolist()}))
+        found = difference(rows[0], rows[1], ACCURACY)
+        held += found.low <= 0.5 <= found.high
+    assert 0.85 <= held / tries <= 0.99

@@ -1,0 +1,48 @@
+"""The floor of accuracy: always giving the commonest answer, computed naively beside it."""
+
+import pytest
+import torch
+
+from coterie.data.examples import Examples, Instruction
+from coterie.evaluation.commonest import commonest
+
+
+def samples(*items: tuple[str, tuple[str, ...]]) -> Examples:
+    none = torch.zeros(0, dtype=torch.int64)
+    texts = tuple(Instruction("?", answer, choices) for answer, choices in items)
+    return Examples(none, none, none, none.bool(), none, texts)
+
+
+YES_NO = ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "scores"),
+    [
+        (["yes", "yes", "no"], ["yes", "no", "no"], [1, 0, 0]),
+        (["no"], ["yes", "yes"], [0, 0]),  # the test text's own commonest answer does not count
+        (["yes", "no"], ["yes", "no", "no"], [0.5, 0.5, 0.5]),
+        (["maybe", "maybe", "no"], ["no", "yes"], [1, 0]),  # which is no choice here
+        (["maybe"], ["no", "yes"], [0.5, 0.5]),
+    ],
+)
+def test_the_answer_that_is_commonest_in_training(train, test, scores) -> None:
+    learnt = samples(*((answer, YES_NO) for answer in train))
+    assert commonest(learnt, samples(*((answer, YES_NO) for answer in test))) == scores
+
+
+def test_choices_of_a_samples_own_that_were_never_seen_score_as_guessing() -> None:
+    test = samples(("oven", ("oven", "roof", "fridge", "lake")), ("yes", YES_NO), ("free", ()))
+    assert commonest(samples(("yes", YES_NO)), test) == [0.25, 1, None]
+
+
+def test_as_a_naive_count_has_it() -> None:
+    chance = torch.Generator().manual_seed(0)
+    names = ("a", "b", "c", "d")
+    drawn = [[names[n] for n in torch.randint(4, (41,), generator=chance)] for _ in range(2)]
+    train, test = ([*part, *["a"] * 20] for part in drawn)
+    counts = sorted(((train.count(name), name) for name in names), reverse=True)
+    assert counts[0][0] > counts[1][0]
+    naive = [float(answer == counts[0][1]) for answer in test]
+    learnt, asked = (samples(*((answer, names) for answer in part)) for part in (train, test))
+    assert commonest(learnt, asked) == naive

@@ -1,0 +1,118 @@
+"""A model that gives no finite predictions: its scores are as bad as can be, and are numbers."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie import losses as loss
+from coterie.config import parse
+from coterie.engines.session import Session
+from coterie.evaluation import evaluate as evaluation
+from coterie.evaluation.answers import WORST
+from coterie.evaluation.evaluate import evaluate
+from coterie.evaluation.metrics import PERPLEXITY
+from coterie.messages import Json
+from coterie.methods.adapter import AdapterClient
+from coterie.runs import RunFolder
+from coterie.testing.loop import assert_as_local, deploy
+
+WHO = "poet"
+BROKEN = [math.nan, math.inf]
+
+
+def breaking(monkeypatch, value: float, when=lambda: True) -> None:
+    """Let the loss of every token that is evaluated not be finite."""
+    original = loss.token_losses
+
+    def token_losses(*args: Any) -> torch.Tensor:
+        found = original(*args)
+        return torch.full_like(found, value) if when() else found
+
+    monkeypatch.setattr("coterie.evaluation.evaluate.token_losses", token_losses)
+    monkeypatch.setattr("coterie.evaluation.answers.token_losses", token_losses)
+
+
+@pytest.mark.parametrize("value", BROKEN, ids=str)
+@pytest.mark.parametrize("kind", ["text", "instructions"])
+def test_scores_are_the_worst_there_are(kind, value, values, questions, monkeypatch) -> None:
+    changes: dict[str, Any] = {}
+    if kind == "instructions":
+        changes = {
+            "data_root": str(questions),
+            "data": {
+                "window": 48,
+                "instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]},
+            },
+            "clients": [{"name": WHO, "path": f"{WHO}.jsonl"}],
+        }
+    session = Session(parse(values(**changes)))
+    [who] = [p for p in session.participants(session.config) if p.name == WHO]
+    assert who.base is not None
+    breaking(monkeypatch, value)
+    for text in who.tests.values():
+        score = evaluate(who.base, who.base.model, text, 16)
+        found = score.as_dict()
+        json.dumps(found, allow_nan=False)
+        json.dumps(score.items(), allow_nan=False)
+        assert found["loss"] == WORST
+        assert found["perplexity"] == math.exp(700)
+        assert found.get("accuracy", 0) == 0
+
+
+@pytest.mark.parametrize("value", BROKEN, ids=str)
+def test_a_run_whose_models_score_nothing_comes_to_a_result(
+    value, config, tmp_path, monkeypatch
+) -> None:
+    """Its training is sound, so its uploads count, in one process and in a deployment."""
+    original, scoring = evaluation._text, []
+
+    def text(*args: Any) -> evaluation.Score:
+        scoring.append(1)
+        try:
+            return original(*args)
+        finally:
+            scoring.pop()
+
+    monkeypatch.setattr(evaluation, "_text", text)
+    breaking(monkeypatch, value, lambda: bool(scoring))
+    deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
+    run = config(method="fedavg", rounds=2, deployment=deployment)
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    deploy(run, tmp_path)
+    assert_as_local(run, tmp_path, local)
+    for folder in (local, RunFolder(tmp_path / "server")):
+        assert folder.result is not None
+        assert "left_out" not in folder.result
+        assert {s["perplexity"] for s in folder.result["trained"].values()} == {math.exp(700)}
+
+
+def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypatch, caplog):
+    """By a run in one process, or by a client, which shares the others."""
+    original = AdapterClient.train
+
+    def train(self: AdapterClient, round: int) -> None:
+        original(self, round)
+        figures: Json = {"mean": math.nan}
+        self.context.log("mine", figures)
+        self.context.log("trust", {"diarist": math.inf})
+
+    monkeypatch.setattr(AdapterClient, "train", train)
+    deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
+    run = config(method="fedavg", rounds=1, deployment=deployment)
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    deploy(run, tmp_path)
+    assert_as_local(run, tmp_path, local)
+    for folder in (local, RunFolder(tmp_path / "server")):
+        names = {m["name"] for m in folder.metrics()}
+        assert {"test/trained"} <= names
+        assert not {"mine", "trust"} & names
+    assert "the figure 'mine' of poet is not finite and is not recorded" in caplog.text
+
+
+def test_a_cell_of_a_table_stays_short() -> None:
+    assert PERPLEXITY.cell(math.exp(700)) == "1.01e+304"
+    assert PERPLEXITY.cell(12345.678) == "12345.68"

@@ -1,0 +1,262 @@
+"""Messages survive their bytes; nothing else is taken for one, and nothing undeclared passes."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+from torch import Tensor
+
+from coterie.messages import Field, Groups, Message, MessageError, Schema, State, check_shapes
+from coterie.messages.formats import FORMAT, VERSION, FormatError, stamp
+
+WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True)
+"""Names of groups, peers and parts; those of tensors are any text."""
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(-1e9, 1e9) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+MAPPINGS = st.dictionaries(st.text(), VALUES, max_size=3)
+NAMES = st.text(max_size=20) | st.sampled_from(["a/b:c", ":/", "/", "__metadata__", "", "é\n\x00"])
+TENSORS = st.dictionaries(NAMES, st.lists(st.integers(0, 3), max_size=3).map(torch.randn))
+GROUPS = st.dictionaries(WORDS, TENSORS, max_size=3)
+STATES = st.recursive(
+    st.builds(State, GROUPS, MAPPINGS),
+    lambda inner: st.builds(State, GROUPS, MAPPINGS, st.dictionaries(WORDS, inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+def assert_same(groups: Groups, others: Groups) -> None:
+    """The same bits under the same names; groups without tensors do not count."""
+    keys, theirs = ({(g, n) for g in some for n in some[g]} for some in (groups, others))
+    assert keys == theirs
+    assert all(torch.equal(groups[group][name], others[group][name]) for group, name in keys)
+
+
+@given(st.integers(0, 10**6), GROUPS, MAPPINGS, st.dictionaries(WORDS, GROUPS, max_size=3))
+def test_a_message_survives_its_bytes(round, groups, values, peers) -> None:
+    back = Message.decode(Message(round, groups, values, peers).encode())
+    assert (back.round, back.values) == (round, values)
+    assert_same(back.groups, groups)
+    for peer in peers.keys() | back.peers.keys():
+        assert_same(back.peers.get(peer, {}), peers[peer])
+    assert all(back.groups.values())  # empty groups vanish
+    assert all(found and all(found.values()) for found in back.peers.values())
+
+
+@given(STATES)
+def test_a_state_survives_its_bytes_with_all_its_parts(state) -> None:
+    back = dict(State.decode(state.encode()).walk())
+    assert back.keys() == dict(state.walk()).keys()
+    for path, part in state.walk():
+        assert back[path].values == part.values
+        assert_same(back[path].groups, part.groups)
+        assert all(back[path].groups.values())
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data) -> None:
+    with pytest.raises(MessageError):
+        Message.decode(data)
+
+
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_changed_byte_is_a_message_or_is_refused(place, byte) -> None:
+    mine, theirs = ({"adapter": {"a/b": torch.arange(4.0)}} for _ in range(2))
+    data = bytearray(Message(3, mine, {"n": 1}, {"bob": theirs}).encode())
+    data[place % len(data)] = byte
+    with contextlib.suppress(MessageError, FormatError):
+        Message.decode(bytes(data))
+
+
+def test_every_dtype_keeps_its_bits() -> None:
+    for dtype in (torch.bfloat16, torch.float64, torch.int32, torch.uint8):
+        tensor = torch.arange(5).to(dtype)
+        back = State.decode(State({"g": {"x": tensor}}).encode())["g"]["x"]
+        assert back.dtype == dtype
+        assert torch.equal(back, tensor)
+
+
+def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    message = Message(4, {"a": {"x": one}, "b": {"y": two}}, {"n": 1}, {"bob": {"a": {"x": two}}})
+    assert message["a"]["x"] is one
+    assert message["nothing"] == {}
+    assert message.from_peer("bob")["a"]["x"] is two
+    assert message.from_peer("bob").round == 4
+    found = [(peer, group, name) for peer, group, name, _ in message.tensors()]
+    assert found == [(None, "a", "x"), (None, "b", "y"), ("bob", "a", "x")]
+    kept = message.only({"b", "other"})
+    assert (list(kept.groups), kept.values, kept.round) == (["b"], {"n": 1}, 4)
+
+
+def raw(*keys: str, **header: Any) -> bytes:
+    """Bytes with tensors under these keys; what is None is left out of the header."""
+    whole = stamp() | {"round": 0, "values": {}} | header
+    text = json.dumps({key: value for key, value in whole.items() if value is not None})
+    return save({key: torch.ones(1) for key in keys}, {"coterie": text})
+
+
+OUTSIDE = ["-a", ".a", "a b", "é", "a\n", "a" * 101, "", "a*"]
+"""What is no name of a group, a peer or a part."""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("x", "adapter", ":".join("abcdefghi") + "/x"),
+        *(f"{name}{end}" for name in OUTSIDE for end in ("/x", ":adapter/x")),
+        *(f"adapter:{name}/x" for name in OUTSIDE),
+    ],
+)
+def test_a_tensor_of_no_group_is_refused(key) -> None:
+    for decode in (Message.decode, State.decode):
+        with pytest.raises(MessageError, match="a tensor that belongs to no group"):
+            decode(raw("adapter/good", key))
+
+
+def test_peers_have_no_parts_and_states_do() -> None:
+    data = raw("alice:training:exp_avg/x", "alice:training/x")
+    with pytest.raises(MessageError, match="parts of other clients' messages"):
+        Message.decode(data)
+    state = State.decode(data)
+    assert list(state.parts["alice"].parts["training"]["exp_avg"]) == ["x"]
+    assert list(state.parts["alice"]["training"]) == ["x"]
+    longest = raw(f"{'a' * 100}/x")
+    assert list(Message.decode(longest).groups) == ["a" * 100]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({name: {}} for name in OUTSIDE if name),
+        *({path: {}} for path in ("a:", ":".join("abcdefgh"), ":".join("a" * 20_000))),
+        *({"": 3}, {"a": [1]}),
+    ],
+    ids=range(len(OUTSIDE) + 4),
+)
+def test_values_of_no_part_are_refused(values) -> None:
+    with pytest.raises(MessageError, match="values of unknown parts"):
+        State.decode(raw(values=values))
+
+
+OTHER_FORMATS = {
+    "the first, which has no number": (raw("generalist.0/x", "x", format=None, coterie=None), 1),
+    "the next": (raw(format=FORMAT + 1, coterie="9.8.7"), FORMAT + 1),
+    "the first, told": (raw(format=1, coterie="0.1.0"), 1),
+    "a word": (raw(format="two", coterie=["0.1"]), "two"),
+    "a long one": (raw(format="2" * 10**5, coterie="1" * 10**5), "2" * 20),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_FORMATS)
+def test_another_format_is_refused_in_a_sentence(case) -> None:
+    data, number = OTHER_FORMATS[case]
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(json.loads(data[8:end])["__metadata__"]["coterie"])
+    wrote = str(header.get("coterie", "another version"))[:20]
+    for decode, what, remedy in (
+        (Message.decode, "A message", "Install the same version on both sides."),
+        (State.decode, "A state", "Use the version that wrote it."),
+    ):
+        with pytest.raises(FormatError) as error:
+            decode(data)
+        assert str(error.value) == (
+            f"{what} has format {number} (written by Coterie {wrote}), but Coterie "
+            f"{VERSION} reads format {FORMAT}. {remedy}"
+        )
+
+
+def test_what_is_not_declared_may_not_travel() -> None:
+    schema = Schema(up=(Field("generalist", "experts"), Field("size", "a number", "json")))
+    good = Message(0, {"generalist": {"x": torch.ones(2)}}, {"size": 3})
+    assert schema.receive("up", schema.send("up", good)).values == {"size": 3}
+    x: dict[str, Tensor] = {"x": torch.ones(2)}
+    cases: list[tuple[Groups, dict[str, Any], str]] = [
+        ({"specialist": x}, {}, "may not be sent"),
+        ({"generalist.0": x}, {}, "may not be sent"),
+        ({"size": x}, {}, "may not be sent"),
+        ({"generalist": {"x": torch.ones(2).half()}}, {}, "may not be sent"),
+        ({"generalist": {"x": torch.tensor([1.0, float("inf")])}}, {}, "non-finite"),
+        ({}, {"loss": 1.0}, "may not be sent"),
+        ({}, {"generalist": [1]}, "may not be sent"),
+    ]
+    for groups, values, why in cases:
+        with pytest.raises(MessageError, match=why):
+            schema.send("up", Message(0, groups, values))
+        with pytest.raises(MessageError, match=why):
+            schema.receive("up", Message(0, groups, values).encode())
+    with pytest.raises(MessageError, match="may not be sent"):
+        schema.send("down", good)
+    with pytest.raises(MessageError, match="may not be sent"):
+        schema.send("up", Message(peers={"bob": good.groups}))
+
+
+def test_a_field_may_say_each_tensor_s_dtype() -> None:
+    field = Field("logits", "the best tokens", {"tokens": "int32", "nats": "float32"})
+    schema = Schema(up=(field,))
+    tokens, nats = torch.arange(3).int(), torch.ones(3)
+    schema.send("up", Message(0, {"logits": {"tokens": tokens, "nats": nats}}))
+    schema.send("up", Message(0, {"logits": {"nats": nats}}))  # shapes say what is missing
+    for wrong in ({"text": nats}, {"tokens": nats}, {"nats": tokens}, {"nats": nats.double()}):
+        with pytest.raises(MessageError, match="of the group 'logits' may not be sent"):
+            schema.send("up", Message(0, {"logits": wrong}))
+        with pytest.raises(MessageError, match="of the group 'logits' may not be sent"):
+            schema.receive("up", Message(0, {"logits": wrong}).encode())
+    assert field.allows("tokens", "int32")
+    assert not field.allows("tokens", "float32")
+    assert not field.allows("text", "float32")
+
+
+def test_a_field_of_peers_is_of_others_alone() -> None:
+    schema = Schema(down=(Field("mine", "the mean"), Field("theirs", "updates", peers=True)))
+    x, bob, cyd = ({"x": torch.full((2,), float(n))} for n in range(3))
+    good = Message(1, {"mine": x}, peers={"bob": {"theirs": bob}, "cyd": {"theirs": cyd}})
+    back = schema.receive("down", schema.send("down", good))
+    assert set(back.peers) == {"bob", "cyd"}
+    assert torch.equal(back.from_peer("cyd")["theirs"]["x"], cyd["x"])
+    for wrong in (Message(1, {"theirs": x}), Message(1, peers={"bob": {"mine": x}})):
+        with pytest.raises(MessageError, match="may not be sent"):
+            schema.send("down", wrong)
+        with pytest.raises(MessageError, match="may not be sent"):
+            schema.receive("down", wrong.encode())
+    bad = Message(1, peers={"bob": {"theirs": {"x": torch.tensor([float("nan")])}}})
+    with pytest.raises(MessageError, match="non-finite"):
+        schema.receive("down", bad.encode())
+
+
+def test_uploads_are_reduced_as_their_fields_say() -> None:
+    fields = (
+        Field("adapter", "pairs", reduce="mean"),
+        Field("router", "weights", reduce="mean"),
+        Field("update", "pairs"),
+        Field("tokens", "a number", "json"),
+    )
+    schema = Schema(up=fields, down=(Field("other", "no upload", reduce="mean"),))
+    assert schema.reduced("mean") == {"adapter", "router"}
+    assert schema.reduced("each") == {"update", "tokens"}
+    both = Schema(up=(*fields, Field("adapter", "pairs")))
+    assert "adapter" in both.reduced("mean") & both.reduced("each")
+
+
+def test_shapes_are_compared_both_ways() -> None:
+    tensors = {"a": torch.ones(2, 3)}
+    check_shapes(tensors, {"a": (2, 3)})
+    for expected, why in (({}, "not expected"), ({"a": (3, 2)}, "shape")):
+        with pytest.raises(MessageError, match=why):
+            check_shapes(tensors, expected)
+    with pytest.raises(MessageError, match="missing"):
+        check_shapes(tensors, {"a": (2, 3), "b": (1,)})
+
+
+def test_tensors_come_in_the_order_of_their_names() -> None:
+    groups = {group: {name: torch.ones(1) for name in "zyxwvutsrq"} for group in "edcab"}
+    got = Message.decode(Message(0, groups).encode())
+    assert list(got.groups) == sorted(groups)
+    assert all(list(tensors) == sorted("zyxwvutsrq") for tensors in got.groups.values())
