@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from pydantic import AfterValidator
 
 from coterie.errors import CoterieError, Unwritable
 
@@ -229,3 +231,16 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _client_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            f"the name {name!r} must be 1 to 64 letters (a to z, A to Z), digits, dots, "
+            "dashes and underscores, and must not start with a dot or dash"
+        )
+    return name
+
+
+ClientName = Annotated[str, AfterValidator(_client_name)]
+"""A client's name, which also names its files and its certificate."""

@@ -100,7 +100,7 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
 
 def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
     for name in list(sys.modules):
-        if name.startswith(("coterie.network.flower", "flwr")):
+        if name.startswith(("coterie.network", "coterie.deployment", "flwr")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
     said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coterie.data.spec import PIECE, Spec
-from coterie.messages.names import ClientName
+from coterie.files import ClientName
 
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
 Share = Annotated[float, Field(gt=0, le=1)]

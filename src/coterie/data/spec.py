@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coterie.data.preferences_spec import PreferenceSpec
-from coterie.messages.names import ClientName
+from coterie.files import ClientName
 
 CHAT = "chat"
 """The template of prompts that are a user's turn, rendered through the chat template."""

@@ -27,8 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter, ValidationError
 
 from coterie.errors import CoterieError
-from coterie.files import write_bytes, write_folder, write_private
-from coterie.messages.names import ClientName
+from coterie.files import ClientName, write_bytes, write_folder, write_private
 from coterie.network.certificates import (
     LOOPBACK,
     authority_certificate,
