@@ -8,7 +8,6 @@ import torch
 from every_method import FEW, METHODS, run_of
 
 import coterie
-from coterie.deployment import server as engine
 from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
@@ -54,7 +53,7 @@ EVERYBODY = ("diarist", "poet", "whaler")
 def _as_before(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
 
 
 @pytest.fixture

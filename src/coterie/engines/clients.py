@@ -12,7 +12,6 @@ from coterie.federation import Participant
 from coterie.files import read_inside, write_bytes, writing
 from coterie.inference.kept import best_of, stops
 from coterie.messages import State
-from coterie.methods.contract import ClientSide
 from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
@@ -185,22 +184,3 @@ class ClientParts(Mapping[ClientId, ClientPart]):
         self.participants[name] = part.participant  # its reference takes time to compute
         part.scores = self.scores[name]
         return part, hello
-
-
-class ClientSides(Mapping[ClientId, ClientSide]):
-    """Every client's side of the method, by name."""
-
-    def __init__(self, parts: ClientParts) -> None:
-        self.parts = parts
-
-    def __getitem__(self, name: ClientId) -> ClientSide:
-        """Return a client's side, as its last step left it."""
-        return self.parts[name].side
-
-    def __iter__(self) -> Iterator[ClientId]:
-        """Iterate over the names of all clients."""
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        """Return the number of all clients."""
-        return len(self.parts)

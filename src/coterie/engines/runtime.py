@@ -19,20 +19,27 @@ from coterie.inference.kept import Keeper, compares_aggregated, kept_model, stop
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
 from coterie.messages.message import is_finite
+from coterie.messages.names import (
+    BYTES_DOWN,
+    BYTES_UP,
+    CHANGE,
+    JUMPED,
+    KEPT,
+    KEPT_SCORE,
+    LEFT_OUT,
+    SECONDS,
+    SERVER_SCORE,
+    TEST,
+    VALIDATION_ACCURACY,
+    VALIDATION_LOSS,
+)
 from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.privacy.ledger import Ledger
-from coterie.runs import JUMPED, RunFolder
+from coterie.runs import RunFolder
 
-SERVER_SCORE = "server/aggregated"
-"""The name under which the score of the server's own model is recorded."""
-LEFT_OUT = "left out"
-"""The name under which it is recorded why a client's upload of a round did not count."""
 AT_THE_END = "it diverged on the last download, and keeps its model from before it"
 """The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
-CHANGE = "change"
-"""The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
-
 JUMP = 1.0
 """Nats per token by which the validation loss exceeds the best so far when a client warns: far more
 than over-fitting adds in a round, and less than a damaged shared model."""
@@ -112,7 +119,7 @@ class ClientPart:
         if not message.is_finite():
             raise self._diverged("The upload", round)
         upload = self._sent("up", message)
-        self.log(self.name, "bytes/up", len(upload))
+        self.log(self.name, BYTES_UP, len(upload))
         return upload
 
     def finish(
@@ -193,17 +200,17 @@ class ClientPart:
             assert self.keeper.best is not None, "begin() comes first"
             best = self.keeper.best.loss
             found = self.keeper.compare(rounds)
-            self.log(self.name, "validation/loss", found.loss, rounds - 1)
+            self.log(self.name, VALIDATION_LOSS, found.loss, rounds - 1)
             if self.schema.down and found.loss > best + JUMP:
                 jump = {"round": rounds, "loss": found.loss, "best": best}
                 self.log(self.name, JUMPED, jump, rounds - 1)
             if found.accuracy is not None:
-                self.log(self.name, "validation/accuracy", found.accuracy, rounds - 1)
+                self.log(self.name, VALIDATION_ACCURACY, found.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Say which model is the best, and score it if nobody has; the side stays as it is."""
         assert kept is not None, "it is in the newest checkpoint, or was found since"
-        self.log(self.name, "kept", kept.values["round"])
+        self.log(self.name, KEPT, kept.values["round"])
         if kept.values["round"] == rounds:
             return
         now = self.side.state()
@@ -211,11 +218,11 @@ class ClientPart:
         scores = _scored(self.config, self.base, model, self.participant)
         self.scores[self.config.method.reports] = scores
         for text, score in scores.items():
-            self.log(text, "test/kept", score.as_dict())
+            self.log(text, KEPT_SCORE, score.as_dict())
         self.side.restore(now)
 
     def _take(self, download: bytes) -> None:
-        self.log(self.name, "bytes/down", len(download))
+        self.log(self.name, BYTES_DOWN, len(download))
         self.side.take(self.schema.receive("down", download))
 
     def _sent(self, way: Way, message: Message) -> bytes:
@@ -235,7 +242,7 @@ class ClientPart:
     def _log_scores(self, point: str, round: int, scores: dict[str, Score]) -> None:
         self.scores[point] = scores
         for text, score in scores.items():
-            self.log(text, f"test/{point}", score.as_dict(), round)
+            self.log(text, f"{TEST}{point}", score.as_dict(), round)
 
 
 def _scored(
@@ -341,25 +348,25 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     """
     reports = config.method.reports
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
-    traffic = {"bytes/up": 0, "bytes/down": 0}
+    traffic = {BYTES_UP: 0, BYTES_DOWN: 0}
     server: dict[str, dict[str, float]] = {}
     best: dict[str, dict[str, float]] = {}
     kept: dict[str, int] = {}
     left_out: dict[str, dict[int, str]] = {}
     seconds = 0.0
     for line in folder.metrics():
-        kind, _, point = line["name"].partition("/")
-        if kind == "test" and point in points:
+        point = line["name"].removeprefix(TEST)
+        if line["name"].startswith(TEST) and point in points:
             points[point][line["client"]] = line["value"]
-        elif line["name"] == "test/kept":
+        elif line["name"] == KEPT_SCORE:
             best[line["client"]] = line["value"]
-        elif line["name"] == "kept":
+        elif line["name"] == KEPT:
             kept[line["client"]] = line["value"]
         elif line["name"] == SERVER_SCORE:
             server = {"server": line["value"]}
         elif line["name"] in traffic:
             traffic[line["name"]] += line["value"]
-        elif line["name"] == "seconds":
+        elif line["name"] == SECONDS:
             seconds += line["value"]
         elif line["name"] == LEFT_OUT:
             left_out.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
@@ -371,6 +378,6 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         **({"left_out": left_out} if left_out else {}),
         **points,
         **server,
-        "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},
+        "traffic": {"up": traffic[BYTES_UP], "down": traffic[BYTES_DOWN]},
         "seconds": round(seconds, 1),
     }

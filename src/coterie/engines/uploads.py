@@ -1,0 +1,164 @@
+"""The uploads of a round at the server: they wait on disk, and are counted or excluded."""
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from coterie.aggregation.bounds import Measure
+from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.engines.runtime import LogFor, contribution, record
+from coterie.errors import CoterieError, no_client_left
+from coterie.files import writing
+from coterie.messages import Message
+from coterie.messages.envelope import TOLD
+from coterie.methods.contract import ServerSide
+from coterie.network.link import LONGEST_LINE
+
+
+class Uploads:
+    """The uploads of the round in progress, by client; they are counted in the order of names.
+
+    Args:
+        folder: where they wait.
+        server: the method's server side.
+        aggregation: what makes a mean of uploads.
+        strict: raise what is wrong with an upload instead of excluding the upload.
+    """
+
+    def __init__(
+        self, folder: Path, server: ServerSide, aggregation: Aggregation, *, strict: bool = False
+    ) -> None:
+        self.server, self.aggregation, self.strict = server, aggregation, strict
+        self.refused: dict[str, str] = {}
+        """Clients that are excluded, and why."""
+        self.diverged: set[str] = set()
+        """Excluded clients that have no upload because they diverged."""
+        self.asked_again: set[str] = set()
+        self._waiting = _Waiting(folder)
+        self._measures: dict[str, Measure] = {}
+
+    def begin(self) -> None:
+        """Begin a round: nothing is uploaded yet."""
+        self._waiting.clear()
+        for names in (self.refused, self.diverged, self.asked_again, self._measures):
+            names.clear()
+
+    def take(self, name: str, body: bytes) -> None:
+        """Measure an upload, and let it wait."""
+        self.drop(name)
+        try:
+            message = self.aggregation.schema.receive("up", body)
+        except CoterieError as error:
+            self._refuse(name, error)
+            return
+        reference = self.server.reference(name)
+        self._measures[name] = self.aggregation.measure(name, message, reference)
+        self._waiting.put(name, body)
+
+    def message(self, name: str) -> Message:
+        """Return an upload that waits."""
+        return self.aggregation.schema.receive("up", self._waiting.get(name))
+
+    def diverge(self, name: str) -> None:
+        """Note that a client has diverged and has no upload."""
+        self.drop(name)
+        self.refused[name] = TOLD["diverged"]
+        self.diverged.add(name)
+
+    def require(self, round: int, waiting: Collection[str]) -> None:
+        """Raise Diverged if every client of a round has diverged, and no reply is waited for."""
+        clients = self.refused.keys() | self._waiting.places.keys() | {*waiting}
+        if self.diverged and self.diverged == clients:
+            names = ", ".join(sorted(self.diverged))
+            raise no_client_left(round, f"the training of {names} diverged: {TOLD['diverged']}.")
+
+    def ask_again(self, name: str) -> bool:
+        """Forget an upload, which is to come again; return whether that is for the first time."""
+        self.drop(name)
+        first = name not in self.asked_again
+        self.asked_again.add(name)
+        return first
+
+    def drop(self, name: str) -> bool:
+        """Forget a client's upload, and what was wrong with it; return whether there was one."""
+        self.diverged.discard(name)
+        self._measures.pop(name, None)
+        refused, waited = self.refused.pop(name, None), self._waiting.remove(name)
+        return refused is not None or waited
+
+    @property
+    def counted(self) -> list[str]:
+        """Clients whose uploads are not refused."""
+        return sorted(self._waiting.places.keys() - self.refused.keys())
+
+    def record(self, log: LogFor) -> None:
+        """Record the figures of the round's uploads, and which were excluded, and why."""
+        record(self._measures, {n: why[:LONGEST_LINE] for n, why in self.refused.items()}, log)
+
+    def mean(self, round: int) -> Message:
+        """Return the mean of the uploads that count; `refused` has the others."""
+        return self.aggregation.mean(round, self._contributions())
+
+    def _contributions(self) -> Iterator[Contribution]:
+        self.refused |= self.aggregation.left_out(self._measures)
+        for name in self.counted:
+            try:
+                found = contribution(self.server, self.aggregation, name, self.message(name))
+            except Exception as error:  # whatever is wrong with it, the others count
+                self._refuse(name, error)
+            else:
+                yield found
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        if self.strict:
+            raise error
+        foreseen = isinstance(error, CoterieError)
+        self.refused[name] = str(error) if foreseen else f"{type(error).__name__} in the method"
+
+
+class _Waiting:
+    """Uploads on disk, in one file without a name: a kill leaves nothing of them.
+
+    One file for all, as a process may open only some hundred.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places: dict[str, tuple[int, int]] = {}
+        """Where each client's upload begins in the file, and how long it is."""
+        self._file: IO[bytes] | None = None
+
+    def clear(self) -> None:
+        """Forget all uploads."""
+        self.places.clear()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def put(self, name: str, body: bytes) -> None:
+        """Write an upload behind the others."""
+        with writing(self.folder):
+            if self._file is None:
+                self._file = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `clear`)
+            self.places[name] = self._file.seek(0, os.SEEK_END), len(body)
+            self._file.write(body)
+
+    def get(self, name: str) -> bytes:
+        """Return a client's upload."""
+        assert self._file is not None, "it was put there"
+        start, length = self.places[name]
+        self._file.seek(start)
+        return self._file.read(length)
+
+    def remove(self, name: str) -> bool:
+        """Forget an upload, if there is one, and its space on disk; return whether there was."""
+        if name not in self.places:
+            return False
+        rest = _Waiting(self.folder)
+        for other in self.places.keys() - {name}:
+            rest.put(other, self.get(other))
+        self.clear()
+        self.places, self._file = rest.places, rest._file
+        return True
