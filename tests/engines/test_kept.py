@@ -16,8 +16,9 @@ from coterie.config import RunConfig
 from coterie.data.tokens import Tokens
 from coterie.engines import runtime as part
 from coterie.engines.session import Session
+from coterie.messages.names import JUMPED
 from coterie.methods.pretrained import bare
-from coterie.runs import JUMPED, RunFolder, Watch, folder
+from coterie.runs import RunFolder, Watch, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
