@@ -170,7 +170,7 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
     who = session.federation(config)
     rounds = local_run(config, session.base, who.clients, RunFolder(out), Watch())
     clock = Clock()
-    for part in rounds.clients.parts.values():
+    for part in map(rounds.clients.part, rounds.names):
         clock.time(part.side, "train", "train")
         clock.time(part, "score_trained", "test")
         for name, kind in (("_means", "rest"), ("_fuse", "test")):

@@ -30,7 +30,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str) -> None:
-        one = local.clients.parts[name]
+        one = local.clients.part(name)
         text, window = one.participant.data.validation, run.data.window
         ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))

@@ -69,8 +69,10 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
 def _stands(run: LocalRun) -> Table:
     """Where in their bases clients' adapters stand."""
     alike: dict[tuple[str, ...], list[ClientId]] = {}
-    for name, part in run.clients.parts.items():
-        alike.setdefault(part.covered or ("nothing of the base",), []).append(name)
+    for name in run.clients:
+        alike.setdefault(run.clients.part(name).covered or ("nothing of the base",), []).append(
+            name
+        )
     rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
     return Table("what is trained", ("clients", "where in the base"), rows)
 

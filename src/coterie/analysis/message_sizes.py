@@ -56,8 +56,8 @@ def first_exchange(run: LocalRun) -> Messages:
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
-        name: {"hello": schema.receive("hello", part.hello())}
-        for name, part in run.clients.parts.items()
+        name: {"hello": schema.receive("hello", run.clients.part(name).hello())}
+        for name in run.clients
     }
     for round in range(run.config.exchanges if schema.up else 1):
         run.exchange(round, run.names)

@@ -6,23 +6,37 @@ grows with the number of clients.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
-from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.engines.clients import ClientParts, NewStates
+from coterie.engines.clients import NewStates, begin
 from coterie.engines.rounds import Download, Rounds
+from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
+from coterie.evaluation.evaluate import Score
 from coterie.federation import Participant
+from coterie.inference.kept import best_of, stops
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.methods.contract import ClientSide
-from coterie.runs import Recorder, RunFolder, Watch
+from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
+
+IN_MEMORY = 8
+"""The largest number of clients in memory at once."""
 
 
 class LocalClients(Mapping[ClientId, ClientSide]):
-    """Clients in this process; by name, their sides of the method as their last steps left them."""
+    """Clients in this process; by name, their sides of the method as their last steps left them.
+
+    A client is made when it is asked for; at most IN_MEMORY are in memory. Where there are more, a
+    client that is asked for replaces the one that was made last, whose state is written to disk.
+    Rounds ask for all clients in turn, so this reads fewer states than replacing the least recently
+    used client.
+    """
+
+    in_process = True
 
     def __init__(
         self,
@@ -32,20 +46,34 @@ class LocalClients(Mapping[ClientId, ClientSide]):
         folder: RunFolder,
         recorder: Recorder,
     ) -> None:
-        self.folder, self.recorder, self.new = folder, recorder, NewStates(folder)
-        self.parts = ClientParts(config, base, participants, recorder.log, self.new)
+        self.config, self.base, self.folder, self.recorder = config, base, folder, recorder
+        self.participants = {p.name: p for p in participants}
+        self.new = NewStates(folder)
+        self.scores: dict[ClientId, dict[str, dict[str, Score]]] = {
+            n: {} for n in self.participants
+        }
+        self._covered: set[tuple[str, ...]] = set()
+        self.here: dict[ClientId, ClientPart] = {}
 
     def __getitem__(self, name: ClientId) -> ClientSide:
         """Return a client's side, as its last step left it."""
-        return self.parts[name].side
+        return self.part(name).side
 
     def __iter__(self) -> Iterator[ClientId]:
         """Iterate over the names of all clients."""
-        return iter(self.parts)
+        return iter(self.participants)
 
     def __len__(self) -> int:
         """Return the number of all clients."""
-        return len(self.parts)
+        return len(self.participants)
+
+    def part(self, name: ClientId) -> ClientPart:
+        """Return a client's part of the run, as its last step left it."""
+        if name not in self.here:
+            if len(self.here) >= IN_MEMORY:
+                self.new.put(self.here.popitem()[1])
+            self.here[name], _ = self._begin(name, *self.new.newest(name))
+        return self.here[name]
 
     def at_work(self) -> AbstractContextManager[object]:
         """Return a block within which new states are on disk."""
@@ -53,7 +81,15 @@ class LocalClients(Mapping[ClientId, ClientSide]):
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         """Make every client as it is at the run's start; yield its first message."""
-        return self.parts.hellos()
+        for name in self.participants:
+            yield name, self._hello(name)
+
+    def _hello(self, name: ClientId) -> bytes:
+        part, hello = self._begin(name, None, None)
+        self._covered.add(part.covered)
+        if len(self.here) < IN_MEMORY:
+            self.here[name] = part
+        return hello
 
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
@@ -62,50 +98,57 @@ class LocalClients(Mapping[ClientId, ClientSide]):
         for name in names:
             received, before = download(name), self.recorder.count
             try:
-                upload = self.parts[name].step(round, received, counted=name not in lost)
+                upload = self.part(name).step(round, received, counted=name not in lost)
             except Diverged as error:
                 self.recorder.undo(before)
-                self.parts.begin_anew(name)
+                del self.here[name]
+                self.scores[name] = {}
+                self.part(name)
                 self.recorder.log(name, BYTES_DOWN, len(received))
                 upload = error
             yield name, upload
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
         """Let every client receive the last download, and be scored."""
-        for name, part in self.parts.items():
-            part.finish(download(name), self.new.kept(name), round, counted=name not in lost)
+        for name in self:
+            part, kept = self.part(name), self.new.kept(name)
+            part.finish(download(name), kept, round, counted=name not in lost)
             part.keep_items(self.folder)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
         """Return whether a client takes no part in rounds after so many."""
-        return self.parts.stop(name, rounds)
+        if name in self.here:
+            return self.here[name].stops(rounds)
+        return stops(self.config, best_of(self.new.kept(name)), rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """Yield what a checkpoint has of the clients."""
-        return self.parts.states()
+        for name in self:
+            newer = self.here[name].states() if name in self.here else ()
+            yield from self.new.pop(name, dict(newer))
 
     def restore(self) -> None:
         """Take every client back to the newest checkpoint."""
-        self.parts.restore()
+        for name, part in self.here.items():
+            state, kept = self.new.newest(name)
+            assert state is not None, "every checkpoint has every client's"
+            part.restore(state, kept)
 
     def covered(self) -> set[tuple[str, ...]]:
         """Return the layers of the bases that clients' adapters modify."""
-        return self.parts.covered
+        return self._covered
+
+    def _begin(
+        self, name: ClientId, state: State | None, kept: State | None
+    ) -> tuple[ClientPart, bytes]:
+        part, hello = begin(
+            self.config, self.base, self.participants[name], self.recorder.log, state, kept
+        )
+        self.participants[name] = part.participant  # its reference takes time to compute
+        part.scores = self.scores[name]
+        return part, hello
 
 
 LocalRun = Rounds[LocalClients]
-
-
-def local_run(
-    config: RunConfig,
-    base: Base,
-    participants: Sequence[Participant],
-    folder: RunFolder,
-    watch: Watch,
-    own: Participant | None = None,
-    rule: Rule = weighted_mean,
-) -> LocalRun:
-    """Return a run whose clients work in this process and have joined; see `Rounds`."""
-    run = Rounds(LocalClients, config, base, participants, folder, watch, own, rule)
-    run.join()
-    return run
+local_run = partial(Rounds, LocalClients)
+"""Makes a run whose clients work in this process; see `Rounds`."""

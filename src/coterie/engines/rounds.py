@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import gettempdir
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
 from coterie.bases import Base
@@ -35,6 +35,9 @@ Download = Callable[[ClientId], bytes]
 
 class Clients(Protocol):
     """The clients of a run: where they work, and what they keep between rounds."""
+
+    in_process: ClassVar[bool]
+    """Whether they are made in this process, and so can join before they are at work."""
 
     def at_work(self) -> AbstractContextManager[object]:
         """Return a block within which the clients can work."""
@@ -122,24 +125,22 @@ class Rounds(Generic[C]):
         self.server = config.method.server(context)
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
         self.clients = clients(config, base, participants, folder, self.recorder)
-        self._joined = False
+        if self.clients.in_process:
+            self._join()
 
-    def join(self) -> None:
-        """Let every client join, unless they have."""
-        if self._joined:
-            return
+    def _join(self) -> None:
         for name, data in sorted(self.clients.hellos()):
             hello = self.schema.receive("hello", data)
             self.aggregation.join(name, hello)
             self.server.prepare(name, hello)
             self.server.join(name, hello)
-        self._joined = True
 
     def run(self) -> None:
         """Run all rounds that are left; the folder then holds the result."""
         config = self.config
         with self.clients.at_work():
-            self.join()
+            if not self.clients.in_process:
+                self._join()
             done = self._restore()
             with self.watch as watch:
                 watch.start(config.label, config.exchanges, done, len(self.names), self.tokens)

@@ -74,6 +74,8 @@ Entries = list[tuple[str | None, str, Json, int | None]]
 class SimulatedClients:
     """Clients in as many processes as this machine has processors for."""
 
+    in_process = False
+
     def __init__(
         self,
         config: RunConfig,

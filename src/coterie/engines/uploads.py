@@ -6,13 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from coterie.aggregation.bounds import Measure
+from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
-from coterie.engines.runtime import LogFor, contribution, record
+from coterie.engines.runtime import LogFor, contribution
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message
 from coterie.messages.envelope import TOLD
+from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.methods.contract import ServerSide
 from coterie.network.link import LONGEST_LINE
 
@@ -95,7 +96,10 @@ class Uploads:
 
     def record(self, log: LogFor) -> None:
         """Record the figures of the round's uploads, and which were excluded, and why."""
-        record(self._measures, {n: why[:LONGEST_LINE] for n, why in self.refused.items()}, log)
+        for name, found in figures(self._measures).items():
+            log(name, CHANGE, found)
+        for name, why in sorted(self.refused.items()):
+            log(name, LEFT_OUT, why[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
         """Return the mean of the uploads that count; `refused` has the others."""

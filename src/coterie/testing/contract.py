@@ -81,7 +81,7 @@ class MethodContract:
         local.server.open(0, sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
-            part, download = local.clients.parts[name], down(local, name)
+            part, download = local.clients.part(name), down(local, name)
             upload = step(local, name, 0, download)
             kept = {n: p.parameter for n, p in client.parts().items() if not run.method.sends(p)}
             messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}

@@ -31,7 +31,7 @@ def down(local: LocalRun, name: str) -> Message:
 def up(local: LocalRun, name: str, round: int) -> Message:
     """What a client uploads now, through its bytes and checks."""
     return local.schema.receive(
-        "up", local.clients.parts[name]._sent("up", local.clients[name].upload(round))
+        "up", local.clients.part(name)._sent("up", local.clients[name].upload(round))
     )
 
 

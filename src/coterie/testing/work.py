@@ -71,7 +71,7 @@ def worked(
         also(work)
         for owner, name in ((part, "_scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, _within(work, getattr(owner, name)))
-        bases = {id(one.base): one.base.model for one in local.clients.parts.values()}
+        bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
         if who.server is not None and who.server.base is not None:
             bases[id(who.server.base)] = who.server.base.model
         hooks = [b.base_model.register_forward_pre_hook(work.forward) for b in bases.values()]
