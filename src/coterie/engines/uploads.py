@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
@@ -21,6 +20,9 @@ from coterie.network.link import LONGEST_LINE
 class Uploads:
     """The uploads of the round in progress, by client; they are counted in the order of names.
 
+    They wait in one file without a name: a kill leaves nothing of them, and however many there are,
+    the process has one open file.
+
     Args:
         folder: where they wait.
         server: the method's server side.
@@ -31,20 +33,25 @@ class Uploads:
     def __init__(
         self, folder: Path, server: ServerSide, aggregation: Aggregation, *, strict: bool = False
     ) -> None:
-        self.server, self.aggregation, self.strict = server, aggregation, strict
+        self.folder, self.server = folder, server
+        self.aggregation, self.strict = aggregation, strict
         self.refused: dict[str, str] = {}
         """Clients that are excluded, and why."""
         self.diverged: set[str] = set()
         """Excluded clients that have no upload because they diverged."""
         self.asked_again: set[str] = set()
-        self._waiting = _Waiting(folder)
         self._measures: dict[str, Measure] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        """Where each upload begins in the file, and how long it is."""
+        with writing(folder):
+            self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (open as long as this object)
 
     def begin(self) -> None:
         """Begin a round: nothing is uploaded yet."""
-        self._waiting.clear()
-        for names in (self.refused, self.diverged, self.asked_again, self._measures):
-            names.clear()
+        for name in [*self._places, *self.refused]:
+            self.drop(name)
+        self.asked_again.clear()
+        self._file.truncate(0)
 
     def take(self, name: str, body: bytes) -> None:
         """Measure an upload, and let it wait."""
@@ -56,11 +63,17 @@ class Uploads:
             return
         reference = self.server.reference(name)
         self._measures[name] = self.aggregation.measure(name, message, reference)
-        self._waiting.put(name, body)
+        with writing(self.folder):
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(body)
+            self._file.flush()
+        self._places[name] = start, len(body)
 
     def message(self, name: str) -> Message:
         """Return an upload that waits."""
-        return self.aggregation.schema.receive("up", self._waiting.get(name))
+        start, length = self._places[name]
+        self._file.seek(start)
+        return self.aggregation.schema.receive("up", self._file.read(length))
 
     def diverge(self, name: str) -> None:
         """Note that a client has diverged and has no upload."""
@@ -70,7 +83,7 @@ class Uploads:
 
     def require(self, round: int, waiting: Collection[str]) -> None:
         """Raise Diverged if every client of a round has diverged, and no reply is waited for."""
-        clients = self.refused.keys() | self._waiting.places.keys() | {*waiting}
+        clients = self.refused.keys() | self._places.keys() | {*waiting}
         if self.diverged and self.diverged == clients:
             names = ", ".join(sorted(self.diverged))
             raise no_client_left(round, f"the training of {names} diverged: {TOLD['diverged']}.")
@@ -86,13 +99,13 @@ class Uploads:
         """Forget a client's upload, and what was wrong with it; return whether there was one."""
         self.diverged.discard(name)
         self._measures.pop(name, None)
-        refused, waited = self.refused.pop(name, None), self._waiting.remove(name)
-        return refused is not None or waited
+        refused, place = self.refused.pop(name, None), self._places.pop(name, None)
+        return refused is not None or place is not None
 
     @property
     def counted(self) -> list[str]:
         """Clients whose uploads are not refused."""
-        return sorted(self._waiting.places.keys() - self.refused.keys())
+        return sorted(self._places.keys() - self.refused.keys())
 
     def record(self, log: LogFor) -> None:
         """Record the figures of the round's uploads, and which were excluded, and why."""
@@ -120,49 +133,3 @@ class Uploads:
             raise error
         foreseen = isinstance(error, CoterieError)
         self.refused[name] = str(error) if foreseen else f"{type(error).__name__} in the method"
-
-
-class _Waiting:
-    """Uploads on disk, in one file without a name: a kill leaves nothing of them.
-
-    One file for all, as a process may open only some hundred.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.places: dict[str, tuple[int, int]] = {}
-        """Where each client's upload begins in the file, and how long it is."""
-        self._file: IO[bytes] | None = None
-
-    def clear(self) -> None:
-        """Forget all uploads."""
-        self.places.clear()
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    def put(self, name: str, body: bytes) -> None:
-        """Write an upload behind the others."""
-        with writing(self.folder):
-            if self._file is None:
-                self._file = TemporaryFile(dir=self.folder)  # noqa: SIM115  (open until `clear`)
-            self.places[name] = self._file.seek(0, os.SEEK_END), len(body)
-            self._file.write(body)
-
-    def get(self, name: str) -> bytes:
-        """Return a client's upload."""
-        assert self._file is not None, "it was put there"
-        start, length = self.places[name]
-        self._file.seek(start)
-        return self._file.read(length)
-
-    def remove(self, name: str) -> bool:
-        """Forget an upload, if there is one, and its space on disk; return whether there was."""
-        if name not in self.places:
-            return False
-        rest = _Waiting(self.folder)
-        for other in self.places.keys() - {name}:
-            rest.put(other, self.get(other))
-        self.clear()
-        self.places, self._file = rest.places, rest._file
-        return True
