@@ -7,6 +7,7 @@ grows with the number of clients.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import ClassVar
 
 from coterie.bases import Base
 from coterie.config import RunConfig
@@ -36,7 +37,7 @@ class LocalClients(Mapping[ClientId, ClientSide]):
     used client.
     """
 
-    in_process = True
+    in_process: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 # Ray reads these when it is imported. The second is its own name for: on loopback, not on every
 # interface, as on systems other than Linux.
@@ -74,7 +74,7 @@ Entries = list[tuple[str | None, str, Json, int | None]]
 class SimulatedClients:
     """Clients in as many processes as this machine has processors for."""
 
-    in_process = False
+    in_process: ClassVar[bool] = False
 
     def __init__(
         self,
