@@ -33,11 +33,6 @@ class Seat:
     stopped: bool = False
     """Whether that step counted: it takes no part in rounds from then on."""
 
-    def connect(self, mark: str | None) -> None:
-        """Note the link's mark of a new connection, or None if there is no more connection."""
-        self.present = mark
-        self.clear()
-
     def clear(self) -> None:
         """Let the client be asked at once, whatever it could not do before."""
         self.again, self.failed = 0.0, False
@@ -52,7 +47,7 @@ class Seat:
         self.entries, self.stops = [], False
 
 
-def kept(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
+def saved(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
     """Return what a checkpoint has of clients' seats, and the digest of their base."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)

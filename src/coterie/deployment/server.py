@@ -16,7 +16,7 @@ from coterie.config import RunConfig
 from coterie.deployment.joins import Joins
 from coterie.deployment.orders import order_to, reply_of
 from coterie.deployment.quorum import Quorum
-from coterie.deployment.seats import Seat, ServerWatch, kept, restore_seats
+from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
 from coterie.engines.runtime import close, restore, result, score_server, server_states
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
@@ -237,7 +237,8 @@ class ServerRun:
             if mark != seat.present:
                 self._note(f"{name} {'is here' if mark else 'is gone'}")
                 self._forget(seat)
-                seat.connect(mark)
+                seat.present = mark
+                seat.clear()
             if mark and seat.ticket is None and time.monotonic() >= seat.again:
                 if not seat.joined:
                     self._send(name, "join")
@@ -377,7 +378,7 @@ class ServerRun:
 
     def _states(self) -> Iterable[tuple[str, State]]:
         yield from server_states(self.server, self.aggregation)
-        yield "engine", State({"hellos": self.joins.tensors()}, kept(self.seats, self.joins.base))
+        yield "engine", State({"hellos": self.joins.tensors()}, saved(self.seats, self.joins.base))
 
     def _restore(self) -> int:
         done = self.folder.rounds()

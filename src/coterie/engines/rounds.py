@@ -41,9 +41,11 @@ class Clients(Protocol):
 
     def at_work(self) -> AbstractContextManager[object]:
         """Return a block within which the clients can work."""
+        ...
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         """Make every client as it is at the run's start; yield its first message."""
+        ...
 
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
@@ -58,21 +60,25 @@ class Clients(Protocol):
             download: returns what the server sends to a client.
             lost: clients whose last upload did not count because they diverged.
         """
+        ...
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
         """Let every client receive the download after the last round; see `step`."""
 
     def stops(self, name: ClientId, rounds: int) -> bool:
         """Return whether a client takes no part in rounds after so many."""
+        ...
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """Yield what a checkpoint has of the clients; see `ClientPart.states`."""
+        ...
 
     def restore(self) -> None:
         """Take every client back to the newest checkpoint."""
 
     def covered(self) -> set[tuple[str, ...]]:
         """Return the layers of the bases that clients' adapters modify."""
+        ...
 
 
 C = TypeVar("C", bound=Clients)
