@@ -1,7 +1,7 @@
 """Carry out run files with the `coterie` that PYTHONPATH names; benchmarks/same.py starts this.
 
 It must work with the code of other commits, so it imports only names that have been stable. For
-each run file, it appends a line of JSON to runs.jsonl: the name, the seconds, and the error or null.
+each run file, it appends a line of JSON to runs.jsonl: its name, seconds, and the error or null.
 """
 
 import json
@@ -26,6 +26,7 @@ def main() -> None:
     source = Path(coterie.__file__)
     if not source.is_relative_to(Path(checkout, "src")):
         sys.exit(f"coterie is imported from {source}, not from {checkout}.")
+    _ = coterie.run  # imports torch, which is not part of the first run's time
     for name in names:
         folder = Path(out, name)
         began, error = time.monotonic(), None
