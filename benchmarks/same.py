@@ -89,6 +89,8 @@ def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     from every_method import FEW, METHODS  # pyright: ignore[reportMissingImports]
 
+    from coterie.methods.fedmkt import FedMKT
+    from coterie.methods.registry import available
     from coterie.testing.small import (
         small_values,
         teaching_values,
@@ -103,7 +105,7 @@ def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
     other = write_other_base(folder / "other", texts / "poet.txt")
     questions = write_questions(folder)
     for name, method in METHODS.items():
-        if method["name"].startswith("fedmkt"):
+        if issubclass(available()[method["name"]], FedMKT):
             values = teaching_values(base, other, questions, method=method)
         else:
             values = small_values(base, texts, method=method, rounds=2)

@@ -57,7 +57,9 @@ def deploy(values: dict[str, Any], folder: Path) -> None:
     folder.mkdir()
     clients = {client["name"]: client["path"] for client in values["clients"]}
     texts = Path(values["data_root"])
+    public = str(texts / values["data"]["public"])
     told = {key: value for key, value in values.items() if key != "data_root"}
+    told["data"] = {**values["data"], "public": public}
     told["clients"] = [{"name": name} for name in clients]
     (folder / "run.yaml").write_text(json.dumps(told), encoding="utf-8")
     for words in (["init"], *(["add", name] for name in clients)):
@@ -69,15 +71,17 @@ def deploy(values: dict[str, Any], folder: Path) -> None:
     for name, path in clients.items():
         where = ["--server", f"localhost:{port}", "--key", f"{name}.key", "--out", f"site-{name}"]
         what = ["--data", str(texts / path), "--base", values["base"], "--run", "run.yaml"]
-        what += ["--public", str(texts / values["data"]["public"])]
-        commands[name] = ["client", *where, *what]
+        commands[name] = ["client", *where, *what, "--public", public]
     ended = together(commands, folder)
-    if any(ended.values()):
+    if any(code != 0 for code in ended.values()):
         raise RuntimeError(f"exit codes {ended}; see the files *.out in {folder}")
 
 
-def together(commands: dict[str, list[str]], folder: Path) -> dict[str, int]:
-    """Run commands of Coterie at the same time; return their exit codes."""
+def together(commands: dict[str, list[str]], folder: Path) -> dict[str, int | None]:
+    """Run commands of Coterie at the same time; return their exit codes.
+
+    Once one has failed, or after LONGEST seconds, the others are killed; their codes are None.
+    """
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, words in commands.items():
@@ -91,10 +95,11 @@ def together(commands: dict[str, list[str]], folder: Path) -> dict[str, int]:
                     start_new_session=True,
                 )
         until = time.monotonic() + LONGEST
-        return {
-            name: process.wait(max(0, until - time.monotonic()))
-            for name, process in running.items()
-        }
+        while True:
+            codes = {name: process.poll() for name, process in running.items()}
+            if None not in codes.values() or any(codes.values()) or time.monotonic() > until:
+                return codes
+            time.sleep(0.1)
     finally:
         for process in running.values():
             if process.poll() is None:
