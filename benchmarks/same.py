@@ -87,7 +87,7 @@ def main() -> None:
 def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
     """Write run files of all methods with their bases and texts; return what each engine runs."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-    from every_method import FEW, METHODS  # pyright: ignore[reportMissingImports]
+    from every_method import FEW, METHODS
 
     from coterie.methods.fedmkt import FedMKT
     from coterie.methods.registry import available
