@@ -32,6 +32,8 @@ RUNS = Path(__file__).with_name("same_runs.py")
 ENGINES = ("local", "simulation", "deployment", "processes")
 IN_PROCESSES = ("fedavg", "comigs-1g1s")
 """Methods of the engine `processes`, unless --methods is given."""
+SHOWN = 5
+"""Differences of a run that are printed."""
 NEEDS = {"simulation": ("ray", "flwr"), "processes": ("flwr",)}
 """Packages that an engine needs beyond Coterie's own."""
 
@@ -64,9 +66,11 @@ def main() -> None:
     if unknown := set(engines) - set(ENGINES):
         parser.error(f"no such engine: {', '.join(sorted(unknown))}")
     folder = Path(mkdtemp(prefix="coterie-same-"))
+    commits = [git("rev-parse", "--short", commit) for commit in (options.old, options.new)]
     methods = write_run_files(folder / "inputs", options.methods)
-    different = False
-    with checkouts(folder, [options.old, options.new]) as (old, new):
+    print("Commits: old {}, new {}".format(*commits), flush=True)
+    compared = different = 0
+    with checkouts(folder, commits) as (old, new):
         for engine in engines:
             missing = [name for name in NEEDS.get(engine, ()) if not importlib.util.find_spec(name)]
             if missing:
@@ -74,14 +78,15 @@ def main() -> None:
                 continue
             rows = compare(folder, engine, methods[engine], old, new)
             show(rows)
-            different |= any(row.differences for row in rows)
+            compared += len(rows)
+            different += sum(bool(row.differences) for row in rows)
     if different or options.keep:
         print(f"The run folders are in {folder}.")
     else:
         shutil.rmtree(folder)
-    print(f"{'Something differs' if different else 'All is the same'}, after ", end="")
-    print(f"{(time.monotonic() - began) / 60:.1f} minutes.")
-    sys.exit(different)
+    minutes = (time.monotonic() - began) / 60
+    print(f"Of {compared} runs, {different} differ ({minutes:.1f} minutes).")
+    sys.exit(different > 0 or not compared)
 
 
 def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
@@ -137,8 +142,9 @@ def checkouts(folder: Path, commits: list[str]) -> Iterator[list[Path]]:
             git("worktree", "remove", "--force", str(path))
 
 
-def git(*words: str) -> None:
-    subprocess.run(["git", "-C", str(ROOT), *words], check=True)
+def git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def compare(folder: Path, engine: str, names: list[str], old: Path, new: Path) -> list[Row]:
@@ -246,7 +252,7 @@ def difference(old: Any, new: Any) -> str:
         return "differs"
     names = sorted(k for k in old.keys() | new.keys() if old.get(k, ...) != new.get(k, ...))
     every = len(old.keys() | new.keys())
-    return f"{len(names)} of {every} entries differ, the first is {names[0][:200]}"
+    return f"{len(names)} of {every} entries differ, the first is {names[0][:100]}"
 
 
 def show(rows: list[Row]) -> None:
@@ -256,8 +262,10 @@ def show(rows: list[Row]) -> None:
         times = "".join(f"{seconds:>8.1f}" for seconds in row.seconds)
         result = "DIFFERENT" if row.differences else "same"
         print(f"{row.method:<22}{row.engine:<14}{result:<12}{times}")
-        for line in row.differences:
+        for line in row.differences[:SHOWN]:
             print(f"    {line}")
+        if more := len(row.differences[SHOWN:]):
+            print(f"    and {more} more")
     print(flush=True)
 
 
