@@ -15,7 +15,7 @@ from coterie.messages import Message
 from coterie.messages.envelope import TOLD
 from coterie.methods import plugins, registry
 from coterie.methods.adapter import AdapterClient
-from coterie.methods.distillation import Distiller
+from coterie.methods.fedmkt.distillation import Distiller
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop

@@ -52,10 +52,10 @@ OWN = {
     "fedptuning": "prompts:FedPTuning",
     "fedptuning-ft": "prompts:FedPTuningFT",
     "fdlora": "fdlora:FDLora",
-    "fedamole": "fedamole:FedAMoLE",
-    "fedmkt": "fedmkt:FedMKT",
-    "fedmkt-fedavg": "fedmkt:FedMKTFedAvg",
-    "llm2slm": "fedmkt:LLM2SLM",
+    "fedamole": "fedamole.method:FedAMoLE",
+    "fedmkt": "fedmkt.method:FedMKT",
+    "fedmkt-fedavg": "fedmkt.method:FedMKTFedAvg",
+    "llm2slm": "fedmkt.method:LLM2SLM",
 }
 """The package's own, in the order in which tables show them: by name, the file and the class."""
 

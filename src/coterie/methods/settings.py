@@ -4,14 +4,13 @@ A part means the same in every method, so it can be carried from one to another 
 """
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.adapters import Layout
 from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
-from coterie.privacy.mechanisms import MOST_EPSILON
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
@@ -163,76 +162,6 @@ class PhasedRouter(Router):
         "adds to its own, and steps of the experts leave some on the routers, as in the released "
         "code; experts then learn from validation text, too",
     )
-
-
-class Privacy(Settings):
-    """Differential privacy of the samples of which a client sends mean embeddings.
-
-    It says nothing of the samples that adapters are trained on: those are others.
-    """
-
-    epsilon: float = Field(
-        gt=0,
-        le=MOST_EPSILON,
-        description="privacy budget over all rounds, per sample of the embedding set",
-    )
-    delta: float = Field(
-        default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
-    )
-    clip: float = Field(
-        default=1.0,
-        gt=0,
-        description="maximum l2 norm of a sample's embeddings, all layers together",
-    )
-
-
-class Embeddings(Settings):
-    """Mean embeddings of samples set apart from training, by which experts choose clients."""
-
-    share: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description="fraction of the training samples to set apart for them",
-    )
-    samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
-    privacy: Privacy | None = Field(
-        default=None, description="differential privacy of the mean embeddings"
-    )
-
-
-class AmoleRouter(Settings):
-    """Routing of tokens to the domain experts that a client holds."""
-
-    kind: Literal["token", "vanilla"] = Field(
-        default="token",
-        description="scores from the experts' own embeddings, or from a gate with one row per "
-        "expert",
-    )
-    top_k: int = Field(default=2, ge=1, description="domain experts per token (k)")
-    score_scale: Literal["rank", "dim"] = Field(
-        default="rank",
-        description="divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper",
-    )
-    renormalise: bool = Field(
-        default=True, description="normalise each token's weights to sum to 1 (unlike the paper)"
-    )
-    load_balance_weight: float = Field(
-        default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
-    )
-    load: Literal["top_k", "first"] = Field(
-        default="top_k",
-        description="tokens that count as an expert's load: all that it works on, or those whose "
-        "best expert it is, as in the paper",
-    )
-
-    @model_validator(mode="after")
-    def _acts(self) -> Self:
-        if self.kind == "vanilla":
-            refuse_unused(self, "kind: vanilla", "score_scale")
-        if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
-            refuse_unused(self, "top_k: 1", "renormalise")
-        return self
 
 
 class Trusted(Settings):
