@@ -52,7 +52,7 @@ EVERYBODY = ("diarist", "poet", "whaler")
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.METHODS, "registered", {})
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(engine, "RETRY", 0.0)
 

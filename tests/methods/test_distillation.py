@@ -198,7 +198,7 @@ def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
     known = distiller.knowledge()
     assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3]])
     Knowledge.received(
-        known.tensors(), len(distiller.context.base.tokenizer), distiller.method.logits
+        known.tensors(), len(distiller.context.base.tokenizer), distiller.settings.logits
     )
     model = distiller.model()
     for n, number in enumerate((0, 1, 3)):

@@ -246,7 +246,7 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     at = (pieces == one.samples.ids[0]).all(1).nonzero()[0, 0]
     pieces[at] = pieces[at].flip(0)  # one sample of the embedding set is another
     data = replace(context.data, train=replace(local_data.train, ids=exchanged))
-    other = FedAMoLEClient(one.method, replace(context, data=data, ledger=Ledger()))
+    other = FedAMoLEClient(one.settings, replace(context, data=data, ledger=Ledger()))
     moved = []
     for round in range(5):
         local.server.open(round, [*WRITERS])

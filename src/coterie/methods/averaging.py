@@ -58,14 +58,6 @@ class FedAvg(AdapterMethod):
     exact: bool = SETTING
 
 
-class FedAvgFT(FedAvg):
-    """Federated averaging, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedavg-ft"
-    summary: ClassVar[str] = "as fedavg; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
-
-
 class FedProx(FedAvg):
     """Federated averaging with a proximal term that holds clients near the server's model."""
 
@@ -102,3 +94,12 @@ class FFALora(AdapterMethod):
     def layout(self, client: ClientId) -> Layout:
         """One set of pairs with frozen A."""
         return replace(super().layout(client), freeze_A=True)
+
+
+PRESETS = {
+    "fedavg-ft": {
+        "summary": "as fedavg; reports each client's model after local training",
+        "reports": "trained",
+    },
+}
+"""Federated averaging, then fine-tuning."""

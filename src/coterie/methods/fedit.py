@@ -24,9 +24,10 @@ class FedIT(AdapterMethod):
     lora: Lora = Lora(scale="rank")
 
 
-class FedITFT(FedIT):
-    """FedIT, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedit-ft"
-    summary: ClassVar[str] = "as fedit; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+PRESETS = {
+    "fedit-ft": {
+        "summary": "as fedit; reports each client's model after local training",
+        "reports": "trained",
+    },
+}
+"""FedIT, then fine-tuning."""

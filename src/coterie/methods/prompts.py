@@ -80,14 +80,6 @@ class FedPrompt(AdapterMethod):
         return client
 
 
-class FedPromptFT(FedPrompt):
-    """FedPrompt, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedprompt-ft"
-    summary: ClassVar[str] = "as fedprompt; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
-
-
 class FedPTuning(AdapterMethod):
     """P-tuning; the averaged encoder's prompt is the result."""
 
@@ -111,9 +103,11 @@ class FedPTuning(AdapterMethod):
         return PromptClient(self, context)
 
 
-class FedPTuningFT(FedPTuning):
-    """Federated P-tuning, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedptuning-ft"
-    summary: ClassVar[str] = "as fedptuning; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+PRESETS = {
+    f"{name}-ft": {
+        "summary": f"as {name}; reports each client's model after local training",
+        "reports": "trained",
+    }
+    for name in (FedPrompt.name, FedPTuning.name)
+}
+"""Either method, then fine-tuning."""

@@ -100,24 +100,17 @@ class FedMKT(AdapterMethod, FedMKTSettings):
         return FedMKTServer(self, self, context)
 
 
-class FedMKTFedAvg(FedMKT):
-    """The paper's homogeneous setting: clients with one base average their adapters as well.
-
-    Each has learnt from the server by then, so a round takes two exchanges: of predictions, and
-    then of adapters.
-    """
-
-    name: ClassVar[str] = "fedmkt-fedavg"
-    summary: ClassVar[str] = "as fedmkt, with averaged LoRA pairs; all clients have the same base"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
-    per_round: ClassVar[int] = 2
-
-
-class LLM2SLM(FedMKT):
-    """The paper's baseline: the server teaches, and learns nothing."""
-
-    name: ClassVar[str] = "llm2slm"
-    summary: ClassVar[str] = (
-        "as fedmkt, in one direction: the server's model teaches and is not trained"
-    )
-    teaches: ClassVar[bool] = False
+PRESETS = {
+    # The paper's homogeneous setting. Clients have learnt from the server before they average their
+    # adapters, so a round takes two exchanges: of predictions, and then of adapters.
+    "fedmkt-fedavg": {
+        "summary": "as fedmkt, with averaged LoRA pairs; all clients have the same base",
+        "shared_roles": ("dense",),
+        "per_round": 2,
+    },
+    # The paper's baseline: the server learns nothing.
+    "llm2slm": {
+        "summary": "as fedmkt, in one direction: the server's model teaches and is not trained",
+        "teaches": False,
+    },
+}
