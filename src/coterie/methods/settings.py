@@ -4,7 +4,7 @@ A part means the same in every method, so it can be carried from one to another 
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,10 @@ from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
 """One number for all clients, or a number by client name, `others` standing for the rest."""
+
+NOUNS = {"sets": "LoRA sets"}
+"""What error messages call a number, where it is not the setting's name."""
+SETS: Any = Field(default=2, description="number of LoRA sets, whose outputs are averaged")
 
 
 class Settings(BaseModel):
@@ -34,33 +38,32 @@ class Mlp(Settings):
         "a known form, else beside",
     )
 
+    counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
+    """The settings that hold the numbers of averaged and of personal sets; empty without any."""
+
     def counts(self, client: ClientId) -> tuple[int, int]:
-        """A client's generalists and specialists: sets that are averaged, and that stay."""
-        raise NotImplementedError
+        """Return a client's numbers of averaged and personal sets; 0 without the setting."""
+        averaged, personal = (
+            for_client(getattr(self, key, 0), client, f"number of {NOUNS.get(key, key)}")
+            for key in self.counted
+        )
+        return averaged, personal
 
 
 class SharedSets(Mlp):
     """Sets of LoRA pairs on all linear layers of all MLPs, averaged over clients."""
 
-    sets: PerClient = Field(
-        default=2, description="number of LoRA sets, whose outputs are averaged"
-    )
+    counted: ClassVar[tuple[str, str]] = ("sets", "")
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return for_client(self.sets, client, "number of LoRA sets"), 0
+    sets: PerClient = SETS
 
 
 class OwnSets(Mlp):
     """Sets of LoRA pairs on all linear layers of all MLPs, kept by their client."""
 
-    sets: PerClient = Field(
-        default=2, description="number of LoRA sets, whose outputs are averaged"
-    )
+    counted: ClassVar[tuple[str, str]] = ("", "sets")
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return 0, for_client(self.sets, client, "number of LoRA sets")
+    sets: PerClient = SETS
 
 
 class Generalists(Mlp):
@@ -70,10 +73,6 @@ class Generalists(Mlp):
         default=2, description="number of generalists (experts averaged over clients)"
     )
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return for_client(self.generalists, client, "number of generalists"), 0
-
 
 class Specialists(Mlp):
     """Routed experts on every MLP, all personal."""
@@ -81,10 +80,6 @@ class Specialists(Mlp):
     specialists: PerClient = Field(
         default=2, description="number of specialists (experts that stay on the client)"
     )
-
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return 0, for_client(self.specialists, client, "number of specialists")
 
 
 class Experts(Mlp):
@@ -96,13 +91,6 @@ class Experts(Mlp):
     specialists: PerClient = Field(
         default=1, description="number of specialists (experts that stay on the client)"
     )
-
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return (
-            for_client(self.generalists, client, "number of generalists"),
-            for_client(self.specialists, client, "number of specialists"),
-        )
 
 
 class Attention(Settings):
