@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.adapters import Layout, Role
 from coterie.adapters.full import FullAdapter
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
 from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
@@ -96,10 +96,4 @@ class FFALora(AdapterMethod):
         return replace(super().layout(client), freeze_A=True)
 
 
-PRESETS = {
-    "fedavg-ft": {
-        "summary": "as fedavg; reports each client's model after local training",
-        "reports": "trained",
-    },
-}
-"""Federated averaging, then fine-tuning."""
+PRESETS = fine_tuned("fedavg")

@@ -20,6 +20,7 @@ from coterie.methods.settings import (
     Experts,
     Generalists,
     Lora,
+    Mlp,
     PhasedRouter,
     Router,
     Specialists,
@@ -77,54 +78,42 @@ class Mixture(AdapterMethod):
         return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 
-ALONE: dict[str, Any] = {"shared_roles": (), "mlp": Specialists()}
-PRESETS: dict[str, dict[str, Any]] = {
-    "comigs-1g1s": {  # or other numbers of experts, for each client its own
-        "summary": "generalists and attention averaged; specialists and routers personal",
-        "mlp": Experts(),
-        "router": PhasedRouter(),
-        "exact": SETTING,
-    },
-    "comigs-2g": {
-        "summary": "two generalists and attention averaged; routers personal",
-        "mlp": Generalists(),
-        "router": PhasedRouter(),
-        "exact": SETTING,
-    },
-    "comigs-2s": {
-        "summary": "two specialists; nothing is sent",
-        **ALONE,
-        "router": PhasedRouter(),
-    },
+JOINT, PHASED = Router(), PhasedRouter()
+
+
+def _row(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
+    """Return what a preset has; experts of which none is averaged leave nothing to send."""
+    sent = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
+    return {"summary": summary, "mlp": mlp, "router": router, **sent}
+
+
+PRESETS = {
+    # Clients may have other numbers of experts, each its own (1GXS).
+    "comigs-1g1s": _row(
+        Experts(), PHASED, "generalists and attention averaged; specialists and routers personal"
+    ),
+    "comigs-2g": _row(
+        Generalists(), PHASED, "two generalists and attention averaged; routers personal"
+    ),
+    "comigs-2s": _row(Specialists(), PHASED, "two specialists; nothing is sent"),
     "pfedmoe": {
+        **_row(
+            Experts(), JOINT, "one expert and attention averaged; router trained with the experts"
+        ),
         "paper": "arXiv 2402.01350",
-        "summary": "one expert and attention averaged; router trained with the experts",
-        "mlp": Experts(),
-        "router": Router(),
-        "exact": SETTING,
     },
-    "fedavg-moe": {
-        "summary": "two experts and attention averaged; router trained with the experts",
-        "mlp": Generalists(),
-        "router": Router(),
-        "exact": SETTING,
-    },
-    "local-moe": {
-        "summary": "two experts; router trained with the experts; nothing is sent",
-        **ALONE,
-        "router": Router(),
-    },
+    "fedavg-moe": _row(
+        Generalists(), JOINT, "two experts and attention averaged; router trained with the experts"
+    ),
+    "local-moe": _row(
+        Specialists(), JOINT, "two experts; router trained with the experts; nothing is sent"
+    ),
 }
-"""The summary, the experts and the router of each; `exact` where experts are averaged."""
-PRESETS |= {
-    name: {
-        **PRESETS[like],
-        "summary": f"as {like}, with routers trained on training text",
-        "routers_learn": "train",
-    }
-    for name, like in (
-        ("comigs-tr", "comigs-1g1s"),
-        ("fedavg-moe-tr", "comigs-2g"),
-        ("local-moe-tr", "comigs-2s"),
-    )
-}
+"""Each mixture's experts, router and summary."""
+for name, like in (
+    ("comigs-tr", "comigs-1g1s"),
+    ("fedavg-moe-tr", "comigs-2g"),
+    ("local-moe-tr", "comigs-2s"),
+):
+    trained = {"summary": f"as {like}, with routers trained on training text"}
+    PRESETS[name] = {**PRESETS[like], **trained, "routers_learn": "train"}

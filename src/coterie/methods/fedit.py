@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from coterie.adapters import Role
 from coterie.bases.sites import QUERY_VALUE
-from coterie.methods.adapter import AdapterMethod
+from coterie.methods.adapter import AdapterMethod, fine_tuned
 from coterie.methods.settings import Attention, Lora
 
 
@@ -24,10 +24,4 @@ class FedIT(AdapterMethod):
     lora: Lora = Lora(scale="rank")
 
 
-PRESETS = {
-    "fedit-ft": {
-        "summary": "as fedit; reports each client's model after local training",
-        "reports": "trained",
-    },
-}
-"""FedIT, then fine-tuning."""
+PRESETS = fine_tuned("fedit")

@@ -13,7 +13,7 @@ from torch import nn
 from coterie.adapters import Role
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
@@ -103,11 +103,4 @@ class FedPTuning(AdapterMethod):
         return PromptClient(self, context)
 
 
-PRESETS = {
-    f"{name}-ft": {
-        "summary": f"as {name}; reports each client's model after local training",
-        "reports": "trained",
-    }
-    for name in (FedPrompt.name, FedPTuning.name)
-}
-"""Either method, then fine-tuning."""
+PRESETS = fine_tuned("fedprompt") | fine_tuned("fedptuning")
