@@ -18,7 +18,7 @@ from coterie.bases import context_token, load_tokenizer
 from coterie.data.examples import Examples, Instruction, examples, split
 from coterie.data.tokens import bare_encoder
 from coterie.messages import MessageError
-from coterie.methods.fedmkt import KNOWLEDGE
+from coterie.methods.fedmkt.method import KNOWLEDGE
 
 VOCABULARY, TOP = 50, 2
 ITEMS = [

@@ -14,7 +14,7 @@ from coterie.messages import Message
 from coterie.messages.envelope import TOLD
 from coterie.methods import plugins, registry
 from coterie.methods.adapter import AdapterClient
-from coterie.methods.distillation import Distiller
+from coterie.methods.fedmkt.distillation import Distiller
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
@@ -51,7 +51,7 @@ EVERYBODY = ("diarist", "poet", "whaler")
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.METHODS, "registered", {})
     monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
 

@@ -15,7 +15,7 @@ from coterie.config import RunConfig
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Groups, Message, MessageError
-from coterie.methods.fedamole import FedAMoLEServer
+from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
