@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.bases.precision import Precision
-from coterie.data.pairs import AnyBatch, PairBatch, Reference
+from coterie.data.kinds.preferences import AnyBatch, PairBatch, Reference
 from coterie.losses import language_model_loss, sample_losses
 from coterie.training.spec import DPOSpec
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Role, Trainable
-from coterie.data.pairs import AnyBatch
+from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.messages import State
 from coterie.seeding import generator
