@@ -1,1 +1,1 @@
-"""The data room: text files or data sets become documents, tokens, batches and windows."""
+"""Data: text files or datasets become documents, tokens, batches and windows."""

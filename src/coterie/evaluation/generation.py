@@ -119,7 +119,7 @@ def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], li
     looked for in the text, where they may share a token with what is before them.
     """
     end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the data room made sure of it"
+    assert isinstance(end, int), "the tokenizer has an end token, as reading the data checks"
     ends, texts = [end], []
     for marker in markers:
         ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
