@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate
+from coterie.data.chat import ChatTemplate, parts_of
 from coterie.data.examples import Examples, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Preference, Turn
@@ -266,16 +266,14 @@ def pairs(
 
     def read(item: Instruction | Conversation) -> tuple[Parts, int]:
         """A sample's parts, and UTF-8 bytes of its answer."""
+        texts = parts_of(item, template)
+        ids = ids_of(texts)
         if isinstance(item, Instruction):
-            texts, (before, after), size = item.parts, ends, len(item.answer.encode())
+            ids = [[ends[0], *ids[0]], [*ids[1], ends[1]]]
+            size = len(item.answer.encode())
         else:
             assert template is not None, "there are conversations"
-            texts = tuple(text for text, _ in template.rendered(item).parts)
             size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
-            before = after = None
-        ids = ids_of(texts)
-        ids[0] = ids[0] if before is None else [before, *ids[0]]
-        ids[-1] = ids[-1] if after is None else [*ids[-1], after]
         return [(part, n == len(ids) - 1) for n, part in enumerate(ids)], size
 
     kept: list[Preference] = []
