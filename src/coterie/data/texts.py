@@ -14,7 +14,7 @@ import torch
 
 from coterie.data.files import Document, read_documents
 from coterie.data.kinds.text import parts_of
-from coterie.data.records import field_records, items_by_split
+from coterie.data.records import field_records, items_by_split, items_of
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 from coterie.seeding import generator
 
@@ -57,6 +57,16 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     for split, path in given.items():
         texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
     return Texts(**texts)
+
+
+def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
+    """Return all documents or samples of a file or folder.
+
+    Raises `CoterieError`, which begins with `owner`, if it cannot be read.
+    """
+    if data.samples:
+        return list(items_of(field_records(root, path, owner), data))
+    return [document.text for document in read_documents(root, path, data.fields, owner)]
 
 
 def split_by_fractions(

@@ -6,7 +6,6 @@ their own (`Examples`), and preferences are pairs of samples (`Pairs`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -16,12 +15,10 @@ from coterie.bases import context_token
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, has_conversations, refuse_control
 from coterie.data.examples import Examples, joined
-from coterie.data.files import read_documents
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
 from coterie.data.kinds.preferences import Pairs, joined_pairs, pairs
 from coterie.data.kinds.text import Tokens, joined_streams, stream
-from coterie.data.records import field_records, items_of
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts
 from coterie.errors import CoterieError
@@ -78,16 +75,6 @@ def encoded(
         first = context_token(tokenizer)
         return examples(items, encoder, first, end, data.window, limit, owner)
     return stream(items, encoder, end, data.window, limit, split, owner)
-
-
-def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
-    """All documents or samples of a file or folder.
-
-    Raises `CoterieError`, which begins with `owner`, if it cannot be read.
-    """
-    if data.samples:
-        return list(items_of(field_records(root, path, owner), data))
-    return [document.text for document in read_documents(root, path, data.fields, owner)]
 
 
 def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:
