@@ -2,6 +2,7 @@
 
 import base64
 from pathlib import Path
+from typing import Any, cast
 
 from transformers.convert_slow_tokenizer import import_protobuf
 
@@ -24,9 +25,9 @@ def _tiktoken(folder: Path) -> Vocabulary:
 
 
 def _sentencepiece(folder: Path) -> Vocabulary:
-    pieces = (
-        import_protobuf().ModelProto.FromString((folder / "tokenizer.model").read_bytes()).pieces
-    )
+    protobuf = cast("Any", import_protobuf())
+    model = protobuf.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
+    pieces = model.pieces
     special = {p.piece: i for i, p in enumerate(pieces) if p.type in (UNKNOWN, CONTROL)}
     fallback = [i for i, p in enumerate(pieces) if p.type == BYTE]
     spellings = {i: p.piece.replace(SPACE, " ").encode() for i, p in enumerate(pieces)}
