@@ -11,7 +11,7 @@ from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
 
 import coterie
 from coterie.config import parse
-from coterie.data.pairs import Pairs
+from coterie.data.kinds.preferences import Pairs
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples, Instruction, examples
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import ClientData, bare_encoder
 from coterie.errors import CoterieError
 from coterie.losses import language_model_loss, soft_target_loss

@@ -10,7 +10,7 @@ import torch
 import coterie
 from coterie.analysis.experiments import experiments
 from coterie.config import parse
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.federation import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.report import page, relevance

@@ -12,7 +12,7 @@ from torch import Tensor
 import coterie
 from coterie import CoterieError
 from coterie.config import parse
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.data.windows import epoch_batch
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session

@@ -20,8 +20,9 @@ from coterie.analysis.tables import Table, listed
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig, parse
 from coterie.data.batch import Batch
-from coterie.data.pairs import AnyBatch
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import AnyBatch
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.federation import participants_of, server_context
 from coterie.files import path_part
