@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.routers import ASSIGNED
 from coterie.analysis.tables import Table, listed, table_rows
 from coterie.files import path_part
 from coterie.report.plots import annotate
-from coterie.report.routing import ASSIGNED
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
 
 

@@ -6,12 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.flops import Cost, counting_base, round_cost
+from coterie.analysis.flops import Cost, costs_by_label
 from coterie.analysis.tables import Table, listed
-from coterie.bases import Base
-from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE
 from coterie.report.style import Canvas, LeftOut, Picture, looks
 
 WAYS = {"bytes/up": "upload", "bytes/down": "download"}
@@ -77,38 +74,16 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
     title = "Floating-point operations"
-    settings = experiment.all[0].config  # an experiment has the same bases and server
-    if settings.get("bases") or settings.get("server"):
-        why = "not counted if clients have different bases or the server has a model"
-        yield LeftOut(title, why)
+    try:
+        found = costs_by_label(experiment)
+    except CoterieError as error:
+        yield LeftOut(title, str(error))
         return
-    base: Base | None = None
-    costs: dict[str, Cost] = {}
-    fedavg: Cost | None = None
-    for label, run in experiment.first:
-        if not run.names("loss/"):
-            continue  # it trains nothing, or has not begun
-        try:
-            config = parse(run.config)
-            base = base or counting_base(config)  # an experiment has one base
-            cost = _cost(config, base, experiment.clients)
-        except CoterieError as error:
-            yield LeftOut(f"{title} of {label}", str(error))
-            continue
-        if cost is None:
-            yield LeftOut(f"{title} of {label}", "the training has no levels")
-            continue
-        costs[label] = cost
-        if config.label == "fedavg":
-            fedavg = fedavg or cost
+    yield from (LeftOut(f"{title} of {n}", why) for n, why in found.items() if isinstance(why, str))
+    costs = {label: cost for label, cost in found.items() if isinstance(cost, Cost)}
+    fedavg = [costs[n] for n, run in experiment.first if n in costs and run.method == "fedavg"]
     if costs:
-        yield _operations(experiment, costs, fedavg)
-
-
-def _cost(config: RunConfig, base: Base, clients: list[str]) -> Cost | None:
-    """A run's cost of a round; None if it has no levels."""
-    apart = {client: [client] for client in clients}
-    return round_cost(config, base, {EVERYONE: clients} if config.pooled else apart)
+        yield _operations(experiment, costs, fedavg[0] if fedavg else None)
 
 
 def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost | None) -> Picture:

@@ -6,10 +6,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie.analysis.experiments import MEAN, Experiment, ReportedRun
+from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import Table, listed, table_rows
-from coterie.methods.contract import SERVER
 from coterie.report.plots import SPREAD, entry, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 

@@ -10,15 +10,10 @@ from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame
+from coterie.analysis.routers import WEIGHTS, expert_names, has_routers
 from coterie.analysis.tables import Table, listed
-from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.methods.adapter import AdapterMethod
-from coterie.methods.registry import method_from
 from coterie.report.style import Canvas, LeftOut, Picture
-
-PREFIX = "routing/"
-ASSIGNED = "assignment/"
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -30,29 +25,8 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _scores(label, [r for r in experiment.drawn[label] if has_routers(r)])
 
 
-def has_routers(run: ReportedRun) -> bool:
-    """Whether a run recorded its routers' weights, of experts that stay with their clients."""
-    return bool(run.names(PREFIX)) and not run.names(ASSIGNED)
-
-
-def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:
-    """What to call a client's experts: by their role, numbered where there are several."""
-    try:
-        method = method_from(dict(run.config["method"]))
-        roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
-    except CoterieError:  # a method that is not installed here
-        roles = ()
-    if len(roles) != count:
-        return [f"expert {n + 1}" for n in range(count)]
-    several = {role for role in roles if roles.count(role) > 1}
-    return [
-        f"{role} {roles[: n + 1].count(role)}" if role in several else role
-        for n, role in enumerate(roles)
-    ]
-
-
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
-    layers = runs[0].names(PREFIX)
+    layers = runs[0].names(WEIGHTS)
     seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
     # By layer, client and round; a column per expert, of which clients may have fewer than others.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.experiments import SERVER, Experiment, ReportedRun
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
-from coterie.methods.contract import SERVER
 from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
 
 TAUGHT = "taught"
