@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.adapters import Trainable
 from coterie.analysis.experiments import Experiment
+from coterie.analysis.need import side_without_texts
 from coterie.bases import Base, load_base
 from coterie.config import RunConfig, parse
-from coterie.data.tokens import ClientData, Tokens
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE, Participant, client_context
+from coterie.federation import EVERYONE
 from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
@@ -76,19 +76,16 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
     rounds: none where the run has fewer than tau steps.
     """
     levels: dict[str, float] = {}
-    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     for name, tests in clients.items():
-        data = ClientData(nothing, nothing, nothing)
-        participant = Participant(name, data, dict.fromkeys(tests, nothing))
-        context = client_context(config, base, participant, lambda *_: None)
-        side = config.method.client(context)
+        side = side_without_texts(config, base, name, tests)
         if not isinstance(side, AdapterClient):
             return None
+        training = side.context.training
         for level in side.training.levels:
-            turns = config.rounds * context.training.steps // level.every
+            turns = config.rounds * training.steps // level.every
             updates = level.steps * turns / config.rounds
             flops = step_flops(base, side.adapter, level, config.data.window)
-            cost = flops * context.training.batch * updates
+            cost = flops * training.batch * updates
             levels[level.name] = levels.get(level.name, 0.0) + cost
     return Cost(levels)
 
