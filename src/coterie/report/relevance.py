@@ -4,6 +4,7 @@ A point tells something of a private sample, so a report holds it only where it 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -12,7 +13,8 @@ from coterie.analysis.relevance import SAMPLES, LayerRelevance
 from coterie.analysis.tables import Table, listed
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.report.style import MARKERS, Canvas, LeftOut, Picture
+from coterie.report.plots import entry
+from coterie.report.style import Canvas, LeftOut, Picture
 
 TITLE = "Samples and experts"
 
@@ -40,26 +42,21 @@ def _picture(label: str, seen: Sequence[LayerRelevance]) -> Picture:
     def draw(canvas: Canvas) -> Figure:
         across = 1 if canvas.narrow else 2
         figure, axes = canvas.panels(2 * len(seen), 3.4, across)
-        colours = canvas.theme.colours[2:]
+        colours = [canvas.series(i)["color"] for i in range(len(clients))]
         for n, one in enumerate(seen):
             points, bars = axes[2 * n : 2 * n + 2]
             for i, (client, at) in enumerate(one.points.items()):
-                points.scatter(
-                    *at.T, s=9, color=colours[i % len(colours)], linewidths=0, alpha=0.75,
-                    marker=MARKERS[i // len(colours) % len(MARKERS)], label=client,
-                )  # fmt: skip
+                look: dict[str, Any] = canvas.series(i) | {"linestyle": ""}
+                points.plot(*at.T, **look, markersize=3.5, alpha=0.75, label=entry(client))
             points.set_title(one.layer, loc="left", fontsize=9)
             points.set_xticks([])
             points.set_yticks([])
             given = [one.experts.get(client, 0) for client in clients]
-            bars.barh(range(len(clients)), given, color=[
-                colours[i % len(colours)] for i in range(len(clients))
-            ])  # fmt: skip
-            bars.set_yticks(range(len(clients)), clients)
+            bars.barh(range(len(clients)), given, color=colours, tick_label=clients)
             bars.invert_yaxis()
             bars.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             bars.set_title("experts in the next round", loc="left", fontsize=9)
-        canvas.legend(figure, axes[0], max(map(len, clients)))
+        canvas.legend(figure, axes[0])
         return figure
 
     rows = [[client, *(str(one.experts.get(client, 0)) for one in seen)] for client in clients]

@@ -1,10 +1,10 @@
 """Routers' weights per layer over rounds: whom each client's tokens go to, as it learns."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -39,6 +39,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         return means.loc[(layer, client), expert]
 
     def draw(canvas: Canvas) -> Figure:
+        colours = canvas.depths(len(layers))
         most = max(map(len, experts.values()))
         across = most if most > 2 else (2 if canvas.narrow else 4)
         across = min(across, 4 if canvas.narrow else 8)  # more are too narrow to draw
@@ -48,12 +49,15 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         for axis, (client, expert) in zip(axes, panels, strict=True):
             for depth, layer in enumerate(layers):
                 mean = weights(client, expert, layer)
-                colour = canvas.depth(depth, len(layers))
-                axis.plot(mean, color=colour, marker="o", markersize=3, label=f"{depth + 1}")
+                axis.plot(mean, color=colours(depth), marker="o", markersize=3)
             axis.set_title(f"{client}\n{experts[client][expert]}", fontsize=9)
             axis.set_ylim(-0.03, 1.03)
-            axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        _depth_legend(figure, len(layers))
+        depths = ScalarMappable(Normalize(0.5, len(layers) + 0.5), colours)
+        ticks = MaxNLocator(8, integer=True)
+        figure.set_figheight(figure.get_figheight() + 0.5)
+        figure.colorbar(
+            depths, ax=axes, label="layer", ticks=ticks, location="bottom", shrink=0.5, aspect=40
+        )
         return figure
 
     rows = [
@@ -78,16 +82,3 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
             rows,
         ),
     )
-
-
-def _depth_legend(figure: Figure, count: int) -> None:
-    """Layers below the panels: all of them or, where there are many, some."""
-    handles, _ = figure.axes[0].get_legend_handles_labels()
-    shown = sorted({round(n) for n in np.linspace(0, count - 1, min(count, 8))})
-    names = [f"layer {n + 1}" if n == shown[0] else f"{n + 1}" for n in shown]
-    figure.set_figheight(figure.get_figheight() + 0.25)
-    where: Any = "outside lower center"
-    figure.legend(
-        [handles[n] for n in shown], names, loc=where, ncols=len(shown), columnspacing=1.0,
-        handlelength=1.2,
-    )  # fmt: skip

@@ -6,11 +6,10 @@ so a report holds them only where it is asked for.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from itertools import product
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch
 
 from coterie.analysis.tables import Table
 from coterie.analysis.texts import LENGTH, Coloured
@@ -106,74 +105,61 @@ def _shares(place: str, coloured: Sequence[Coloured]) -> Table:
 
 SIZE = 8.5
 """Points of the type in a picture of texts."""
-WIDE = 0.602 * SIZE / 72
-"""Inches of a character of DejaVu Sans Mono."""
-HIGH = 1.65 * SIZE / 72
-"""Inches from line to line."""
-
-
-PANEL, SIDE = 2.6, 0.45
-"""Inches of a panel's width, and of what stands left of all panels."""
+WIDE, HIGH = 0.602 * SIZE / 72, 1.65 * SIZE / 72
+"""Inches of a character of DejaVu Sans Mono, and from line to line."""
+ACROSS = 34
+"""Characters of a line of a text."""
 
 
 def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
     """As many panels as there are texts by models; wider than the page if there are many."""
-    tints = TINTS[canvas.theme.name]
-    across = int((PANEL - 0.15) / WIDE)
-    laid = {(one.text_of, one.model_of): list(_lay_out(one.pieces, across)) for one in grid.texts}
-    tall = {
-        row: max(
-            2 + max(cells[-1][0] for (text, _), cells in laid.items() if text == row and cells),
-            ceil(0.09 * len(row) / HIGH) + 1,  # its name stands beside it, turned
-        )
-        for row in grid.rows
-    }
-    wide, high = SIDE + PANEL * len(grid.columns), HIGH * (sum(tall.values()) + 3)
-    figure = canvas.figure(high)
-    figure.set_figwidth(wide)
-    figure.set_layout_engine("none")
-    axis = figure.add_axes((0, 0, 1, 1))
-    axis.set_xlim(0, wide)
-    axis.set_ylim(high, -0.05)
-    axis.axis("off")
-    plain = {"va": "center", "fontsize": SIZE + 0.5, "weight": "bold", "parse_math": False}
-    left = SIDE
-    for n, name in enumerate(grid.experts):
-        _cell(axis, 0, left, f" {name} ", tints[n % len(tints)])
-        left += (len(name) + 4) * WIDE
-    for n, model in enumerate(grid.columns):
-        axis.text(SIDE + n * PANEL, 2 * HIGH, f"{model}'s model", **plain)
-    top = 3 * HIGH
-    for row in grid.rows:
-        middle = top + (tall[row] - 1) * HIGH / 2
-        axis.text(SIDE / 2, middle, row, rotation=90, ha="center", **plain)
-        for n, model in enumerate(grid.columns):
-            for line, column, text, expert in laid.get((row, model), ()):
-                where = top + line * HIGH, SIDE + n * PANEL + column * WIDE
-                _cell(axis, *where, text, tints[expert % len(tints)])
-        top += tall[row] * HIGH
+    tints, rows, columns = TINTS[canvas.theme.name], grid.rows, grid.columns
+    lines = {(one.text_of, one.model_of): wrapped(one.pieces, ACROSS) for one in grid.texts}
+    tall = {row: 1 + len(row) // 3 for row in rows}  # a text's name stands beside it, turned
+    for (row, _), found in lines.items():
+        tall[row] = max(tall[row], len(found))
+    wide, high = (ACROSS + 3) * WIDE * len(columns), HIGH * sum(tall.values())
+    beside, above, between = 0.5, 3.3 * HIGH, 1.2 * HIGH  # inches left, on top, between texts
+    figure = canvas.figure(above + high + between * len(rows))
+    figure.set_figwidth(beside + wide)
+    figure.set_layout_engine("none")  # which fits axes to a figure, and not a figure to its texts
+    axes = figure.subplots(
+        len(rows), len(columns), squeeze=False, height_ratios=list(tall.values()), gridspec_kw={
+            "left": 1 - wide / figure.get_figwidth(), "right": 1 - 3 * WIDE / figure.get_figwidth(),
+            "top": 1 - above / figure.get_figheight(), "bottom": between / figure.get_figheight(),
+            "wspace": 3 / ACROSS, "hspace": between * len(rows) / high,
+        },
+    )  # fmt: skip
+    for axis, (row, model) in zip(axes.flat, product(rows, columns), strict=True):
+        axis.set(xlim=(0, ACROSS), ylim=(tall[row], 0), xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+        for n, line in enumerate(lines.get((row, model), ())):
+            left = 0
+            for text, expert in line:
+                axis.barh(n + 0.5, len(text), 0.92, left, color=tints[expert % len(tints)])
+                left += len(text)
+            axis.text(
+                0, n + 0.5, "".join(text for text, _ in line), va="center", fontsize=SIZE,
+                family="DejaVu Sans Mono",
+            )  # fmt: skip
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        axis.set_ylabel(row, weight="bold")
+    for axis, model in zip(axes[0], columns, strict=True):
+        axis.set_title(f"{model}'s model", loc="left", fontsize=9)
+    keys = [Patch(color=tints[n % len(tints)], label=name) for n, name in enumerate(grid.experts)]
+    figure.legend(handles=keys, loc="upper left", ncols=len(keys))
     return figure
 
 
-def _cell(axis: Axes, top: float, left: float, text: str, tint: str) -> None:
-    """Tinted text; top and left in inches."""
-    wide, high = len(text) * WIDE, HIGH * 0.92
-    axis.add_patch(Rectangle((left, top), wide, high, color=tint, lw=0))
-    axis.text(
-        left, top + HIGH / 2, text, va="center", fontsize=SIZE,
-        family="DejaVu Sans Mono", parse_math=False,
-    )  # fmt: skip
-
-
-def _lay_out(pieces: Iterable[tuple[str, int]], across: int) -> Iterator[tuple[int, int, str, int]]:
-    """Line, column, text and expert of every cell of a text that is `across` characters wide."""
-    line = column = 0
+def wrapped(pieces: Iterable[tuple[str, int]], across: int) -> list[list[tuple[str, int]]]:
+    """Break a text, given in pieces with their experts, into lines of so many characters."""
+    lines: list[list[tuple[str, int]]] = [[]]
     for piece, expert in pieces:
         for text in piece.replace("\t", " ").replace("\n", "↵\n").splitlines(keepends=True):
             word = text.rstrip("\n")
-            if column and column + len(word) > across:
-                line, column = line + 1, 0
-            yield line, column, word, expert
-            column += len(word)
+            if lines[-1] and sum(len(one) for one, _ in lines[-1]) + len(word) > across:
+                lines.append([])
+            lines[-1].append((word, expert))
             if text.endswith("\n"):
-                line, column = line + 1, 0
+                lines.append([])
+    return lines
