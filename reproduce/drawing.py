@@ -190,7 +190,7 @@ def _lines(summary: Summary) -> Drawn:
         if not metric.share:
             axis.set_yscale("log")
             plain_log(axis.yaxis, 5)
-        canvas.legend(figure, axis, max(map(len, rows)))
+        canvas.legend(figure, axis)
         return figure
 
     return _caption(summary, SPREAD), draw

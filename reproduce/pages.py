@@ -9,11 +9,11 @@ import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from coterie.analysis.message_sizes import message_tables
 from coterie.analysis.tables import Summary, Table
 from coterie.errors import CoterieError
 from coterie.files import parse_json, write_json, write_text
 from reproduce.figures import figures
+from reproduce.message_sizes import message_tables
 from reproduce.overlap import overlap_tables
 from reproduce.paper import score_tables
 from reproduce.sizes import size_tables

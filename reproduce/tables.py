@@ -12,13 +12,13 @@ from typing import Any
 
 from coterie.analysis.cells import Cells
 from coterie.analysis.comparison import check_against
-from coterie.analysis.message_sizes import MessagesTable, traffic
 from coterie.analysis.tuning import Tuner
 from coterie.config import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
 from coterie.runs import Watch
+from reproduce.message_sizes import MessagesTable, traffic
 from reproduce.overlap import OverlapTable, jaccard, ranges
 from reproduce.pages import markdown, page_name, read_result
 from reproduce.paper import PaperTable

@@ -11,7 +11,7 @@ import coterie
 from coterie.analysis.tables import mean
 from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
-from coterie.inference.speaking import Manner
+from coterie.evaluation.generation import Sampling
 from coterie.run_file import load_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_assistants.py"
@@ -61,7 +61,7 @@ def test_the_demo_of_four_assistants(tmp_path) -> None:
     assert comigs < local
     assert comigs < fedavg
     others = list(GREETINGS)
-    talking = speakers(run.path, "anna", others, Manner(40, 0, 1, 0), None)
+    talking = speakers(run.path, "anna", others, Sampling(40, 0, 1, 0), None)
     for name, speaker in talking.items():
         for question in ("Tell me a line about morning.", "Who wrote it?"):
             said = speaker.answer(question, lambda piece: None)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from coterie.analysis.audit import audit_run
-from coterie.analysis.message_sizes import WHOLE, MessagesTable, first_exchange, start, traffic
+from coterie.analysis.audit import WHOLE, audit_run
+from coterie.analysis.trial import first_exchange, start
 from coterie.engines.session import Session
+from reproduce.message_sizes import MessagesTable, traffic
 
 
 def total(config, client: str, *roles: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coterie import CoterieError
-from coterie.analysis.message_sizes import MessagesTable, Weight
+from reproduce.message_sizes import MessagesTable, Weight
 from reproduce.overlap import OverlapTable
 from reproduce.pages import INDEX, TABLES, pages, write_docs
 from reproduce.paper import PaperTable

@@ -15,8 +15,9 @@ import coterie.cli
 from coterie.cli import talk, terminal
 from coterie.data.chat import chat_template
 from coterie.data.items import Conversation, Turn
+from coterie.evaluation.generation import Sampling
 from coterie.inference.finished import Loader, recorded
-from coterie.inference.speaking import Manner, Speaker
+from coterie.inference.speaking import Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 
@@ -65,7 +66,7 @@ def alone(run: Path, client: str | None, questions: list[str]) -> list[str]:
     loader, config = Loader(), recorded(RunFolder(run))
     base = loader.base(config, client or "poet")
     model = (lambda: bare(base)) if client is None else loader.load(folder, config, client).model
-    speaker = Speaker(base, model, chat_template(base.tokenizer, None), Manner(6, 0, 0.95, 0))
+    speaker = Speaker(base, model, chat_template(base.tokenizer, None), Sampling(6, 0, 0.95, 0))
     return [speaker.answer(question, lambda piece: None) for question in questions]
 
 
@@ -107,7 +108,7 @@ def test_models_side_by_side_have_histories_of_their_own(ask, finished) -> None:
 
 def test_models_on_one_base_share_it(finished) -> None:
     found = talk.speakers(
-        finished, "poet", ["base", "whaler", "local:poet"], Manner(6, 0, 1, 0), None
+        finished, "poet", ["base", "whaler", "local:poet"], Sampling(6, 0, 1, 0), None
     )
     assert len({id(speaker.base.model) for speaker in found.values()}) == 1
 
@@ -192,7 +193,7 @@ def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
     loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
     model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
     template = chat_template(model.base.tokenizer, own)
-    expected = Speaker(*model, template, Manner(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
+    expected = Speaker(*model, template, Sampling(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
     assert f"anna\n{expected}\n" in said.out
     again = coterie.run({**run, "data": data | {"window": 60}}, out=tmp_path / "again")
     counts = RunFolder(again.path).description["clients"]["anna"]["samples"]

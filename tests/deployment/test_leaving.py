@@ -236,12 +236,12 @@ def done(config, tmp_path) -> RunFolder:
 def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
     told = forget(done, "poet")
-    assert told == Forgotten(figures=told.figures, lines=3, rounds=[1, 2, 3])
+    assert told == Forgotten(figures=told.figures, lines=4, rounds=[1, 2, 3])
     assert told.figures > 10
     named = {
         path.relative_to(done.path).as_posix()
         for path in done.path.rglob("*")
-        if path.is_file() and b"poet" in path.read_bytes().replace(b"poet-2", b"")
+        if path.is_file() and b"poet" in path.read_bytes()
     }
     assert named == {"run.json", "without.json"}
     for name in ("diarist", "whaler"):

@@ -12,11 +12,12 @@ import pytest
 
 import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
-from coterie.cli.writing import Writing, answer
+from coterie.cli.writing import answer
 from coterie.config import parse
 from coterie.data.chat import OURS
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError
+from coterie.evaluation.generation import Sampling
 from coterie.federation import digest_of, participants_of, public_digest
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy, folder
@@ -150,7 +151,7 @@ def test_prompts_with_answers_through_a_chat_template(
     for name in NAMES:
         assert 0 <= done.results["comigs-1g1s"]["trained"][name]["accuracy"] <= 1
     assert "chat_templates" in RunFolder(done.path).description
-    written = answer(done.path, "poet", {"instruction": "sea"}, Writing(3, 0.0, 1.0, 0))
+    written = answer(done.path, "poet", {"instruction": "sea"}, Sampling(3, 0.0, 1.0, 0))
     model: Any = coterie.load(done.path, "poet")
     words = load_tokenizer(config.base)
     ids: Any = words("<|endoftext|>User: sea\nAssistant:", return_tensors="pt")["input_ids"]

@@ -12,11 +12,11 @@ from coterie.bases import Base, load_base
 from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.items import Conversation, Turn
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import generated
+from coterie.evaluation.generation import Sampling, generated
 from coterie.inference import speaking
-from coterie.inference.speaking import Manner, Speaker
+from coterie.inference.speaking import Speaker
 
-GREEDY = Manner(tokens=12, temperature=0, top_p=1, seed=0)
+GREEDY = Sampling(tokens=12, temperature=0, top_p=1, seed=0)
 TAGS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|over|>{% endfor %}"
 
 
@@ -25,9 +25,9 @@ def base() -> Base:
     return load_base("tiny-gpt2", "fp32", 16)
 
 
-def speaker(base: Base, manner: Manner = GREEDY, model: Any = None, **more: Any) -> Speaker:
+def speaker(base: Base, sampling: Sampling = GREEDY, model: Any = None, **more: Any) -> Speaker:
     template = more.pop("template", None) or chat_template(base.tokenizer, None)
-    return Speaker(base, lambda: model or base.model, template, manner, **more)
+    return Speaker(base, lambda: model or base.model, template, sampling, **more)
 
 
 def ids_of(base: Base, *parts: str) -> list[int]:
@@ -186,7 +186,7 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
 
 def test_chance_is_that_of_the_seed_and_the_place_in_the_conversation(base) -> None:
     def said(seed: int) -> list[str]:
-        talk = speaker(base, Manner(8, 1.0, 0.9, seed))
+        talk = speaker(base, Sampling(8, 1.0, 0.9, seed))
         torch.rand(3)  # not that of the process
         return [talk.answer("Name a sea.", lambda piece: None) for _ in range(2)]
 
@@ -200,6 +200,6 @@ def test_chance_is_that_of_the_seed_and_the_place_in_the_conversation(base) -> N
 
 def test_with_thinking_the_model_reads_what_stands_before_it(base) -> None:
     model = Scripted([ids_of(base, "<think>Hm.</think>Yes.")])
-    talk = speaker(base, Manner(9, 0, 1, 0, thinking=True), model)
+    talk = speaker(base, Sampling(9, 0, 1, 0, thinking=True), model)
     assert talk.answer("Well?", lambda piece: None) == "<think>Hm.</think>Yes."
     assert model.read == [ids_of(base, *talk.template.opening([Turn("user", "Well?")], True))]

@@ -2,7 +2,7 @@
 
 import torch
 
-from coterie.analysis.message_sizes import first_exchange, start
+from coterie.analysis.trial import first_exchange, start
 from coterie.engines.session import Session
 
 

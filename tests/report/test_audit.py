@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from coterie.analysis.audit import NEVER, SHARED, STAYS, WAYS, _declared, audit_run
-from coterie.analysis.message_sizes import WHOLE
+from coterie.analysis.audit import NEVER, SHARED, STAYS, WAYS, WHOLE, _declared, audit_run
 from coterie.analysis.tables import Table
 from coterie.messages import Field, Message, MessageError, Schema
 from coterie.messages.envelope import Reply, unseal

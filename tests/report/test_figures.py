@@ -10,6 +10,7 @@ import pytest
 from drawing import drawn
 
 from coterie.analysis.experiments import Experiment, experiments
+from coterie.analysis.routers import expert_names
 from coterie.analysis.tables import Table
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.methods.registry import available
@@ -17,7 +18,7 @@ from coterie.report.assignment import assignment, holdings
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
-from coterie.report.routing import expert_names, routing
+from coterie.report.routing import routing
 from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
 from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices

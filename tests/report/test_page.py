@@ -13,6 +13,8 @@ from rich.console import Console
 import coterie
 import coterie.cli
 from coterie.analysis.experiments import experiments
+from coterie.analysis.routers import chosen_layers
+from coterie.analysis.texts import _beginning, _pieces, coloured_texts
 from coterie.config import parse
 from coterie.data.examples import Examples
 from coterie.data.items import Instruction
@@ -22,7 +24,7 @@ from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report
 from coterie.report.style import LeftOut
-from coterie.report.texts import TextPicture, _beginning, _pieces, chosen_layers, texts
+from coterie.report.texts import TextPicture, texts
 from coterie.report.trust import trust
 from coterie.runs import RunFolder
 
@@ -96,7 +98,7 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     (experiment,) = experiments([tmp_path / "run"])
     found = [
         one
-        for picture in texts(experiment, "first")
+        for picture in texts(coloured_texts(experiment, "first"))
         if isinstance(picture, TextPicture)
         for one in picture.texts
     ]
@@ -117,13 +119,13 @@ def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None
     coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
     (tmp_path / "mine").mkdir()
-    (nothing,) = texts(experiment, "last", tmp_path / "mine")
+    (nothing,) = texts(coloured_texts(experiment, "last", tmp_path / "mine"))
     assert isinstance(nothing, LeftOut)
     assert "no .txt files" in nothing.why
     words = {"ode": "I sing of arms.", "note": "Buy bread."}
     for name, text in words.items():
         (tmp_path / "mine" / f"{name}.txt").write_text(text)
-    (grid,) = texts(experiment, "last", tmp_path / "mine")
+    (grid,) = texts(coloured_texts(experiment, "last", tmp_path / "mine"))
     assert isinstance(grid, TextPicture)
     assert (grid.rows, grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
     for model in grid.columns:

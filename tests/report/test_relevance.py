@@ -8,14 +8,22 @@ import pytest
 import torch
 
 import coterie
+from coterie.analysis import relevance
 from coterie.analysis.experiments import experiments
+from coterie.analysis.relevance import (
+    SAMPLES,
+    in_the_plane,
+    relevance_to,
+    sample_relevance,
+    some_of,
+)
 from coterie.config import parse
 from coterie.data.kinds.text import Tokens
 from coterie.federation import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
-from coterie.report import page, relevance
+from coterie.report import page
 from coterie.report.page import write_report
-from coterie.report.relevance import SAMPLES, in_the_plane, relevance_to, some_of
+from coterie.report.relevance import relevance as pictures
 from coterie.report.style import LeftOut, Picture
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
@@ -82,7 +90,7 @@ def test_points_of_samples_are_shown_only_where_asked_for(run, values, tmp_path,
     assert not list(without.figures.glob("relevance-*"))  # those of before are gone
     coterie.run(values(method="fedavg", rounds=1), out=tmp_path / "fedavg")
     (experiment,) = experiments([tmp_path / "fedavg"])
-    (item,) = relevance.relevance(experiment, None)
+    (item,) = pictures(sample_relevance(experiment, None))
     assert isinstance(item, LeftOut)
     assert "no run uses a method whose experts choose" in item.why
 
@@ -91,7 +99,7 @@ def test_points_of_samples_are_shown_only_where_asked_for(run, values, tmp_path,
 def test_the_caption_says_where_scikit_learn_is_missing(run, monkeypatch) -> None:
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
     (experiment,) = experiments([run])
-    (picture,) = relevance.relevance(experiment, "last")
+    (picture,) = pictures(sample_relevance(experiment, "last"))
     assert isinstance(picture, Picture)
     assert "scikit-learn is not installed" in picture.caption
 

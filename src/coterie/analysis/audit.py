@@ -1,12 +1,13 @@
 """What leaves a client, and what never does: declared by the method, measured on real messages."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from coterie.adapters import Part
-from coterie.analysis.message_sizes import WHOLE, first_exchange, size, start
 from coterie.analysis.tables import Table
+from coterie.analysis.trial import first_exchange, start
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
@@ -30,6 +31,7 @@ SHARED = (
     "Texts and tokens also stay on the client; losses and scores are sent "
     "(deployment.share_metrics)."
 )
+WHOLE = "whole message, with names"
 SAME = "average per"
 Row = tuple[str, ...]
 Rows = tuple[Row, ...]
@@ -201,6 +203,11 @@ def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
                 yield from _kinds(where, kept, parts)
         for name, value in part.values.items():
             yield ", ".join((*path, name)), "", "", "json", f"{size(value):,}"
+
+
+def size(part: Tensor | Json) -> int:
+    """Return the bytes of a tensor, or of a value as JSON."""
+    return part.nbytes if isinstance(part, Tensor) else len(json.dumps(part).encode())
 
 
 def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -1,7 +1,5 @@
 """What a base is, where adapters stand in it, and what a run with it needs, as tables."""
 
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +8,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
-from coterie.analysis.need import kept_dtype, need_of
+from coterie.analysis.need import kept_dtype, need_of, process_memory
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_vocabulary, embedding_rows
@@ -80,8 +78,7 @@ def _stands(skeleton: PreTrainedModel, make: Callable[[], Trainable]) -> tuple[s
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
     """For each base of a run, the memory of a client's process, and what a round sends."""
-    programs = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    programs *= 1 if sys.platform == "darwin" else 1024
+    programs = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
         need = need_of(config, name)

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from coterie.analysis.frame import Frame, metrics, parts
+from coterie.bases import BaseSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
@@ -184,6 +185,16 @@ class Experiment:
         """Names of the clients whose test texts are scored; without scores, of those in the run."""
         tested = {c for run in self.all for c in run.by_client(run.own).index.unique("client")}
         return sorted(tested or {client for run in self.all for client in run.clients})
+
+    @cached_property
+    def bases(self) -> tuple[list[str], str | None]:
+        """The clients' bases in words, and the server's where it has a model."""
+        config = self.all[0].config
+        own, server = config.get("bases") or {}, config.get("server")
+        bases = [own.get(client, config["base"]) for client in self.clients] or [config["base"]]
+        named = list(dict.fromkeys(str(BaseSpec.model_validate(base)) for base in bases))
+        served = str(BaseSpec.model_validate(server["base"] or config["base"])) if server else None
+        return named, served
 
     @property
     def first(self) -> Iterator[tuple[str, ReportedRun]]:

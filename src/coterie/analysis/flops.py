@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.adapters import Trainable
+from coterie.analysis.experiments import Experiment
+from coterie.analysis.need import side_without_texts
 from coterie.bases import Base, load_base
-from coterie.config import RunConfig
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import ClientData
-from coterie.federation import Participant, client_context
+from coterie.config import RunConfig, parse
+from coterie.errors import CoterieError
+from coterie.federation import EVERYONE
 from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
@@ -32,6 +33,30 @@ class Cost:
     def total(self) -> float:
         """Of all levels."""
         return sum(self.levels.values())
+
+
+def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
+    """Return the cost of a round for each label that trains, or why it is not known.
+
+    Raises CoterieError if no operations of this experiment are counted.
+    """
+    settings = experiment.all[0].config  # an experiment has the same bases and server
+    if settings.get("bases") or settings.get("server"):
+        raise CoterieError("not counted if clients have different bases or the server has a model")
+    base: Base | None = None
+    apart = {client: [client] for client in experiment.clients}
+    costs: dict[str, Cost | str] = {}
+    for label, run in experiment.first:
+        if not run.names("loss/"):
+            continue  # it trains nothing, or has not begun
+        try:
+            config = parse(run.config)
+            base = base or counting_base(config)  # an experiment has one base
+            clients = {EVERYONE: experiment.clients} if config.pooled else apart
+            costs[label] = round_cost(config, base, clients) or "the training has no levels"
+        except CoterieError as error:
+            costs[label] = str(error)
+    return costs
 
 
 def counting_base(config: RunConfig) -> Base:
@@ -51,19 +76,16 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
     rounds: none where the run has fewer than tau steps.
     """
     levels: dict[str, float] = {}
-    nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     for name, tests in clients.items():
-        data = ClientData(nothing, nothing, nothing)
-        participant = Participant(name, data, dict.fromkeys(tests, nothing))
-        context = client_context(config, base, participant, lambda *_: None)
-        side = config.method.client(context)
+        side = side_without_texts(config, base, name, tests)
         if not isinstance(side, AdapterClient):
             return None
+        training = side.context.training
         for level in side.training.levels:
-            turns = config.rounds * context.training.steps // level.every
+            turns = config.rounds * training.steps // level.every
             updates = level.steps * turns / config.rounds
             flops = step_flops(base, side.adapter, level, config.data.window)
-            cost = flops * context.training.batch * updates
+            cost = flops * training.batch * updates
             levels[level.name] = levels.get(level.name, 0.0) + cost
     return Cost(levels)
 

@@ -4,7 +4,10 @@ A training step and an evaluation are run on PyTorch's fake tensors, which have 
 values: nothing is computed, and the bytes of all tensors that are alive are counted.
 """
 
+import resource
+import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,8 @@ from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.federation import NOTHING, Participant, client_context
 from coterie.losses import language_model_loss, token_losses
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
 from coterie.training.optimiser import build
 from coterie.training.passes import training_pass
@@ -88,10 +92,9 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
         prepare(model, training.precision, config.data.window)
         weights = _weights(spec, model)
         base = Base(model, tokenizer, training.precision, torch.device("cpu"))
-        empty = Participant(client, ClientData(NOTHING, NOTHING, NOTHING), {})
-        if not isinstance(config.method, AdapterMethod):
+        side = side_without_texts(config, base, client)
+        if not isinstance(side, AdapterClient):
             return None
-        side = config.method.client(client_context(config, base, empty, lambda *_: None))
         step, scoring = _training(config, side), _evaluation(config, side)
         parts = side.parts().values()
         frozen = sum(part.parameter.nbytes for part in parts if part.role == "frozen")
@@ -104,6 +107,28 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
             scoring=scoring,
             traffic=sum(tensor.nbytes for tensor in side.shared.values()),
         )
+
+
+def process_memory() -> int:
+    """Return the bytes that this process has held at most."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def side_without_texts(
+    config: RunConfig, base: Base, client: ClientId, tests: Sequence[str] = ()
+) -> ClientSide:
+    """Create a client's side that has no texts.
+
+    Args:
+        config: the run.
+        base: the client's base, which may hold fake tensors.
+        client: the client's name.
+        tests: names of the test texts that it is scored on.
+    """
+    data = ClientData(NOTHING, NOTHING, NOTHING)
+    participant = Participant(client, data, dict.fromkeys(tests, NOTHING))
+    return config.method.client(client_context(config, base, participant, lambda *_: None))
 
 
 def kept_dtype(skeleton: nn.Module) -> torch.dtype:

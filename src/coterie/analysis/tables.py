@@ -94,10 +94,18 @@ class Table:
         return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
 
 
-def table_rows(figures: Frame, form: str) -> list[list[str]]:
-    """Of a frame: the name of each row, then its figures in a form such as ".2f"; none is empty."""
+def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
+    """Return a frame as a table, with figures in a form such as ".2f"; a missing one is empty.
+
+    Args:
+        title: the table's title.
+        corner: the head of the column that names the rows.
+        figures: a frame whose rows and columns are named.
+        form: as `format` takes it.
+    """
     cells = figures.map(lambda figure: format(figure, form), na_action="ignore").fillna("")
-    return [list(map(str, row)) for row in cells.itertuples(name=None)]
+    rows = [list(map(str, row)) for row in cells.itertuples(name=None)]
+    return Table(title, [corner, *map(str, figures)], rows)
 
 
 def mean(result: Result, key: str) -> float:

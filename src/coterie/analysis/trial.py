@@ -1,13 +1,57 @@
-"""What a run will cost a client, found by a step of it on this machine."""
+"""A first exchange of a run on this machine, with one training step: what it sends and takes."""
 
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
-from coterie.analysis.message_sizes import first_exchange, start
+from coterie.analysis.need import process_memory
 from coterie.config import RunConfig
+from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
+from coterie.messages import Message
+from coterie.messages.schema import Way
+from coterie.runs import RunFolder, Watch
+from coterie.training.context import ClientId
+
+Messages = dict[ClientId, dict[Way, Message]]
+"""Each client's hello, its upload of a round, and the download that answers it."""
+
+
+def start(session: Session, config: RunConfig) -> LocalRun:
+    """The sides of a run, joined, whose training is cut to one step a round.
+
+    No model is compared or scored, unless clients tell the server how that went. The batch stays:
+    what a method sends beside its adapter may be as large as its batches. So does the public text,
+    over which FedMKT's server passes once.
+    """
+    session.check(config)
+    training = config.training.model_copy(update={"steps": 1})
+    told = {"every": 1} if config.deployment.share_metrics else {"keep": "last"}
+    evaluation = config.evaluation.model_copy(update={**told, "patience": None})
+    short = config.model_copy(update={"training": training, "evaluation": evaluation})
+    who = session.federation(short)
+    return local_run(short, session.base, who.clients, RunFolder.temporary(), Watch(), who.server)
+
+
+def first_exchange(run: LocalRun) -> Messages:
+    """The messages of the first round in which anybody uploads something.
+
+    Rounds are real ones, whose messages are encoded and checked as always but go nowhere. Methods
+    that begin with rounds alone are waited for; if nothing may travel, one round is enough.
+    """
+    schema, names = run.schema, sorted(run.names)
+    messages: Messages = {
+        name: {"hello": schema.receive("hello", run.clients.part(name).hello())}
+        for name in run.clients
+    }
+    for round in range(run.config.exchanges if schema.up else 1):
+        run.exchange(round, run.names)
+        for name in names:
+            messages[name]["up"] = run.uploads.message(name)
+        if any(m["up"].groups or m["up"].values for m in messages.values()):
+            break
+    for name in names:
+        messages[name]["down"] = run.server.download(name)
+    return messages
 
 
 @dataclass(frozen=True)
@@ -39,5 +83,4 @@ def tried(session: Session, config: RunConfig) -> Trial:
     for side in run.clients.values():
         side.train(min(1, config.exchanges - 1))
     step = (time.monotonic() - began) / len(run.clients)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Trial(up, down, step, unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return Trial(up, down, step, process_memory())

@@ -68,11 +68,11 @@ def chat(
     """
     check_run(run)
     from coterie.cli.talk import Talk, speakers
-    from coterie.inference.speaking import Manner
+    from coterie.evaluation.generation import Sampling
 
-    manner = Manner(tokens, temperature, top_p, seed, think)
+    sampling = Sampling(tokens, temperature, top_p, seed, think)
     asked = [name.strip() for name in (others or "").split(",") if name.strip()]
-    talk = Talk(speakers(run, client, asked, manner, system))
+    talk = Talk(speakers(run, client, asked, sampling, system))
     if sys.stdin.isatty():
         _converse(talk, f"{client} of {run}")
     else:

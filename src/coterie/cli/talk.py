@@ -8,10 +8,11 @@ from pathlib import Path
 from coterie.cli import terminal
 from coterie.data.chat import chat_template
 from coterie.errors import CoterieError
+from coterie.evaluation.generation import Sampling
 from coterie.files import append_line
 from coterie.inference.beside import find_beside
 from coterie.inference.finished import Loaded, Loader, recorded
-from coterie.inference.speaking import Manner, Speaker
+from coterie.inference.speaking import Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 
@@ -101,7 +102,7 @@ class Talk:
 
 
 def speakers(
-    run: Path, client: str, others: Sequence[str], manner: Manner, system: str | None
+    run: Path, client: str, others: Sequence[str], sampling: Sampling, system: str | None
 ) -> dict[str, Speaker]:
     """The model of a run's client and those beside it, by name; see `coterie chat --with`.
 
@@ -123,7 +124,7 @@ def speakers(
             if not (config.data.chats or config.data.preferences):
                 untrained.append(name)
         template = chat_template(model.base.tokenizer, config.data.chat_template)
-        found[name] = Speaker(*model, template, manner, system)
+        found[name] = Speaker(*model, template, sampling, system)
     if untrained:
         terminal.complain(f"Note: not trained on conversations: {', '.join(untrained)}.")
     return found

@@ -8,7 +8,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import Debug, Plugins, check_run
-from coterie.cli.writing import Writing, answer, write
+from coterie.cli.writing import answer, write
 from coterie.errors import CoterieError
 
 
@@ -57,11 +57,13 @@ def generate(
         raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
     if temperature is None:
         temperature = 0.8 if prompt is not None else 0.0
-    how = Writing(tokens, temperature, top_p, seed)
+    from coterie.evaluation.generation import Sampling
+
+    sampling = Sampling(tokens, temperature, top_p, seed)
     if prompt is not None:
-        terminal.say(write(run, client, prompt, how))
+        terminal.say(write(run, client, prompt, sampling))
     else:
-        terminal.say(answer(run, client, _fields(field or ()), how))
+        terminal.say(answer(run, client, _fields(field or ()), sampling))
 
 
 def _fields(given: Iterable[str]) -> dict[str, str]:

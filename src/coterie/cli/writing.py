@@ -1,25 +1,17 @@
 """Writing with a client's model: on from a prompt, or an answer to the run's template."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coterie.cli import terminal
 from coterie.errors import CoterieError
 
-
-@dataclass(frozen=True)
-class Writing:
-    """How to write: at most `tokens` tokens; temperature 0 takes the likeliest each time."""
-
-    tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+if TYPE_CHECKING:
+    from coterie.evaluation.generation import Sampling
 
 
-def write(run: Path, client: str, prompt: str, how: Writing) -> str:
+def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
     """The prompt and what the client's model writes after it.
 
     Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
@@ -34,11 +26,11 @@ def write(run: Path, client: str, prompt: str, how: Writing) -> str:
         )
     encoder: Any = tokenizer(run, client)
     ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
-    found = _continued(run, client, ids, [encoder.eos_token_id], how)
+    found = _continued(run, client, ids, [encoder.eos_token_id], sampling)
     return encoder.decode(found, skip_special_tokens=True)
 
 
-def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> str:
+def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Sampling") -> str:
     """What the client's model answers to the run's template, filled in with these fields.
 
     Raises CoterieError, too, if the run is not on instructions or the template has other fields.
@@ -72,12 +64,14 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
         parts = Instruction(prompt, "A").parts
     ids = [*begun, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
-    found = _continued(run, client, ids, ends, how)
+    found = _continued(run, client, ids, ends, sampling)
     text = encoder.decode(found[len(ids) :], skip_special_tokens=True)
     return before_any(text, stops).strip()
 
 
-def _continued(run: Path, client: str, ids: list[int], ends: list[int], how: Writing) -> list[int]:
+def _continued(
+    run: Path, client: str, ids: list[int], ends: list[int], sampling: "Sampling"
+) -> list[int]:
     """The tokens and those that the model writes after them, up to an end token."""
     import torch
 
@@ -86,23 +80,12 @@ def _continued(run: Path, client: str, ids: list[int], ends: list[int], how: Wri
 
     model = load(run, client)
     longest = context_length(model)
-    if longest is not None and len(ids) + how.tokens > longest:
+    if longest is not None and len(ids) + sampling.tokens > longest:
         raise CoterieError(
-            f"The prompt's {len(ids)} tokens and {how.tokens} new ones exceed the base's "
+            f"The prompt's {len(ids)} tokens and {sampling.tokens} new ones exceed the base's "
             f"context of {longest} tokens; lower --tokens."
         )
-    torch.manual_seed(how.seed)
-    warm = how.temperature > 0
-    sampling = {"temperature": how.temperature, "top_p": how.top_p} if warm else {}
+    torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
-    found = generated(
-        model,
-        prompt,
-        torch.ones_like(prompt),
-        max_new_tokens=how.tokens,
-        do_sample=warm,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-        **sampling,
-    )
+    found = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
     return found[0].tolist()

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -16,6 +17,43 @@ from coterie.data.examples import Examples
 from coterie.data.items import Instruction, parted
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model writes.
+
+    Attributes:
+        tokens: the most that are written.
+        temperature: 0 takes the likeliest token each time.
+        top_p: the nucleus sampling threshold.
+        seed: of the tokens that are drawn.
+        thinking: whether an answer in a conversation may begin with thinking.
+    """
+
+    tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    thinking: bool = False
+
+    def options(self, ends: Sequence[int]) -> dict[str, Any]:
+        """Return options of `generate`; others are left to the base's own configuration."""
+        sampled = self.temperature > 0
+        drawn = {"temperature": self.temperature, "top_p": self.top_p} if sampled else {}
+        return {
+            "max_new_tokens": self.tokens,
+            "do_sample": sampled,
+            "eos_token_id": list(ends),
+            "pad_token_id": ends[0],
+            **drawn,
+        }
+
+    def config(self, ends: Sequence[int]) -> GenerationConfig:
+        """Return a whole configuration, which sets aside a base's own (penalties, beam search)."""
+        plain = {"num_beams": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0}
+        top_k = 0 if self.temperature > 0 else 50
+        return GenerationConfig(use_cache=True, top_k=top_k, **plain | self.options(ends))
 
 
 def generate_answers(
@@ -148,14 +186,13 @@ def _together(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
-    # What a base would rather do (sample, avoid repetitions) is set aside.
-    greedy = GenerationConfig(
-        max_new_tokens=limit, do_sample=False, num_beams=1, repetition_penalty=1.0, temperature=1.0,
-        top_p=1.0, top_k=50, use_cache=True, eos_token_id=ends, pad_token_id=ends[0],
-    )  # fmt: skip
     until = {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
     found = generated(
-        model, ids.to(base.device), mask.to(base.device), generation_config=greedy, **until
+        model,
+        ids.to(base.device),
+        mask.to(base.device),
+        generation_config=Sampling(limit).config(ends),
+        **until,
     )
     new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
     texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]

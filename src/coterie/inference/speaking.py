@@ -1,12 +1,11 @@
 """Conversations with a model: each answer is streamed, and the model's history grows by it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from coterie.bases import Base, Tokenizer
@@ -15,23 +14,8 @@ from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import before_any, context_length, ends_of, generated
+from coterie.evaluation.generation import Sampling, before_any, context_length, ends_of, generated
 from coterie.seeding import generator
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a model answers.
-
-    tokens: the most of an answer. temperature: 0 takes the likeliest token each time. thinking:
-    whether an answer may begin with thinking.
-    """
-
-    tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    thinking: bool = False
 
 
 class Speaker:
@@ -45,10 +29,10 @@ class Speaker:
         base: Base,
         model: Callable[[], PreTrainedModel],
         template: ChatTemplate,
-        manner: Manner,
+        sampling: Sampling,
         system: str | None = None,
     ) -> None:
-        self.base, self.model, self.template, self.manner = base, model, template, manner
+        self.base, self.model, self.template, self.sampling = base, model, template, sampling
         self._system = () if system is None else (Turn("system", system),)
         self._said: list[Turn] = []
         self._encoder = PartEncoder(bare_encoder(base.tokenizer)[0])
@@ -77,10 +61,9 @@ class Speaker:
         ids = self._read([*self._said, Turn("user", question)], context_length(model))
         ends, stops = ends_of(self.base.tokenizer, self.template.markers)
         stream = _Stream(self.base.tokenizer, ends, stops, show)
-        how = self._generation(ends)
         until = {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
         prompt = torch.tensor([ids], device=self.base.device)
-        chance = generator(self.manner.seed, "chat", len(self._said))
+        chance = generator(self.sampling.seed, "chat", len(self._said))
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(chance.initial_seed())
@@ -88,7 +71,7 @@ class Speaker:
                     model,
                     prompt,
                     torch.ones_like(prompt),
-                    generation_config=how,
+                    generation_config=self.sampling.config(ends),
                     streamer=stream,
                     **until,
                 )
@@ -105,28 +88,18 @@ class Speaker:
         while True:
             said = (*self._system, *kept)
             ids = self._encoder.opening(
-                self.template.opening_and_answer(said, self.manner.thinking)
+                self.template.opening_and_answer(said, self.sampling.thinking)
             )
             # The last token that is written is not read.
-            if longest is None or len(ids) + self.manner.tokens <= longest + 1:
+            if longest is None or len(ids) + self.sampling.tokens <= longest + 1:
                 self.left_out = (len(turns) - len(kept)) // 2
                 return ids
             if len(kept) == 1:
                 raise CoterieError(
-                    f"The question's {len(ids)} tokens and {self.manner.tokens} new ones exceed "
+                    f"The question's {len(ids)} tokens and {self.sampling.tokens} new ones exceed "
                     f"the base's context of {longest} tokens; ask a shorter one or lower --tokens."
                 )
             del kept[:2]
-
-    def _generation(self, ends: Sequence[int]) -> GenerationConfig:
-        """What a base would rather do (avoid repetitions, beam search) is set aside."""
-        warm = self.manner.temperature > 0
-        return GenerationConfig(
-            max_new_tokens=self.manner.tokens, do_sample=warm, num_beams=1, top_k=0 if warm else 50,
-            temperature=self.manner.temperature if warm else 1.0, use_cache=True,
-            top_p=self.manner.top_p if warm else 1.0, repetition_penalty=1.0,
-            eos_token_id=list(ends), pad_token_id=ends[0],
-        )  # fmt: skip
 
 
 class _Stream(BaseStreamer):

@@ -5,22 +5,19 @@ FedAMoLE's experts choose their clients anew every round, on every layer by itse
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.tables import Table, listed, table_rows
+from coterie.analysis.routers import ASSIGNED
+from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
-from coterie.report.plots import annotate
-from coterie.report.routing import ASSIGNED
-from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
+from coterie.report.plots import evenly, lines_by_client, of_pairs
+from coterie.report.style import Canvas, LeftOut, Picture
 
 
 @dataclass(frozen=True)
@@ -91,25 +88,26 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
     panels = [(layer, at) for layer in layers for at in times]
 
     def draw(canvas: Canvas) -> Figure:
-        colours = ListedColormap([canvas.theme.paper, canvas.theme.colours[2]])
+        paper, colour, lines = canvas.theme.paper, canvas.theme.colours[2], canvas.theme.lines
         height = max(0.17 * clients, 0.5) + 0.6
         figure, axes = canvas.panels(
             len(panels), height, len(times), "expert", sharex=True, sharey=True
         )
         for axis, (layer, at) in zip(axes, panels, strict=True):
-            axis.imshow(one.held[at, layer], cmap=colours, vmin=0, vmax=1, aspect="auto")
+            axis.pcolormesh(
+                range(experts), range(clients), one.held[at, layer], vmin=0, vmax=1,
+                cmap=ListedColormap([paper, colour]), edgecolors=lines, linewidth=0.7,
+            )  # fmt: skip
             where = f"{one.layers[layer]}\n" if at == times[0] else ""  # once in a row of panels
             axis.set_title(f"{where}round {one.rounds[at]}", fontsize=9, loc="left")
             axis.set_yticks(range(clients), one.clients)
             axis.xaxis.set_major_locator(MaxNLocator(3 if canvas.narrow else 6, integer=True))
-            _cells(axis, canvas, clients, experts)
-        keys = [
-            Patch(facecolor=colours(float(held)), edgecolor=canvas.theme.quiet, label=label)
-            for held, label in ((True, "held"), (False, "not held"))
-        ]
-        figure.set_figheight(figure.get_figheight() + 0.25)
-        place: Any = "outside lower center"
-        figure.legend(handles=keys, loc=place, ncols=2)
+            axis.grid(False)
+            axis.spines[:].set_visible(False)
+        axes[0].invert_yaxis()
+        for name, face in (("held", colour), ("not held", paper)):
+            axes[0].fill_between([], [], facecolor=face, edgecolor=canvas.theme.quiet, label=name)
+        canvas.legend(figure, axes[0])
         return figure
 
     rows = [
@@ -150,36 +148,17 @@ def _ids(held: np.ndarray) -> str:
     return ", ".join(map(str, np.flatnonzero(held))) or "none"
 
 
-def _cells(axis: Axes, canvas: Canvas, rows: int, columns: int) -> None:
-    """Thin lines between a heat map's cells, and no others."""
-    axis.grid(False)
-    axis.spines[:].set_visible(False)
-    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
-    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-    axis.grid(True, which="minor", color=canvas.theme.lines, linewidth=0.7)
-    axis.tick_params(which="minor", length=0)
-
-
 def _how_many(label: str, one: Holdings) -> Picture:
-    counts = one.counts()
+    counts = pd.DataFrame(one.counts(), list(one.rounds), list(one.clients))
     experts = one.held.shape[3]
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 2.4, 1, "round", "experts held, mean over layers")
-        colours = canvas.theme.colours[2:]
-        for n, client in enumerate(one.clients):
-            axis.plot(
-                one.rounds, counts[:, n], color=colours[n % len(colours)], label=client,
-                marker=MARKERS[n % len(MARKERS)], linestyle=DASHES[n // len(colours) % len(DASHES)],
-            )  # fmt: skip
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        canvas.legend(figure, axis, max(map(len, one.clients)))
+        lines_by_client(canvas, axis, counts)
+        canvas.legend(figure, axis)
         return figure
 
-    shown = sorted({round(n) for n in np.linspace(0, len(one.rounds) - 1, 10)})
-    rows = [
-        [client, *(f"{counts[at, n]:.2f}" for at in shown)] for n, client in enumerate(one.clients)
-    ]
+    shown = counts.iloc[evenly(len(counts), 10)].T
     return Picture(
         f"experts-held-{path_part(label)}",
         f"Number of experts per client, {label}",
@@ -187,46 +166,24 @@ def _how_many(label: str, one: Holdings) -> Picture:
         "layers. First seed only.",
         f"Line plot of the number of experts held per round for {listed(one.clients)}.",
         draw,
-        Table(
-            "Experts held per round, mean over layers",
-            ["client", *(str(one.rounds[at]) for at in shown)],
-            rows,
-        ),
+        frame_table("Experts held per round, mean over layers", "client", shown, ".2f"),
     )
 
 
 def _in_common(label: str, one: Holdings) -> Picture:
-    shares, clients = one.shared(), len(one.clients)
-    others = np.where(np.eye(clients, dtype=bool), np.nan, shares)
+    shares = pd.DataFrame(one.shared(), list(one.clients), list(one.clients))
+    others = shares.mask(np.eye(len(shares), dtype=bool))
+    last = one.rounds[-1]
     highest = max(float(np.nan_to_num(others).max()), 1e-9)
-
-    def draw(canvas: Canvas) -> Figure:
-        names = 0.075 * max(map(len, one.clients))  # inches
-        side = min(canvas.width - names - 1.2, 0.45 * clients + 0.4)
-        figure = canvas.figure(side + names + 0.4)
-        axis = figure.subplots()
-        image = axis.imshow(others, cmap=canvas.heat(), vmin=0, vmax=highest)
-        axis.set_xticks(range(clients), one.clients, rotation=90)
-        axis.set_yticks(range(clients), one.clients)
-        _cells(axis, canvas, clients, clients)
-        if side / clients > 0.33:
-            words = np.where(np.isnan(others), "", np.vectorize("{:.2f}".format)(others))
-            annotate(axis, np.nan_to_num(others) / highest, canvas, words)
-        figure.colorbar(image, ax=axis, label="share of experts in common")
-        return figure
 
     return Picture(
         f"experts-shared-{path_part(label)}",
         f"Experts shared by two clients, {label}",
         "Of the experts that either client holds, the share that both hold in round "
-        f"{one.rounds[-1]}: 1 means identical sets, 0 means disjoint sets. Mean over "
+        f"{last}: 1 means identical sets, 0 means disjoint sets. Mean over "
         f"{len(one.layers)} layers. First seed only.",
         f"Heat map of the share of experts in common between {listed(one.clients)}; the table "
         "lists all values.",
-        draw,
-        Table(
-            f"Share of experts in common in round {one.rounds[-1]}",
-            ["client", *one.clients],
-            table_rows(pd.DataFrame(shares, list(one.clients)), ".3f"),
-        ),
+        lambda canvas: of_pairs(canvas, {"": others}, 0, highest, "share of experts in common"),
+        frame_table(f"Share of experts in common in round {last}", "client", shares, ".3f"),
     )

@@ -1,17 +1,15 @@
 """What learning together costs: bytes that travel, and operations beyond FedAvg's."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.flops import Cost, counting_base, round_cost
+from coterie.analysis.flops import Cost, costs_by_label
 from coterie.analysis.tables import Table, listed
-from coterie.bases import Base
-from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.report.style import Canvas, LeftOut, Picture, looks
 
@@ -46,12 +44,15 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
             2, 0.24 * len(found) + 0.6, 2, "MB per client and round", sharex=True, sharey=True
         )
         for axis, (way, title) in zip(axes, WAYS.items(), strict=True):
-            for place, label in enumerate(found):
-                size = found[label][way] / MEGA
-                axis.barh(place, size.mean(), 0.62, color=canvas.colour(look[label]))
-                if size.min() < size.max():
-                    axis.plot([size.min(), size.max()], [place, place], color=canvas.theme.ink)
-                axis.text(size.max(), place, f" {size.mean():.2f}", va="center", fontsize=8.5)
+            sizes = [ways[way] / MEGA for ways in found.values()]
+            means = [size.mean() for size in sizes]
+            spans = np.abs([[size.min(), size.max()] for size in sizes] - np.c_[means]).T
+            colours = [canvas.colour(look[label]) for label in found]
+            error = {"ecolor": canvas.theme.ink, "elinewidth": 1.8}
+            bars = axis.barh(
+                range(len(found)), means, 0.62, color=colours, xerr=spans, error_kw=error
+            )
+            axis.bar_label(bars, [f"{mean:.2f}" for mean in means], fontsize=8.5, padding=2)
             axis.set_title(title)
             axis.set_yticks(range(len(found)), list(found))
             axis.grid(axis="y", visible=False)
@@ -78,38 +79,16 @@ def _traffic(experiment: Experiment, found: dict[str, dict[str, np.ndarray]]) ->
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
     title = "Floating-point operations"
-    settings = experiment.all[0].config  # an experiment has the same bases and server
-    if settings.get("bases") or settings.get("server"):
-        why = "not counted if clients have different bases or the server has a model"
-        yield LeftOut(title, why)
+    try:
+        found = costs_by_label(experiment)
+    except CoterieError as error:
+        yield LeftOut(title, str(error))
         return
-    base: Base | None = None
-    costs: dict[str, Cost] = {}
-    fedavg: Cost | None = None
-    for label, run in experiment.first:
-        if not run.names("loss/"):
-            continue  # it trains nothing, or has not begun
-        try:
-            config = parse(run.config)
-            base = base or counting_base(config)  # an experiment has one base
-            cost = _cost(config, base, experiment.clients)
-        except CoterieError as error:
-            yield LeftOut(f"{title} of {label}", str(error))
-            continue
-        if cost is None:
-            yield LeftOut(f"{title} of {label}", "the training has no levels")
-            continue
-        costs[label] = cost
-        if config.label == "fedavg":
-            fedavg = fedavg or cost
+    yield from (LeftOut(f"{title} of {n}", why) for n, why in found.items() if isinstance(why, str))
+    costs = {label: cost for label, cost in found.items() if isinstance(cost, Cost)}
+    fedavg = [costs[n] for n, run in experiment.first if n in costs and run.method == "fedavg"]
     if costs:
-        yield _operations(experiment, costs, fedavg)
-
-
-def _cost(config: RunConfig, base: Base, clients: list[str]) -> Cost | None:
-    """A run's cost of a round; None if it has no levels."""
-    apart = {client: [client] for client in clients}
-    return round_cost(config, base, {EVERYONE: clients} if config.pooled else apart)
+        yield _operations(experiment, costs, fedavg[0] if fedavg else None)
 
 
 def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost | None) -> Picture:
@@ -126,22 +105,24 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: Cost | N
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
-        for place, (label, mine) in enumerate(costs.items()):
-            left = 0.0
-            for turn, cost in enumerate(mine.levels.values()):
-                colour = canvas.colour(look[label])
-                axis.barh(place, cost / GIGA, 0.62, left, color=colour, alpha=0.5**turn)
-                left += cost / GIGA
-            if fedavg:
-                axis.text(left, place, f" {_extra(mine, fedavg)}", va="center", fontsize=8.5)
+        left = np.zeros(len(costs))
+        colours = [canvas.colour(look[label]) for label in costs]
         for turn, names in enumerate(turns):
-            axis.barh(0, 0, color=canvas.theme.quiet, alpha=0.5**turn, label=names)
+            shown: Any = {"height": 0.62, "alpha": 0.5**turn}
+            steps = [[*cost.levels.values(), *[0.0] * most][turn] / GIGA for cost in costs.values()]
+            axis.barh(range(len(costs)), steps, left=left, color=colours, **shown)
+            axis.barh(0, 0, color=canvas.theme.quiet, **shown, label=names)
+            left += steps
+        if fedavg:
+            bars = axis.barh(range(len(costs)), left, color="none")
+            extra = [_extra(mine, fedavg) for mine in costs.values()]
+            axis.bar_label(bars, extra, fontsize=8.5, padding=2)
         axis.set_yticks(range(len(costs)), list(costs))
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.margins(x=0.14)
         axis.set_xlabel("GFLOP per round, all clients together")
-        canvas.legend(figure, axis, max(map(len, turns)))
+        canvas.legend(figure, axis)
         return figure
 
     rows = [

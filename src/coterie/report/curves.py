@@ -6,11 +6,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie.analysis.experiments import MEAN, Experiment, ReportedRun
+from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame
-from coterie.analysis.tables import Table, listed, table_rows
-from coterie.methods.contract import SERVER
-from coterie.report.plots import SPREAD, entry, over_rounds, plain_log, scale_of
+from coterie.analysis.tables import Table, frame_table, listed
+from coterie.report.plots import SPREAD, entry, evenly, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
 MOST = 12
@@ -106,11 +105,9 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
 def _rounds_table(experiment: Experiment) -> Table:
     found = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
     means = found.loc[[label for label in experiment.runs if label in found.index]]
-    means = means.iloc[:, sorted({round(n) for n in np.linspace(0, len(means.columns) - 1, 10)})]
+    means = means.iloc[:, evenly(len(means.columns), 10)]
     unit = " (%)" if experiment.metric.share else ""
-    return Table(
-        f"Mean over clients by round{unit}", ["method", *map(str, means)], table_rows(means, ".2f")
-    )
+    return frame_table(f"Mean over clients by round{unit}", "method", means, ".2f")
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
@@ -199,7 +196,7 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
                 line = smooth(mean, width).iloc[thin]
                 axis.plot(x, line, color=colour, linestyle=look[label].dash, label=entry(label))
             axis.set_title(level.removeprefix("loss/"))
-        canvas.legend(figure, axes[0], max(map(len, shown)))
+        canvas.legend(figure, axes[0])
         return figure
 
     names = [level.removeprefix("loss/") for level in levels]

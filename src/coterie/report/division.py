@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment
-from coterie.analysis.tables import Table, listed, table_rows
+from coterie.analysis.tables import frame_table, listed
 from coterie.report.style import Canvas, LeftOut, Picture, number
 
 HEIGHT = 0.42
@@ -58,5 +58,5 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Pi
         + (" From the run with the smallest seed." if key == "labels" else ""),
         f"Bubble chart of {what} for {listed(clients)} by {singular}; the table lists the numbers.",
         draw,
-        Table(f"{what.capitalize()} by {singular}", ["client", *columns], table_rows(found, ",")),
+        frame_table(f"{what.capitalize()} by {singular}", "client", found, ","),
     )

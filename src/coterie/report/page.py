@@ -11,8 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.experiments import Experiment, experiments
+from coterie.analysis.relevance import sample_relevance
 from coterie.analysis.tables import Summary, Table, listed
-from coterie.bases import BaseSpec
+from coterie.analysis.texts import coloured_texts
 from coterie.engines.floor import floor_in
 from coterie.errors import CoterieError
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
@@ -87,7 +88,7 @@ def write_report(
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
-    with_texts: with clients' texts, coloured; texts_from: with those of a folder (see `texts`).
+    with_texts: with clients' texts, coloured; texts_from: with those of a folder.
     A path may also be a result file of a table of a paper; the folder of such a table has one, too.
     Clients' texts, and points that stand for single samples, are in it where asked for. Figures
     that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
@@ -100,8 +101,9 @@ def write_report(
     sections = [_table(read_result(path)) for path in results if path.exists()]
     folders = experiments(path for path in paths if path.is_dir())
     for one in folders:
-        points = relevance(one, layer) if with_samples else ()
-        sections.append(_section(one, [*points, *(texts(one, layer, texts_from) if shown else ())]))
+        points = relevance(sample_relevance(one, layer)) if with_samples else ()
+        grids = texts(coloured_texts(one, layer, texts_from)) if shown else ()
+        sections.append(_section(one, [*points, *grids]))
     figures = out / "figures"
     refuse_links(out, figures.name)
     if out.parent in paths:  # a folder of runs, and not the user's choice
@@ -172,18 +174,10 @@ def _about(experiment: Experiment) -> Table:
         ]
         for label, runs in experiment.runs.items()
     ]
-    config, clients = experiment.all[0].config, experiment.clients
-    own = config.get("bases") or {}
-    bases = dict.fromkeys(_named(own.get(client, config["base"])) for client in clients)
-    server = config.get("server")
-    theirs = f" Server's base: {_named(server['base'] or config['base'])}." if server else ""
-    note = f"Base: {listed(bases or [_named(config['base'])])}. Clients: {listed(clients)}.{theirs}"
+    bases, server = experiment.bases
+    theirs = f" Server's base: {server}." if server else ""
+    note = f"Base: {listed(bases)}. Clients: {listed(experiment.clients)}.{theirs}"
     return Table("Runs", ["method", "seeds", "rounds", "state"], rows, note)
-
-
-def _named(base: Any) -> str:
-    """A base as a run folder records it, in words."""
-    return str(BaseSpec.model_validate(base))
 
 
 def _html(sections: Sequence[Section], private: str) -> str:

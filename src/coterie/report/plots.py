@@ -7,11 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.image import AxesImage
+from matplotlib.ticker import NullLocator
 
 from coterie.analysis.frame import Column, Frame
 from coterie.evaluation.metrics import Metric
-from coterie.report.style import Canvas, Look, number
+from coterie.report.style import LIGHT, Canvas, Look, number
 
 SPREAD = "Bands and bars: one standard deviation over seeds."
 
@@ -33,6 +34,11 @@ def plain_log(axis: Axis, count: int) -> None:
     axis.set_minor_locator(NullLocator())
 
 
+def evenly(count: int, most: int) -> list[int]:
+    """Return at most so many of `count` places, evenly spaced, with the first and the last."""
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})
+
+
 def entry(label: str) -> str:
     """Return a label for a legend, from which matplotlib leaves out those that begin with `_`."""
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
@@ -45,6 +51,12 @@ def line(
     colour = canvas.colour(look)
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
     axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
+
+
+def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
+    """Draw a line over the frame's index for each of its columns, which are clients."""
+    for place, client in enumerate(figures):
+        axis.plot(figures[client], **canvas.series(place), markersize=3.5, label=entry(client))
 
 
 def over_rounds(
@@ -71,38 +83,64 @@ def over_rounds(
         if not metric.share:
             axis.set_yscale("log")
             plain_log(axis.yaxis, 4)
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    canvas.legend(figure, axes[0], max(map(len, labels)))
+    canvas.legend(figure, axes[0])
     return figure
 
 
-def annotate(axis: Axes, shades: np.ndarray, canvas: Canvas, words: np.ndarray) -> None:
-    """Write words into a heat map's cells, dark on light or light on dark; shades: 0 to 1."""
-    colours = canvas.heat()
-    for (row, column), shade in np.ndenumerate(shades):
-        if np.isnan(shade):
-            continue
-        red, green, blue, _ = colours(float(shade))
-        bright = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
-        ink = "#101318" if bright else "#ffffff"
-        word = str(words[row, column])
-        axis.text(column, row, word, color=ink, ha="center", va="center", fontsize=8)
+def cells(
+    canvas: Canvas, axis: Axes, figures: Frame, low: float, high: float, form: str = ""
+) -> AxesImage:
+    """Colour a frame's figures from low to high, with rows and columns as it names them.
+
+    form: writes them into the cells, such as ".2f", dark on light or light on dark.
+    """
+    image = axis.imshow(figures, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
+    axis.set_xticks(range(len(figures.columns)), map(str, figures.columns))
+    axis.set_yticks(range(len(figures.index)), map(str, figures.index))
+    axis.set_xlabel(figures.columns.name or "")
+    axis.set_ylabel(figures.index.name or "")
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    for (row, column), figure in np.ndenumerate(figures.to_numpy(dtype=float)):
+        if form and not np.isnan(figure):
+            bright = np.dot(image.to_rgba(figure)[:3], (0.299, 0.587, 0.114)) > 0.55
+            ink = LIGHT.ink if bright else LIGHT.paper
+            word = format(figure, form)
+            axis.text(column, row, word, color=ink, ha="center", va="center", fontsize=8)
+    return image
 
 
-def heat_map(canvas: Canvas, figure: Figure, axis: Axes, cells: Frame, label: str) -> None:
-    """A frame of figures in the unit that is shown, with a colour bar; rows and columns as named.
+def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
+    """Draw a frame of figures in the unit that is shown, with a colour bar.
 
     The names of the frame's two axes are those of the figure's.
     """
-    values = cells.to_numpy(dtype=float)
+    values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    image = axis.imshow(values, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
-    axis.set_xticks(range(len(cells.columns)), map(str, cells.columns))
-    axis.set_yticks(range(len(cells.index)), map(str, cells.index))
-    axis.set_xlabel(cells.columns.name or "")
-    axis.set_ylabel(cells.index.name or "")
-    axis.grid(False)
-    axis.spines[:].set_visible(False)
-    shades = (values - low) / max(high - low, 1e-9)
-    annotate(axis, shades, canvas, np.vectorize("{:.2f}".format)(values))
+    image = cells(canvas, axis, figures, low, max(high, low + 1e-9), ".2f")
     figure.colorbar(image, ax=axis, label=label)
+
+
+def of_pairs(
+    canvas: Canvas,
+    matrices: Mapping[str, Frame],
+    low: float,
+    high: float,
+    label: str,
+) -> Figure:
+    """Draw square matrices of clients by clients, by title, with one colour bar."""
+    clients = [str(client) for client in next(iter(matrices.values())).columns]
+    names = 0.075 * max(map(len, clients))  # inches
+    across = min(len(matrices), 4 if not canvas.narrow else 1 if names > 0.6 else 2)
+    most = 3.2 if len(matrices) > 1 else 0.45 * len(clients) + 0.4
+    side = min((canvas.width - names - 1.0) / across, most)
+    figure, axes = canvas.panels(len(matrices), side + 0.25, across, sharex=True, sharey=True)
+    figure.set_figheight(figure.get_figheight() + names - 0.4)
+    form = (".2f" if high - low > 0.05 else ".4f") if side / len(clients) > 0.33 else ""
+    for axis, (title, weights) in zip(axes, matrices.items(), strict=True):
+        cells(canvas, axis, weights, low, high, form)
+        axis.set_aspect("equal")
+        axis.set_title(title)
+        axis.tick_params(axis="x", rotation=90)
+    figure.colorbar(axes[0].images[0], ax=axes, label=label, shrink=0.8, aspect=30)
+    return figure

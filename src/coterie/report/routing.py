@@ -1,24 +1,19 @@
 """Routers' weights per layer over rounds: whom each client's tokens go to, as it learns."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame
+from coterie.analysis.routers import WEIGHTS, expert_names, has_routers
 from coterie.analysis.tables import Table, listed
-from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.methods.adapter import AdapterMethod
-from coterie.methods.registry import method_from
 from coterie.report.style import Canvas, LeftOut, Picture
-
-PREFIX = "routing/"
-ASSIGNED = "assignment/"
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -30,29 +25,8 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _scores(label, [r for r in experiment.drawn[label] if has_routers(r)])
 
 
-def has_routers(run: ReportedRun) -> bool:
-    """Whether a run recorded its routers' weights, of experts that stay with their clients."""
-    return bool(run.names(PREFIX)) and not run.names(ASSIGNED)
-
-
-def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:
-    """What to call a client's experts: by their role, numbered where there are several."""
-    try:
-        method = method_from(dict(run.config["method"]))
-        roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
-    except CoterieError:  # a method that is not installed here
-        roles = ()
-    if len(roles) != count:
-        return [f"expert {n + 1}" for n in range(count)]
-    several = {role for role in roles if roles.count(role) > 1}
-    return [
-        f"{role} {roles[: n + 1].count(role)}" if role in several else role
-        for n, role in enumerate(roles)
-    ]
-
-
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
-    layers = runs[0].names(PREFIX)
+    layers = runs[0].names(WEIGHTS)
     seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
     # By layer, client and round; a column per expert, of which clients may have fewer than others.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()
@@ -65,6 +39,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         return means.loc[(layer, client), expert]
 
     def draw(canvas: Canvas) -> Figure:
+        colours = canvas.depths(len(layers))
         most = max(map(len, experts.values()))
         across = most if most > 2 else (2 if canvas.narrow else 4)
         across = min(across, 4 if canvas.narrow else 8)  # more are too narrow to draw
@@ -74,12 +49,15 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         for axis, (client, expert) in zip(axes, panels, strict=True):
             for depth, layer in enumerate(layers):
                 mean = weights(client, expert, layer)
-                colour = canvas.depth(depth, len(layers))
-                axis.plot(mean, color=colour, marker="o", markersize=3, label=f"{depth + 1}")
+                axis.plot(mean, color=colours(depth), marker="o", markersize=3)
             axis.set_title(f"{client}\n{experts[client][expert]}", fontsize=9)
             axis.set_ylim(-0.03, 1.03)
-            axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        _depth_legend(figure, len(layers))
+        depths = ScalarMappable(Normalize(0.5, len(layers) + 0.5), colours)
+        ticks = MaxNLocator(8, integer=True)
+        figure.set_figheight(figure.get_figheight() + 0.5)
+        figure.colorbar(
+            depths, ax=axes, label="layer", ticks=ticks, location="bottom", shrink=0.5, aspect=40
+        )
         return figure
 
     rows = [
@@ -104,16 +82,3 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
             rows,
         ),
     )
-
-
-def _depth_legend(figure: Figure, count: int) -> None:
-    """Layers below the panels: all of them or, where there are many, some."""
-    handles, _ = figure.axes[0].get_legend_handles_labels()
-    shown = sorted({round(n) for n in np.linspace(0, count - 1, min(count, 8))})
-    names = [f"layer {n + 1}" if n == shown[0] else f"{n + 1}" for n in shown]
-    figure.set_figheight(figure.get_figheight() + 0.25)
-    where: Any = "outside lower center"
-    figure.legend(
-        [handles[n] for n in shown], names, loc=where, ncols=len(shown), columnspacing=1.0,
-        handlelength=1.2,
-    )  # fmt: skip

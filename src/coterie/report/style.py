@@ -5,21 +5,20 @@ darker or lighter where they would be faint on the page; every method has a mark
 """
 
 import io
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
-from unicodedata import category
 
 import matplotlib
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter
+from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.tables import Table
 
@@ -65,6 +64,10 @@ FIXED = {
 """Colours of the methods that most reports show; others take what is left."""
 MARKERS = "osD^vPXdp<>*hH8"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What an SVG file may not contain: matplotlib writes names into comments."""
 
 
 @dataclass(frozen=True)
@@ -144,28 +147,37 @@ class Canvas:
             if n + across >= count:
                 axis.set_xlabel(x)
                 axis.tick_params(labelbottom=True)
+            if x == "round":
+                axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         return figure, axes[:count]
 
-    def legend(self, figure: Figure, axes: Axes, widest: int = 14) -> None:
-        """One legend below all panels; widest: characters of the longest entry."""
+    def legend(self, figure: Figure, axes: Axes) -> None:
+        """Put one legend below all panels, with the entries of one of them."""
         handles, names = axes.get_legend_handles_labels()
-        columns = max(1, int(self.width * 11 / (widest + 7)))
+        columns = max(1, int(self.width * 11 / (max(map(len, names)) + 7)))
         rows = ceil(len(names) / columns)
         figure.set_figheight(figure.get_figheight() + 0.2 * rows)
         where: Any = "outside lower center"
         figure.legend(handles, names, loc=where, ncols=min(columns, len(names)))
 
-    def depth(self, layer: int, layers: int) -> Any:
-        """The colour of a layer, by how deep it is."""
-        low, high = self.theme.depths
-        return colormaps["viridis"](low + (high - low) * layer / max(1, layers - 1))
+    def series(self, place: int) -> dict[str, Any]:
+        """Return the colour, marker and dash of one of several clients."""
+        colours = self.theme.colours[2:]
+        return {
+            "color": colours[place % len(colours)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "linestyle": DASHES[place // len(colours) % len(DASHES)],
+        }
+
+    def depths(self, layers: int) -> ListedColormap:
+        """Return a colour for each layer, by how deep it is."""
+        return ListedColormap(colormaps["viridis"](np.linspace(*self.theme.depths, layers)))
 
     def heat(self) -> Colormap:
         """From paper to full colour, for shares and scores: light is little on any paper."""
         name = "Blues" if self.theme is LIGHT else "viridis"
         low, high = (0.0, 0.85) if self.theme is LIGHT else (0.12, 0.95)
-        steps = [low + (high - low) * n / 255 for n in range(256)]
-        return ListedColormap(colormaps[name](steps))
+        return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:
         """Settings of matplotlib."""
@@ -222,34 +234,13 @@ class Picture:
         out = io.BytesIO()
         with matplotlib.rc_context(canvas.rc()), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
-            metadata = {"Date": None} if kind == "svg" else None
             figure = self.draw(canvas)
-            figure.draw_without_rendering()  # tick labels are set while a figure is drawn
-            for text in figure.findobj(Text):
-                text.set_text(printable(text.get_text()))
-            for axis in figure.axes:
-                for ticks in (axis.xaxis, axis.yaxis):
-                    if isinstance(ticks.get_major_formatter(), FixedFormatter | FuncFormatter):
-                        _replace_fixed(ticks)
-            figure.savefig(out, format=kind, dpi=144, metadata=metadata)
+            if kind == "svg":
+                figure.savefig(out, format=kind, metadata={"Date": None})
+                svg = out.getvalue().decode()
+                return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", svg).encode()
+            figure.savefig(out, format=kind, dpi=144)
         return out.getvalue()
-
-
-def printable(text: str) -> str:
-    """Return a text in which characters that an SVG file may not contain are replaced."""
-    return "".join("\N{REPLACEMENT CHARACTER}" if _unprintable(c) else c for c in text)
-
-
-def _unprintable(character: str) -> bool:
-    return category(character) in {"Cc", "Cs", "Cn"} and character != "\n"
-
-
-def _replace_fixed(axis: Axis) -> None:
-    """Replace such characters in tick labels, which an axis sets anew when it is drawn."""
-    places = axis.get_majorticklocs().tolist()
-    labels = axis.get_major_formatter().format_ticks(places)
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FixedFormatter(list(map(printable, labels))))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment
 from coterie.analysis.frame import Frame
-from coterie.analysis.tables import Table, mean, table_rows
+from coterie.analysis.tables import frame_table, mean
 from coterie.files import path_part
 from coterie.report.plots import heat_map
 from coterie.report.style import Canvas, LeftOut, Picture, number
@@ -50,7 +50,6 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
         heat_map(canvas, figure, figure.subplots(), named, f"mean {metric.label}")
         return figure
 
-    heads = ["router.steps \\ router.every", *map(str, every)]
     return Picture(
         f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
@@ -59,5 +58,5 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
         f"Heat map of {len(steps)} by {len(every)} router schedules; {metric.label} ranges "
         f"from {number(low)} to {number(high)}. The table lists all values.",
         draw,
-        Table(f"Mean {metric.label}", heads, table_rows(cells, ".2f")),
+        frame_table(f"Mean {metric.label}", "router.steps \\ router.every", cells, ".2f"),
     )

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.experiments import SERVER, Experiment, ReportedRun
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
-from coterie.methods.contract import SERVER
-from coterie.report.style import DASHES, MARKERS, Canvas, LeftOut, Picture
+from coterie.report.plots import entry, evenly
+from coterie.report.style import DASHES, Canvas, LeftOut, Picture
 
 TAUGHT = "taught"
 MOST = 10
@@ -83,8 +82,7 @@ def _picture(label: str, one: Lessons) -> Picture:
                 axis.axhline(one.public, color=canvas.theme.quiet, linestyle=DASHES[2])
             draw_one(axis, canvas, one)
             axis.set_ylim(bottom=0)
-            axis.xaxis.set_major_locator(MaxNLocator(6 if canvas.narrow else 10, integer=True))
-        canvas.legend(figure, axes[-1], max(map(len, one.clients)))
+        canvas.legend(figure, axes[-1])
         return figure
 
     dotted = "" if one.public is None else f" Dotted line: all {one.public} public samples."
@@ -107,7 +105,7 @@ def _bars(axis: Axes, canvas: Canvas, one: Lessons) -> None:
     below = np.zeros(len(rounds))
     for n, client in enumerate(one.clients):
         counts = np.array([one.server[round]["by"].get(client, 0) for round in rounds])
-        axis.bar(rounds, counts, 0.7, below, color=_colour(canvas, n), label=client)
+        axis.bar(rounds, counts, 0.7, below, color=canvas.series(n)["color"], label=entry(client))
         below += counts
     axis.set_title("the server learns from clients")
 
@@ -116,21 +114,13 @@ def _lines(axis: Axes, canvas: Canvas, one: Lessons) -> None:
     """What each client took over from the server, a line per client."""
     for n, client in enumerate(one.clients):
         counts = {r: lesson["samples"] for r, lesson in sorted(one.learnt.get(client, {}).items())}
-        axis.plot(
-            list(counts), list(counts.values()), color=_colour(canvas, n), label=client,
-            marker=MARKERS[n % len(MARKERS)],
-        )  # fmt: skip
+        axis.plot(list(counts), list(counts.values()), **canvas.series(n), label=entry(client))
     axis.set_title("clients learn from the server")
-
-
-def _colour(canvas: Canvas, client: int) -> str:
-    colours = canvas.theme.colours[2:]
-    return colours[client % len(colours)]
 
 
 def _table(one: Lessons) -> Table:
     rounds = one.rounds
-    chosen = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, MOST)})
+    chosen = evenly(len(rounds), MOST)
     rows: list[list[str]] = []
     for at in (rounds[n] for n in chosen):
         if at in one.server:

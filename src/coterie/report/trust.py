@@ -5,14 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
-from coterie.analysis.tables import Table, listed, table_rows
+from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
-from coterie.report.plots import annotate
-from coterie.report.style import DASHES, Canvas, LeftOut, Picture, number
+from coterie.report.plots import evenly, lines_by_client, of_pairs
+from coterie.report.style import Canvas, LeftOut, Picture, number
 
 METRIC = "trust"
 
@@ -48,7 +47,7 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
 
 def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
     highest = max(float(np.nanmax(weights)), 1e-9)
-    last = table_rows(pd.DataFrame(weights[-1], clients), ".3f")
+    last = pd.DataFrame(weights[-1], clients, clients)
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
@@ -57,7 +56,7 @@ def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.nd
         f"Heat maps of trust weights between {listed(clients)} at several rounds; the table "
         "shows the last round.",
         lambda canvas: _draw(canvas, clients, rounds, weights, (0.0, highest)),
-        Table(f"Trust weights at round {rounds[-1]}", ["client", *clients], last),
+        frame_table(f"Trust weights at round {rounds[-1]}", "client", last, ".3f"),
     )
 
 
@@ -65,15 +64,14 @@ def _others(label: str, clients: list[str], rounds: list[int], weights: np.ndarr
     """The same without the diagonal, and with colours from the lowest weight to the highest."""
     others = np.where(np.eye(len(clients), dtype=bool), np.nan, weights)
     lowest, highest = float(np.nanmin(others)), float(np.nanmax(others))
+    ends = (lowest, max(highest, lowest + 1e-9))
     return Picture(
         f"trust-in-others-{path_part(label)}",
         f"Trust in others of {label}",
         f"The weights that clients give each other, without their own (PCL, figures 3, 4 and 8). "
         f"Colours span the lowest ({number(lowest)}) to the highest ({number(highest)}).",
         f"Heat maps of trust weights between {listed(clients)} without the diagonal.",
-        lambda canvas: _draw(
-            canvas, clients, rounds, others, (lowest, max(highest, lowest + 1e-9))
-        ),
+        lambda canvas: _draw(canvas, clients, rounds, others, ends),
     )
 
 
@@ -85,26 +83,9 @@ def _draw(
     ends: tuple[float, float],
 ) -> Figure:
     """Matrices at up to four rounds; ends: the weights of the palest and the fullest colour."""
-    shown = sorted({round(n) for n in np.linspace(0, len(rounds) - 1, min(len(rounds), 4))})
-    names = 0.075 * max(map(len, clients))  # inches
-    across = min(len(shown), 4 if not canvas.narrow else 1 if names > 0.6 else 2)
-    side = min((canvas.width - names - 1.0) / across, 3.2)
-    figure, axes = canvas.panels(len(shown), side + 0.25, across, sharex=True, sharey=True)
-    figure.set_figheight(figure.get_figheight() + names - 0.4)
-    low, high = ends
-    form = "{:.2f}" if high - low > 0.05 else "{:.4f}"
-    for axis, n in zip(axes, shown, strict=True):
-        axis.imshow(weights[n], cmap=canvas.heat(), vmin=low, vmax=high)
-        axis.set_title(f"round {rounds[n]}")
-        axis.set_xticks(range(len(clients)), clients, rotation=90)
-        axis.set_yticks(range(len(clients)), clients)
-        axis.grid(False)
-        axis.spines[:].set_visible(False)
-        if len(clients) <= (4 if canvas.narrow else 6):
-            words = np.vectorize(form.format)(weights[n])
-            annotate(axis, (weights[n] - low) / (high - low), canvas, words)
-    figure.colorbar(axes[0].images[0], ax=axes, label="trust weight", shrink=0.8, aspect=30)
-    return figure
+    shown = evenly(len(rounds), 4)
+    matrices = {f"round {rounds[n]}": pd.DataFrame(weights[n], clients, clients) for n in shown}
+    return of_pairs(canvas, matrices, *ends, "trust weight")
 
 
 def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
@@ -112,17 +93,11 @@ def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.nd
         figure, axes = canvas.panels(
             len(clients), 1.9, None, "round", "trust weight", sharex=True, sharey=True
         )
-        colours = canvas.theme.colours[2:]
-        for place, (axis, client) in enumerate(zip(axes, clients, strict=True)):
-            for n, peer in enumerate(clients):
-                axis.plot(
-                    rounds, weights[:, place, n], color=colours[n % len(colours)], marker="o",
-                    linestyle=DASHES[n // len(colours) % len(DASHES)], markersize=3, label=peer,
-                )  # fmt: skip
+        for axis, client, own in zip(axes, clients, weights.swapaxes(0, 1), strict=True):
+            lines_by_client(canvas, axis, pd.DataFrame(own, rounds, clients))
             axis.set_title(client)
             axis.set_ylim(0, 1.05 * float(np.nanmax(weights)))
-            axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-        canvas.legend(figure, axes[0], max(map(len, clients)))
+        canvas.legend(figure, axes[0])
         return figure
 
     return Picture(

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
@@ -54,7 +53,6 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
                 axis.plot(out.index, out["ratio"], "x", color=canvas.theme.ink, ms=9, mew=1.8)
             axis.set_title(label)
             axis.set_yscale("log", nonpositive="mask")
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         plain_log(axes[0].yaxis, 4)
         canvas.legend(figure, axes[0])
         return figure
