@@ -1,6 +1,7 @@
 """The command line, as a stranger uses it."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, cast
 
 import pytest
@@ -322,17 +324,14 @@ def test_a_traceback_is_shown_when_asked_for_only(coterie_command) -> None:
 
 
 def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeypatch) -> None:
-    original = Path.write_bytes
-
-    def full(self: Path, data: bytes) -> int:
-        if self.name == "poet":  # where an upload waits
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, data)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("coterie.engines.uploads.TemporaryFile", lambda **_: Full())
     said = coterie_command("run", run_file, "--out", tmp_path / "out")
     assert said.code == 2
-    assert said.err.endswith("/poet: No space left on device.\n")
+    assert said.err.endswith(f"Could not write {gettempdir()}: No space left on device.\n")
     monkeypatch.undo()
     coterie.resume(tmp_path / "out")
 
