@@ -20,7 +20,7 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
 from coterie.messages import MessageError
-from coterie.methods.fedmkt import KNOWLEDGE
+from coterie.methods.fedmkt.method import KNOWLEDGE
 
 VOCABULARY, TOP = 50, 2
 ITEMS = [

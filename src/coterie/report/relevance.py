@@ -28,8 +28,10 @@ from coterie.federation import participants_of, server_context
 from coterie.files import path_part
 from coterie.inference.finished import Loader, tokenizer
 from coterie.messages import Message
-from coterie.methods.fedamole import FedAMoLE, FedAMoLEClient
-from coterie.methods.reverse_selection import FedAMoLEServer, expert_name
+from coterie.methods.fedamole.client import FedAMoLEClient
+from coterie.methods.fedamole.experts import expert_name
+from coterie.methods.fedamole.method import FedAMoLE
+from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.report.style import MARKERS, Canvas, LeftOut, Picture
 from coterie.report.texts import chosen_layers
 from coterie.runs import RunFolder
