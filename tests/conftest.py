@@ -21,7 +21,7 @@ from transformers import (
 
 import coterie
 from coterie.bases import EMBEDDED
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.testing.small import TOKENS, small_values, write_base, write_texts, write_tokenizer
 
 WRITERS = EMBEDDED / "demo-writers"

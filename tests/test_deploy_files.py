@@ -16,9 +16,9 @@ import pytest
 import typer
 
 from coterie.cli import app
+from coterie.config.read import check_start, load_deployment
+from coterie.config.sections import DeploymentSpec
 from coterie.errors import CoterieError
-from coterie.run_file import check_start, load_deployment
-from coterie.sections import DeploymentSpec
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import yaml
 
 from coterie import CoterieError
 from coterie.analysis.experiments import MEAN
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.engines.local import LocalRun
 from coterie.runs import RunFolder, Watch
 from reproduce.table_file import is_table, merged, slug, table_folder

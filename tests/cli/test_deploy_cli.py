@@ -10,8 +10,8 @@ import yaml
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.config.read import load_deployment, load_with_any_text
 from coterie.errors import CoterieError
-from coterie.run_file import load_deployment, load_with_any_text
 from coterie.testing.loop import deploy
 
 pytest.importorskip("flwr", reason="Flower is not installed")

@@ -10,7 +10,7 @@ from every_method import each_method, run_of
 from kept_runs import HIGH
 
 import coterie
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines import clients as parts
 from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hostile import replace_one
 
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.deployment.terms import agreed_in, asked_by, differences, in_words

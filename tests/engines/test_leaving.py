@@ -301,7 +301,7 @@ def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
 
 
 def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
-    from coterie.run_file import check_start, load_deployment
+    from coterie.config.read import check_start, load_deployment
 
     run = values(clients=[{"name": name} for name in NAMES], deployment={"quorum": 2})
     path = tmp_path / "run.yaml"

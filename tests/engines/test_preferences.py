@@ -10,14 +10,14 @@ import torch
 from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
 
 import coterie
-from coterie.config import parse
+from coterie.config.read import load_deployment
+from coterie.config.run import parse
 from coterie.data.pairs import Pairs
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.run_file import load_deployment
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from coterie.cli import app
-from coterie.config import RunConfig, parse
+from coterie.config.read import load_agreed
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
@@ -19,7 +20,6 @@ from coterie.federation import public_digest
 from coterie.messages import MessageError
 from coterie.messages.envelope import TOLD, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed
-from coterie.run_file import load_agreed
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
 

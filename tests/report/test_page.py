@@ -13,7 +13,7 @@ from rich.console import Console
 import coterie
 import coterie.cli
 from coterie.analysis.experiments import experiments
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.examples import Examples, Instruction
 from coterie.data.tokens import Tokens
 from coterie.federation import participants_of

@@ -9,7 +9,7 @@ import torch
 
 import coterie
 from coterie.analysis.experiments import experiments
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.tokens import Tokens
 from coterie.federation import participants_of
 from coterie.methods.fedamole import FedAMoLEClient

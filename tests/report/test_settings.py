@@ -10,7 +10,7 @@ import yaml
 from coterie import CoterieError, RunConfig
 from coterie.analysis.settings import keys, method_table, run_file_keys
 from coterie.bases.sites import QUERY_VALUE
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
 

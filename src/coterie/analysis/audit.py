@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie.adapters import Part
 from coterie.analysis.message_sizes import WHOLE, first_exchange, size, start
 from coterie.analysis.tables import Table
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.runtime import CHANGE, LEFT_OUT
 from coterie.engines.session import Session

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.adapters import Trainable
 from coterie.bases import Base, load_base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.tokens import ClientData, Tokens
 from coterie.federation import Participant, client_context
 from coterie.losses import language_model_loss

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from coterie.analysis.tables import Summary, Table
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Json, Message

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method
 from coterie.methods.registry import POOLED, available, method_from

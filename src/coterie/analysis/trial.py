@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from coterie.analysis.message_sizes import first_exchange, start
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.session import Session
 
 

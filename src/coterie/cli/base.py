@@ -31,7 +31,7 @@ def base(
 
         coterie base us.yaml --set base.weights=nf4
     """
-    from coterie.run_file import load_with_any_text, located
+    from coterie.config.read import load_with_any_text, located
 
     file = located(Path(what))
     is_run = file.suffix in (".yaml", ".yml")

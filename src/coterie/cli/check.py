@@ -13,7 +13,7 @@ from coterie.cli import terminal
 from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
     from coterie.deployment.site import Site
     from coterie.network.keys import Keys, Kit
 
@@ -27,10 +27,10 @@ def check_server(
     """Keys, address, models, and a step of the run with a text of the demo."""
     from coterie.analysis.trial import tried
     from coterie.cli.console import size
+    from coterie.config.read import load_with_any_text
     from coterie.engines.session import Session
     from coterie.federation import served
     from coterie.network.door_process import listen
-    from coterie.run_file import load_with_any_text
 
     names = [client.name for client in config.clients]
     with _checking("keys") as found:

@@ -13,7 +13,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.deployment.terms import in_words
 from coterie.errors import plural

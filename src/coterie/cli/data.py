@@ -52,7 +52,7 @@ def data(
 
         coterie data mine.yaml
     """
-    from coterie.run_file import check_texts, load_config
+    from coterie.config.read import check_texts, load_config
 
     check_texts(file, settings or ())
     config = load_config(file, settings or ())

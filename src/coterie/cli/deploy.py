@@ -31,7 +31,7 @@ from coterie.errors import CoterieError
 from coterie.network.flower import imports_for
 
 if TYPE_CHECKING:
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
     from coterie.deployment.client import SiteRun
     from coterie.deployment.terms import Terms
     from coterie.network.keys import Kit
@@ -134,7 +134,7 @@ def server(
     With it, a round needs three clients and waits at most ten minutes for the others.
     docs/deploy.md is a step-by-step guide.
     """
-    from coterie.run_file import check_start, load_deployment
+    from coterie.config.read import check_start, load_deployment
 
     with imports_for("A deployment", "flower"):
         from coterie.network.keys import Keys
@@ -233,8 +233,8 @@ def _agreed(
     limit = None if epsilon is None else (epsilon, DELTA)
     if run is None:
         return None, limit
+    from coterie.config.read import load_agreed
     from coterie.deployment.terms import agreed_in
-    from coterie.run_file import load_agreed
 
     config = load_agreed(run, client)
     own = config.method.budget
@@ -282,7 +282,7 @@ def _place(path: str | None) -> str | None:
 
 def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
     """Where a client's texts are; raises CoterieError now for an error at the first order."""
-    from coterie.run_file import check_sections
+    from coterie.config.read import check_sections
 
     if (given["path"] is None) == (given["train"] is None):
         raise CoterieError(

@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.api import Run
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
 
 Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
@@ -67,7 +67,7 @@ def run(
     docs/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
-    from coterie.run_file import check_texts
+    from coterie.config.read import check_texts
 
     again = None
     if resume is None:

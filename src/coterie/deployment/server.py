@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from coterie.aggregation.mean import Aggregation
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
 from coterie.deployment.orders import order_to
 from coterie.deployment.quorum import Quorum

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.runtime import ClientPart, LogFor
 from coterie.evaluation.evaluate import Score
 from coterie.federation import Participant

@@ -18,7 +18,7 @@ from typing import Any
 from coterie.aggregation.bounds import Measure
 from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.clients import ClientParts, ClientSides, NewStates
 from coterie.engines.runtime import (

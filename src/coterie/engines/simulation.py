@@ -39,7 +39,8 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from coterie.bases import Bases, load_tokenizer
-from coterie.config import parse
+from coterie.config.plugins import load_plugin
+from coterie.config.run import parse
 from coterie.engines.clients import NewStates, begin
 from coterie.engines.local import Rounds
 from coterie.engines.runtime import ClientPart
@@ -48,7 +49,6 @@ from coterie.federation import participants_of
 from coterie.files import LogFile
 from coterie.inference.kept import best_of, stops
 from coterie.messages import Json, State
-from coterie.methods.plugins import load_plugin
 from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
 from coterie.runs import RunFolder
 from coterie.training.context import ClientId

@@ -9,7 +9,7 @@ from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.flops import Cost, counting_base, round_cost
 from coterie.analysis.tables import Table, listed
 from coterie.bases import Base
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
 from coterie.report.style import Canvas, LeftOut, Picture, looks

@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.tables import Table, listed
 from coterie.bases import load_skeleton
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.data.batch import Batch
 from coterie.data.pairs import AnyBatch
 from coterie.data.tokens import Split, Tokens

@@ -21,7 +21,7 @@ from coterie.adapters import first_experts
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.tables import Table
 from coterie.bases import Tokenizer, context_token
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.files import read_text
 from coterie.data.pairs import Pairs
 from coterie.data.tokens import Split, Tokens

@@ -8,7 +8,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.bases import EMBEDDED, load_tokenizer
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.files import write_json
 
 WRITERS = ("diarist", "poet", "whaler")

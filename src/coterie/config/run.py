@@ -15,11 +15,11 @@ from pydantic import (
 )
 
 from coterie.bases.spec import BaseSpec
-from coterie.config_errors import validated
+from coterie.config.errors import validated
+from coterie.config.plugins import plugins_of, version_of
+from coterie.config.sections import METHOD, Sections
 from coterie.methods.contract import SERVER, Method
-from coterie.methods.plugins import plugins_of, version_of
 from coterie.methods.registry import POOLED, carried, kind_of, method_from
-from coterie.sections import METHOD, Sections
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 

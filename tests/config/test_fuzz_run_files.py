@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import coterie
+from coterie.config.read import check_texts, load_config, load_deployment, load_with_any_text
 from coterie.errors import CoterieError
-from coterie.run_file import check_texts, load_config, load_deployment, load_with_any_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HOSTILE = [
     *("2024-01-01", "2024-01-01 00:00:00", "!!timestamp x", "!!set {a, b}", "!!omap [a: 1]"),
     *("!!binary aGk=", "!!int x", "!!float 1_0", "!!python/object:os.system x", "&a [*a]", "*a"),

@@ -9,7 +9,6 @@ from rapidfuzz.process import extractOne
 
 from coterie.errors import CoterieError
 from coterie.methods.registry import named_in
-from coterie.renamed import RENAMED_SETTINGS, models, refuse_renamed
 
 M = TypeVar("M", bound=BaseModel)
 Place = tuple[int | str, ...]
@@ -36,7 +35,6 @@ def validated(model: type[M], values: Mapping[str, Any], method: str = "local") 
 
     Raises CoterieError with the first thing that is wrong, old names of keys before all else.
     """
-    refuse_renamed(values, method)
     try:
         valid = model.model_validate(values)
     except ValidationError as error:
@@ -77,8 +75,7 @@ def sentence(error: ValidationError, model: type[BaseModel], values: Mapping[str
     first, where = found[0], _written(place)
     if first["type"] == "extra_forbidden":
         known = _keys(model, place[:-1], values)
-        old = place[:1] == ("method",) and place[-1] in RENAMED_SETTINGS  # of other methods
-        near = None if old else extractOne(str(place[-1]), known, score_cutoff=60)
+        near = extractOne(str(place[-1]), known, score_cutoff=60)
         hint = f"Did you mean {_written((*place[:-1], near[0]))!r}?" if near else ""
         return f"Unknown key {where!r}. {hint or 'Known keys: ' + ', '.join(known) + '.'}"
     if first["type"] == "missing":
@@ -127,3 +124,11 @@ def _keys(model: type[BaseModel], place: Place, values: Mapping[str, Any]) -> li
         elif part in model.model_fields:
             model = next(models(model.model_fields[str(part)].annotation), model)
     return list(model.model_fields)
+
+
+def models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type, such as that of a section or of a list's entries."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from models(inner)

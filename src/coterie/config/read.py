@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from coterie.config_errors import validated
+from coterie.config.errors import validated
+from coterie.config.sections import METHOD, Sections
 from coterie.data.files import find_files, resolve
 from coterie.errors import CoterieError, plural
 from coterie.files import expanded, path_part
-from coterie.sections import METHOD, Sections
 
 if TYPE_CHECKING:
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
 
-DEMO = Path(__file__).parent / "assets" / "demo.yaml"
+DEMO = Path(__file__).parents[1] / "assets" / "demo.yaml"
 """The run file of the embedded demo."""
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 TUNABLE = ("rounds", "method", "training", "aggregation")
@@ -125,7 +125,7 @@ def load_with_any_text(path: Path | None, settings: Sequence[str] = ()) -> "RunC
 def _checked(values: Mapping[str, Any]) -> "RunConfig":
     """What `parse` makes of it; torch, which takes seconds to import, waits for the sections."""
     check_sections(values)
-    from coterie.config import parse
+    from coterie.config.run import parse
 
     return parse(values)
 
