@@ -13,7 +13,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.config.errors import validated
-from coterie.config.read import apply_setting, check_trials, located, place_data, read_mapping
+from coterie.config.tune import check_trials
+from coterie.config.values import apply_setting, located, place_data, read_mapping
 from coterie.errors import CoterieError
 from coterie.files import path_part
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coterie.cli import app
-from coterie.config.read import load_agreed
+from coterie.config.deployed import load_agreed
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch

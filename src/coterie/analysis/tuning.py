@@ -7,8 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from coterie.analysis.cells import Cells
-from coterie.config.read import check_tune, put
 from coterie.config.run import RunConfig, parse
+from coterie.config.tune import check_tune
+from coterie.config.values import put
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.metrics import metric_of

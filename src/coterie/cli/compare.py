@@ -106,7 +106,7 @@ def compare(
 
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
-    from coterie.config.read import read_tune
+    from coterie.config.tune import read_tune
     from reproduce.table_file import is_table
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
@@ -189,10 +189,10 @@ def _page(summary: Mapping[str, Any], docs: Path) -> Path:
 def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:
     """Compare methods on a run file."""
     import coterie
-    from coterie.config.read import check_texts
+    from coterie.config.read import load_here
+    from coterie.config.values import read_values
 
-    check_texts(file, common.settings, common.tune)  # at once; torch takes seconds to import
-    config = coterie.load_config(file, common.settings)
+    config = load_here(read_values(file, common.settings), common.tune)
     folder = common.out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
         comparison = coterie.compare(

@@ -67,14 +67,14 @@ def run(
     docs/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
-    from coterie.config.read import check_texts
+    from coterie.config.read import load_here
+    from coterie.config.values import read_values
 
     again = None
     if resume is None:
         needs_resume(from_round)
         again = _again(file, settings or ())
-        check_texts(file, settings or ())  # at once; torch takes seconds to import
-        config = coterie.load_config(file, settings or ())
+        config = load_here(read_values(file, settings or ()))
         _remark(config)
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
