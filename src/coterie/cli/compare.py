@@ -107,17 +107,18 @@ def compare(
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
     from coterie.config.tune import read_tune
-    from reproduce.table_file import is_table
+    from coterie.config.values import read_values
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
-    if file is not None and is_table(file):
+    values = read_values(file, settings or ())
+    if file is not None and {"rows", "shows"} & values.keys():
         _fill_in(file, _listed(methods), _listed(columns), seeds, regime, write_docs, common)
         return
     given = {"--columns": columns, "--regime": regime, "--write-docs": write_docs}
     for option, value in given.items():
         if value is not None:
             raise CoterieError(f"{option} needs a table file; this is a run file.")
-    _compare(file, METHODS if methods is None else _listed(methods), seeds or 1, common)
+    _compare(values, METHODS if methods is None else _listed(methods), seeds or 1, common)
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,12 @@ def _page(summary: Mapping[str, Any], docs: Path) -> Path:
     return page
 
 
-def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:
+def _compare(values: dict[str, Any], methods: list[str], seeds: int, common: _Common) -> None:
     """Compare methods on a run file."""
     import coterie
     from coterie.config.read import load_here
-    from coterie.config.values import read_values
 
-    config = load_here(read_values(file, common.settings), common.tune)
+    config = load_here(values, common.tune)
     folder = common.out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
         comparison = coterie.compare(
