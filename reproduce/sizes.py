@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coterie.analysis.tables import Summary, Table
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.federation import Participant
 from coterie.training.context import ClientId
 

@@ -13,6 +13,7 @@ from coterie.errors import CoterieError
 
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """What is compared unless the command is told."""
+TABLE_ONLY = ("--columns", "--regime", "--write-docs")
 MethodNames = Annotated[
     str | None,
     typer.Option(
@@ -114,8 +115,7 @@ def compare(
     if file is not None and {"rows", "shows"} & values.keys():
         _fill_in(file, _listed(methods), _listed(columns), seeds, regime, write_docs, common)
         return
-    given = {"--columns": columns, "--regime": regime, "--write-docs": write_docs}
-    for option, value in given.items():
+    for option, value in zip(TABLE_ONLY, (columns, regime, write_docs), strict=True):
         if value is not None:
             raise CoterieError(f"{option} needs a table file; this is a run file.")
     _compare(values, METHODS if methods is None else _listed(methods), seeds or 1, common)
