@@ -142,10 +142,11 @@ def _fill_in(
 ) -> None:
     """Run what a table lacks and show it; `docs`: a folder of results to write its page into."""
     from reproduce.table_file import read_table, table_folder
+
+    # Told at once, what is wrong outside the methods; then torch is imported.
+    read_table(file, common.settings, methods, columns, common.tune, regime)
     from reproduce.tables import compare_table
 
-    # Told at once, what is wrong outside the methods.
-    read_table(file, common.settings, methods, columns, common.tune, regime)
     folder = common.out or table_folder(file, regime)
     with terminal.stoppable():
         shown = compare_table(
