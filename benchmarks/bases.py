@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coterie.bases import Base, BaseSpec, load_base, load_tokenizer
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
 from coterie.federation import Participant, client_context

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.start import serve
 from coterie.network.flower.link import FlowerLink

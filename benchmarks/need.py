@@ -23,7 +23,7 @@ from transformers.utils import logging
 import coterie
 from coterie.analysis.need import need_of
 from coterie.bases import load_tokenizer
-from coterie.config import parse
+from coterie.config.run import parse
 
 MIB = 2**20
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {

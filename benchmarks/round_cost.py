@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
 from coterie.bases import load_tokenizer
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Message

@@ -7,7 +7,7 @@ from typing import Any
 from coterie.analysis.audit import WHOLE, size
 from coterie.analysis.tables import Summary, Table
 from coterie.analysis.trial import first_exchange, start
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.session import Session
 from coterie.messages import Message
 from coterie.messages.schema import Field, Schema, Way

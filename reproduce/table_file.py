@@ -12,10 +12,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.config_errors import validated
+from coterie.config.errors import validated
+from coterie.config.tune import check_trials
+from coterie.config.values import apply_setting, located, place_data, read_mapping
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.run_file import apply_setting, check_trials, located, place_data, read_mapping
 
 Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages", "tokens"]
 

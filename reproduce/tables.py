@@ -13,7 +13,7 @@ from typing import Any
 from coterie.analysis.cells import Cells
 from coterie.analysis.comparison import check_against
 from coterie.analysis.tuning import Tuner
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text

@@ -20,7 +20,7 @@ from coterie.analysis.floor import at_floor
 from coterie.analysis.frame import Result, of_clients, scores
 from coterie.analysis.significance import Difference, differences
 from coterie.analysis.tables import Table, shown_of
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.session import Session
 from coterie.evaluation.metrics import Metric
 from coterie.files import write_text

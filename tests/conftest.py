@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import coterie
 from coterie.bases import EMBEDDED
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.testing.small import (
     TOKENS,
     small_values,

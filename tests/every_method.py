@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.methods.fedmkt.method import FedMKT
 from coterie.methods.registry import available
 

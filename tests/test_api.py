@@ -12,7 +12,7 @@ from every_method import some
 
 import coterie
 from coterie import CoterieError
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate

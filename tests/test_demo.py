@@ -6,7 +6,7 @@ import pytest
 
 import coterie
 from coterie.analysis.tables import mean
-from coterie.run_file import load_config
+from coterie.config.read import load_config
 
 
 @pytest.mark.parametrize(

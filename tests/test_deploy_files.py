@@ -16,9 +16,10 @@ import pytest
 import typer
 
 from coterie.cli import app
+from coterie.config.deployed import check_start, load_deployment
+from coterie.config.sections import DeploymentSpec
+from coterie.config.values import read_values
 from coterie.errors import CoterieError
-from coterie.run_file import check_start, load_deployment
-from coterie.sections import DeploymentSpec
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
@@ -138,7 +139,7 @@ def test_options_in_tables_and_sentences_exist() -> None:
 def test_run_files_of_the_page_are_deployments(text: str, tmp_path: Path) -> None:
     path = tmp_path / "us.yaml"
     path.write_text(text, encoding="utf-8")
-    config = load_deployment(path, (), ["alice", "bob"])
+    config = load_deployment(read_values(path), ["alice", "bob"])
     assert config.name == "us"
     assert [client.name for client in config.clients] == ["alice", "bob"]
     with pytest.raises(CoterieError, match="'bob' has no key"):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from coterie import CoterieError
+from coterie.config.plugins import load_plugin
 from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.losses import language_model_loss
 from coterie.methods.adapter import copied
-from coterie.methods.plugins import load_plugin
 from coterie.seeding import generator
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round

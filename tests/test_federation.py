@@ -12,7 +12,7 @@ from public_text import public_text
 
 import coterie
 from coterie.bases import load_base, load_tokenizer
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session

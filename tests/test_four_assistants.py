@@ -11,8 +11,8 @@ import coterie
 from coterie.analysis.tables import mean
 from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
+from coterie.config.read import load_config
 from coterie.evaluation.generation import Sampling
-from coterie.run_file import load_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_assistants.py"
 FOLDER = EMBEDDED / "four-assistants"

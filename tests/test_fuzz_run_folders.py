@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from coterie import api
 from coterie.cli import app
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.errors import CoterieError
 
 ODD: list[Any] = [

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from coterie import api
 from coterie.cli import app
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.deployment.start import logged
 from coterie.errors import CoterieError
 from coterie.files import LogFile

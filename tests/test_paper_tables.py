@@ -12,7 +12,7 @@ import yaml
 
 from coterie import CoterieError
 from coterie.analysis.experiments import MEAN
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.engines.rounds import Rounds
 from coterie.runs import RunFolder, Watch
 from reproduce.table_file import is_table, merged, slug, table_folder
@@ -177,20 +177,6 @@ def test_rows_and_columns_are_chosen_by_name_or_method(table) -> None:
         ({"rows": [{"method": "fedavgg"}]}, "row 'fedavgg': There is no method"),
         ({"rows": [{"method": {"name": "local", "ranc": 3}}]}, "Unknown key 'method.ranc'"),
         ({"run": {"method": "local"}}, "remove 'method'"),
-        ({"run": {"training": {"clip": 1}}}, r"column 'All Three': training\.clip is now"),
-        (
-            {"rows": [{"method": {"name": "hetlora", "rank": 4}}]},
-            r"^In column 'All Three', row 'hetlora': method\.rank is now method\.mlp\.rank\.$",
-        ),
-        (
-            {
-                "run": {"clients": [{"name": "anna", "path": "anna.txt"}]},
-                "columns": [{"name": "A", "methods": {"fedit": {"attention_rank": 2}}}],
-                "rows": [{"method": "fedit"}],
-            },
-            r"^In column 'A', row 'fedit': method\.attention_rank is now method\.attention\.rank",
-        ),
-        ({"shows": "written"}, r"^shows should be exact_match, not written\.$"),
         ({"seeds": 0}, "seeds should be"),
         ({"shows": "colours"}, "shows should be 'perplexity', 'accuracy', .* or 'tokens'"),
         ({"shows": "rouge_l"}, "column 'All Three': rouge_l .* set evaluation.generate"),

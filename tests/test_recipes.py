@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie.bases import load_tokenizer
+from coterie.config.read import load_config
 from coterie.data.examples import Examples
 from coterie.data.files import Record
 from coterie.data.items import Instruction
@@ -13,7 +14,6 @@ from coterie.data.templates import holds
 from coterie.federation import check, participants_of
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
-from coterie.run_file import load_config
 from reproduce.table_file import is_table
 from reproduce.tables import load_table
 

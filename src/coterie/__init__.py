@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.api import Run, compare, load, resume, run, tokenizer
-    from coterie.config import RunConfig
+    from coterie.config.plugins import load_plugin
+    from coterie.config.read import load_config
+    from coterie.config.run import RunConfig
     from coterie.errors import CoterieError
     from coterie.methods.contract import Method
-    from coterie.methods.plugins import load_plugin
     from coterie.methods.registry import register
-    from coterie.run_file import load_config
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
@@ -42,9 +42,9 @@ __all__ = [
 _HOMES = {
     "CoterieError": "errors",
     "Method": "methods.contract",
-    "RunConfig": "config",
-    "load_config": "run_file",
-    "load_plugin": "methods.plugins",
+    "RunConfig": "config.run",
+    "load_config": "config.read",
+    "load_plugin": "config.plugins",
     "register": "methods.registry",
 }
 

@@ -12,14 +12,14 @@ from coterie.analysis.cells import Cells
 from coterie.analysis.comparison import check_against
 from coterie.analysis.gains import gains
 from coterie.analysis.tuning import Tuner
-from coterie.config import RunConfig, parse
+from coterie.config.read import load_config
+from coterie.config.run import RunConfig, parse
 from coterie.engines.floor import floor_in
 from coterie.engines.session import Engine, Session
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
 from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
-from coterie.run_file import load_config
 from coterie.runs import RunFolder, Watch
 
 __all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from coterie.adapters import detach
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples

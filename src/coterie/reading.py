@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from coterie.bases import Tokenizer
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, has_conversations
 from coterie.data.quality import Progress, Quality, SpecialTokens, quality, special_tokens

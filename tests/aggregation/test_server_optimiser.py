@@ -14,13 +14,13 @@ from coterie import CoterieError
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
-from coterie.config import parse
+from coterie.config.plugins import load_plugin
+from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Field, Message, Schema, State
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
-from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_as_local, assert_equal, deploy
 from coterie.testing.rounds import joined, one_round

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import coterie
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.runs import RunFolder
 from coterie.training.local import LocalTraining
 

@@ -12,7 +12,7 @@ from coterie import CoterieError
 from coterie.adapters import Adapter, Layout
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.batch import Batch
 from coterie.inference.finished import recorded
 from coterie.losses import language_model_loss, logits_in_pieces, token_losses

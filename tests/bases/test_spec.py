@@ -4,8 +4,8 @@ import pytest
 
 from coterie import CoterieError
 from coterie.bases import BaseSpec
-from coterie.config import parse
-from coterie.run_file import apply_setting
+from coterie.config.run import parse
+from coterie.config.values import apply_setting
 
 CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}
 NF4 = {"name": "gpt2", "weights": "nf4"}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coterie
 from coterie.bases import Base, BaseSpec, load_base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 

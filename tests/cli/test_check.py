@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from coterie.cli import app
-from coterie.config import parse
+from coterie.config.run import parse
 
 pytest.importorskip("flwr", reason="Flower is not installed")
 from coterie.analysis import trial

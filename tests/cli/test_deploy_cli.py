@@ -10,8 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.config.deployed import load_deployment, load_with_any_text
+from coterie.config.values import read_values
 from coterie.errors import CoterieError
-from coterie.run_file import load_deployment, load_with_any_text
 from coterie.testing.loop import deploy
 
 pytest.importorskip("flwr", reason="Flower is not installed")
@@ -111,12 +112,12 @@ def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
 def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
     path = tmp_path / "us.yaml"
     path.write_text("rounds: 2\n")
-    config = load_deployment(path, (), ["anna", "ben"])
+    config = load_deployment(read_values(path), ["anna", "ben"])
     assert [client.name for client in config.clients] == ["anna", "ben"]
     assert config.deployment.anyone
     path.write_text("clients: [{name: anna}]\n")
-    assert not load_deployment(path, (), ["anna", "ben"]).deployment.anyone
-    assert Path(load_with_any_text(path).clients[0].path or "").exists()
+    assert not load_deployment(read_values(path), ["anna", "ben"]).deployment.anyone
+    assert Path(load_with_any_text(read_values(path)).clients[0].path or "").exists()
 
 
 def test_a_deployed_run_is_not_resumed_by_another_engine(config, tmp_path) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 import coterie
 from coterie.cli import app
-from coterie.run_file import DEMO
+from coterie.config.values import DEMO
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: Any = typer.main.get_command(app)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from questions import records, rows, write
 from transformers import PreTrainedTokenizerBase
 
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.divide import divided_texts
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.items import Conversation, Turn

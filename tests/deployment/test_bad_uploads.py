@@ -9,7 +9,7 @@ import torch
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
 from coterie.aggregation.mean import TOKENS
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.messages import Message
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder

@@ -16,7 +16,7 @@ import torch
 from every_method import some
 
 import coterie
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.errors import CoterieError

@@ -3,7 +3,7 @@
 import pytest
 
 import coterie
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.runs import RunFolder
 
 pytest.importorskip("flwr", reason="Flower is not installed")

@@ -17,13 +17,13 @@ import pytest
 
 import coterie
 from coterie.bases import EMBEDDED
-from coterie.config import parse
+from coterie.config.read import load_config
+from coterie.config.run import parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.messages import MessageError
 from coterie.messages.envelope import TOLD, Order, unseal
 from coterie.network.keys import Keys
-from coterie.run_file import load_config
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
 

@@ -9,7 +9,7 @@ import pytest
 from hostile import replace_one
 
 from coterie.cli.agreement import in_words
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.deployment.terms import agreed_in, asked_by, differences

@@ -301,18 +301,19 @@ def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
 
 
 def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
-    from coterie.run_file import check_start, load_deployment
+    from coterie.config.deployed import check_start, load_deployment
+    from coterie.config.values import read_values
 
     run = values(clients=[{"name": name} for name in NAMES], deployment={"quorum": 2})
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run))
-    config = load_deployment(path, (), ["diarist", "whaler"], ["poet"])
+    config = load_deployment(read_values(path), ["diarist", "whaler"], ["poet"])
     check_start(config, ["diarist", "whaler"])
     assert [client.name for client in config.clients] == ["diarist", "whaler"]
     with pytest.raises(CoterieError, match="or leave it out with --without poet"):
-        check_start(load_deployment(path, (), ["diarist"]), ["diarist", "whaler"])
+        check_start(load_deployment(read_values(path), ["diarist"]), ["diarist", "whaler"])
     with pytest.raises(CoterieError, match="no client left"):
-        load_deployment(path, (), [], NAMES)
+        load_deployment(read_values(path), [], NAMES)
 
 
 @pytest.fixture

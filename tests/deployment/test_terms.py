@@ -10,7 +10,8 @@ import yaml
 
 from coterie.cli import app
 from coterie.cli.agreement import in_words
-from coterie.config import RunConfig, parse
+from coterie.config.deployed import load_agreed
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
@@ -20,7 +21,6 @@ from coterie.federation import public_digest
 from coterie.messages import MessageError
 from coterie.messages.envelope import TOLD, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed
-from coterie.run_file import load_agreed
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
 

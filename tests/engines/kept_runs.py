@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.runs import RunFolder

@@ -11,7 +11,7 @@ from every_method import some
 
 import coterie
 from coterie.bases import BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.texts import client_texts, whole_text
 from coterie.data.tokens import Split, encoded, tokenise

@@ -13,7 +13,7 @@ import pytest
 import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.cli.writing import answer
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.chat import OURS
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError

@@ -10,7 +10,7 @@ from every_method import each_method, run_of
 from kept_runs import HIGH
 
 import coterie
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.clients import STATES, NewStates
 from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session

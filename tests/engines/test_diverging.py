@@ -8,14 +8,15 @@ import torch
 from every_method import FEW, METHODS, run_of
 
 import coterie
+from coterie.config import plugins
+from coterie.config.plugins import load_plugin
 from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
 from coterie.messages.envelope import TOLD
-from coterie.methods import plugins, registry
+from coterie.methods import registry
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller
-from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
 from coterie.testing.loop import Loop, assert_as_local, assert_equal, assert_same_states, deploy

@@ -12,7 +12,7 @@ from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
 
 import coterie
 from coterie.cli import terminal
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
 from coterie.engines import runtime as part
 from coterie.engines.session import Session

@@ -113,7 +113,7 @@ import struct, sys
 from pathlib import Path
 import torch
 from coterie.bases import load_base
-from coterie.run_file import load_config
+from coterie.config.read import load_config
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
 from coterie.federation import Participant, client_context, client_data

@@ -7,7 +7,7 @@ import pytest
 from kept_runs import HIGH, files, naive_loss, trained
 
 import coterie
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment import server as engine
 from coterie.messages.envelope import Entry, Reply, unseal
 from coterie.methods.pretrained import bare

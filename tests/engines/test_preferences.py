@@ -10,14 +10,15 @@ import torch
 from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
 
 import coterie
-from coterie.config import parse
+from coterie.config.deployed import load_deployment
+from coterie.config.run import parse
+from coterie.config.values import read_values
 from coterie.data.kinds.preferences import Pairs
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.run_file import load_deployment
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
@@ -219,7 +220,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(described))
     with pytest.raises(CoterieError, match=r"training\.dpo\.reference names a run"):
-        load_deployment(file, (), NAMES)
+        load_deployment(read_values(file), NAMES)
 
 
 @pytest.mark.parametrize(

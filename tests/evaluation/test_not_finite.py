@@ -9,7 +9,7 @@ import torch
 
 import coterie
 from coterie import losses as loss
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.engines.session import Session
 from coterie.evaluation import evaluate as evaluation
 from coterie.evaluation.answers import WORST

@@ -9,7 +9,7 @@ from every_method import each_method, run_of
 
 import coterie
 from coterie.adapters import detach
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.messages import Message, MessageError
 from coterie.methods import contract
 from coterie.methods.averaging import FedAvg

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from coterie.aggregation.assignment import assign_all
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
 from coterie.engines.runtime import contribution

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session

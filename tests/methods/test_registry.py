@@ -10,7 +10,7 @@ import pytest
 
 import coterie
 from coterie import CoterieError
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.methods.averaging import FedAvg
 from coterie.methods.registry import METHODS, OWN, kind_of, method_from, names
 

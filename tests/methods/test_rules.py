@@ -11,7 +11,7 @@ from torch import Tensor
 
 import coterie
 from coterie.aggregation.mean import Contribution, Rule
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Groups, Message, MessageError

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from coterie.cli import deploy as deploy_cli
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError

@@ -7,7 +7,7 @@ import torch
 
 from coterie.analysis.experiments import experiments
 from coterie.analysis.flops import counting_base, round_cost, step_flops
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
 from coterie.federation import Participant, client_context

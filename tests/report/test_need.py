@@ -9,7 +9,7 @@ from every_method import METHODS
 from coterie.analysis.need import Alive, Need, need_of
 from coterie.bases import load_base
 from coterie.bases.precision import autocast
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.tokens import ClientData
 from coterie.federation import NOTHING, Participant, client_context
 from coterie.losses import language_model_loss

@@ -15,7 +15,7 @@ import coterie.cli
 from coterie.analysis.experiments import experiments
 from coterie.analysis.routers import chosen_layers
 from coterie.analysis.texts import _beginning, _pieces, coloured_texts
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.examples import Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.text import Tokens

@@ -17,7 +17,7 @@ from coterie.analysis.relevance import (
     sample_relevance,
     some_of,
 )
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.federation import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient

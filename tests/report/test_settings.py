@@ -7,10 +7,11 @@ from typing import get_args
 import pytest
 import yaml
 
-from coterie import CoterieError, RunConfig
+from coterie import CoterieError
 from coterie.analysis.settings import keys, method_table, run_file_keys
 from coterie.bases.sites import QUERY_VALUE
-from coterie.config import parse
+from coterie.config.run import parse
+from coterie.config.sections import RunFile
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
 
@@ -34,7 +35,7 @@ def test_every_example_of_the_page_is_a_valid_run() -> None:
 
 
 def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
-    found = {key: (default, meaning) for key, default, meaning in keys(RunConfig)}
+    found = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
     assert all(meaning for _, meaning in found.values())
     assert found["training.batch"][0] == "64"
     adamw = "{name: adamw, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.01}"

@@ -9,8 +9,8 @@ from every_method import some
 
 import coterie
 from coterie import CoterieError
-from coterie.config import parse
-from coterie.run_file import load_config
+from coterie.config.read import load_config
+from coterie.config.run import parse
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_same_state
 from coterie.training.optimiser import REFUSED, build, classes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import coterie
 from coterie import CoterieError
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.windows import epoch_batch
 from coterie.engines.local import LocalRun, local_run

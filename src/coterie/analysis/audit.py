@@ -8,7 +8,7 @@ from torch import Tensor
 from coterie.adapters import Part
 from coterie.analysis.tables import Table
 from coterie.analysis.trial import first_exchange, start
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Field, Json, Message, Schema, State

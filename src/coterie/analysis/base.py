@@ -13,7 +13,7 @@ from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_vocabulary, embedding_rows
 from coterie.bases.sites import QUERY_VALUE, layers
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterMethod
 from coterie.training.context import ClientId

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.session import Session
 from coterie.runs import RunFolder, Watch
 

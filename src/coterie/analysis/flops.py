@@ -15,7 +15,7 @@ from coterie.adapters import Trainable
 from coterie.analysis.experiments import Experiment
 from coterie.analysis.need import side_without_texts
 from coterie.bases import Base, load_base
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
 from coterie.losses import language_model_loss

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
 from coterie.bases.precision import autocast, prepare
 from coterie.bases.weights import DTYPES
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.federation import NOTHING, Participant, client_context

@@ -15,7 +15,7 @@ from torch import Tensor
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.routers import chosen_layers
 from coterie.bases import load_skeleton
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.data.batch import Batch
 from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.kinds.text import Tokens

@@ -9,15 +9,14 @@ from pydantic.fields import FieldInfo
 
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec
-from coterie.config import RunConfig
+from coterie.config.sections import MethodSpec, RunFile
 from coterie.errors import CoterieError
-from coterie.methods.contract import Method
 from coterie.methods.registry import POOLED, available, method_from
 from coterie.methods.settings import PerClient, Settings
 from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
-NAMED = (Method, OptimiserSpec)
+NAMED = (MethodSpec, OptimiserSpec)
 """What a run file gives by a name, or by a mapping of `name` and settings: one key of a table."""
 
 
@@ -87,8 +86,6 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
     value = own if defaults is None else getattr(defaults, name)
     if value in (None, ""):
         return ""
-    if isinstance(value, Method):
-        return value.name
     value = value.model_dump(mode="json") if isinstance(value, OptimiserSpec) else value
     value = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
@@ -110,6 +107,6 @@ def run_file_keys() -> str:
     """The keys of a run file as Markdown, for docs/run-file.md."""
     rows = [
         (f"`{key}`", f"`{default}`" if default else "", meaning)
-        for key, default, meaning in keys(RunConfig)
+        for key, default, meaning in keys(RunFile)
     ]
     return Table("Every key", COLUMNS, rows).markdown()

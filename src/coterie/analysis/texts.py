@@ -13,7 +13,7 @@ from coterie.adapters import first_experts
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.routers import WEIGHTS, chosen_layers, expert_names, has_routers
 from coterie.bases import Tokenizer, context_token
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.data.files import read_text
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.kinds.text import Tokens

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from coterie.analysis.need import process_memory
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Message

@@ -7,13 +7,14 @@ from statistics import fmean
 from typing import Any
 
 from coterie.analysis.cells import Cells
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
+from coterie.config.tune import check_tune
+from coterie.config.values import put
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.metrics import metric_of
 from coterie.files import path_part
 from coterie.methods.pretrained import Pretrained
-from coterie.run_file import check_tune, put
 
 TRIALS = "trials"
 """The folder of trials, beside the runs that they are for."""

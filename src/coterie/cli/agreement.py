@@ -2,7 +2,7 @@
 
 import json
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.costs import MOST_DISK
 from coterie.deployment.terms import flat
 from coterie.errors import plural

@@ -31,15 +31,16 @@ def base(
 
         coterie base us.yaml --set base.weights=nf4
     """
-    from coterie.run_file import load_with_any_text, located
+    from coterie.config.deployed import load_with_any_text
+    from coterie.config.values import located, read_values
 
     file = located(Path(what))
     is_run = file.suffix in (".yaml", ".yml")
     if is_run:
-        config = load_with_any_text(file, settings or ())
+        config = load_with_any_text(read_values(file, settings or ()))
     else:
         here = [f"data_root={Path.cwd()}", f"base={what}", *(settings or ())]
-        config = load_with_any_text(None, here)
+        config = load_with_any_text(read_values(None, here))
     from coterie.analysis.base import base_table, need_tables, stands_table
 
     clients = [client.name for client in config.clients] or ["a client"]

@@ -1,11 +1,11 @@
 """`coterie server --check` and `coterie client --check`: what would go wrong, before a long run."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from coterie.cli import terminal
 from coterie.errors import CoterieError, plural
 
 if TYPE_CHECKING:
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
     from coterie.deployment.site import Site
     from coterie.network.keys import Keys, Kit
 
@@ -22,15 +22,18 @@ ASKED_WITHIN = 30.0
 
 
 def check_server(
-    file: Path | None, settings: list[str], config: "RunConfig", keys: "Keys", address: str
+    values: Mapping[str, Any], config: "RunConfig", keys: "Keys", address: str
 ) -> None:
-    """Keys, address, models, and a step of the run with a text of the demo."""
+    """Check keys, address, models, and a step of the run with a text of the demo.
+
+    values: the plain data of the run file.
+    """
     from coterie.analysis.trial import tried
     from coterie.cli.console import size
+    from coterie.config.deployed import load_with_any_text
     from coterie.engines.session import Session
     from coterie.federation import served
     from coterie.network.door_process import listen
-    from coterie.run_file import load_with_any_text
 
     names = [client.name for client in config.clients]
     with _checking("keys") as found:
@@ -53,7 +56,7 @@ def check_server(
             served(config)
             found(f"the server's own: {config.server.base or config.base}")
     try:
-        short = load_with_any_text(file, settings)
+        short = load_with_any_text(values)
         trial = tried(Session(short), short)
     except CoterieError as error:  # about that text, and not the clients' own
         _line("messages", "-", f"not measured, as a text of the demo does not do ({error})")

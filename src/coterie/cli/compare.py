@@ -13,6 +13,7 @@ from coterie.errors import CoterieError
 
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """What is compared unless the command is told."""
+TABLE_ONLY = ("--columns", "--regime", "--write-docs")
 MethodNames = Annotated[
     str | None,
     typer.Option(
@@ -106,18 +107,18 @@ def compare(
 
         coterie compare recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
-    from coterie.run_file import read_tune
-    from reproduce.table_file import is_table
+    from coterie.config.tune import read_tune
+    from coterie.config.values import read_values
 
     common = _Common(settings or (), read_tune(tune or ()), against, out)
-    if file is not None and is_table(file):
+    values = read_values(file, settings or ())
+    if file is not None and {"rows", "shows"} & values.keys():
         _fill_in(file, _listed(methods), _listed(columns), seeds, regime, write_docs, common)
         return
-    given = {"--columns": columns, "--regime": regime, "--write-docs": write_docs}
-    for option, value in given.items():
+    for option, value in zip(TABLE_ONLY, (columns, regime, write_docs), strict=True):
         if value is not None:
             raise CoterieError(f"{option} needs a table file; this is a run file.")
-    _compare(file, METHODS if methods is None else _listed(methods), seeds or 1, common)
+    _compare(values, METHODS if methods is None else _listed(methods), seeds or 1, common)
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,11 @@ def _fill_in(
 ) -> None:
     """Run what a table lacks and show it; `docs`: a folder of results to write its page into."""
     from reproduce.table_file import read_table, table_folder
+
+    # Told at once, what is wrong outside the methods; then torch is imported.
+    read_table(file, common.settings, methods, columns, common.tune, regime)
     from reproduce.tables import compare_table
 
-    # Told at once, what is wrong outside the methods.
-    read_table(file, common.settings, methods, columns, common.tune, regime)
     folder = common.out or table_folder(file, regime)
     with terminal.stoppable():
         shown = compare_table(
@@ -186,13 +188,12 @@ def _page(summary: Mapping[str, Any], docs: Path) -> Path:
     return page
 
 
-def _compare(file: Path | None, methods: list[str], seeds: int, common: _Common) -> None:
+def _compare(values: dict[str, Any], methods: list[str], seeds: int, common: _Common) -> None:
     """Compare methods on a run file."""
     import coterie
-    from coterie.run_file import check_texts
+    from coterie.config.read import load_here
 
-    check_texts(file, common.settings, common.tune)  # at once; torch takes seconds to import
-    config = coterie.load_config(file, common.settings)
+    config = load_here(values, common.tune)
     folder = common.out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
         comparison = coterie.compare(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from coterie.cli.agreement import in_words
 from coterie.cli.progress import jump_warning
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.errors import plural
 from coterie.messages.envelope import Order

@@ -52,10 +52,10 @@ def data(
 
         coterie data mine.yaml
     """
-    from coterie.run_file import check_texts, load_config
+    from coterie.config.read import load_here
+    from coterie.config.values import read_values
 
-    check_texts(file, settings or ())
-    config = load_config(file, settings or ())
+    config = load_here(read_values(file, settings or ()))
     from coterie.bases import load_tokenizer
     from coterie.federation import gathered
     from coterie.files import write_json

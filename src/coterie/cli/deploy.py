@@ -31,7 +31,7 @@ from coterie.errors import CoterieError
 from coterie.network.flower import imports_for
 
 if TYPE_CHECKING:
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
     from coterie.deployment.client import SiteRun
     from coterie.deployment.terms import Terms
     from coterie.network.keys import Kit
@@ -134,14 +134,16 @@ def server(
     With it, a round needs three clients and waits at most ten minutes for the others.
     docs/deploy.md is a step-by-step guide.
     """
-    from coterie.run_file import check_start, load_deployment
+    from coterie.config.deployed import check_start, load_deployment
+    from coterie.config.values import read_values
 
     with imports_for("A deployment", "flower"):
         from coterie.network.keys import Keys
 
     registered = list((folder_of_keys := Keys(keys)).clients())
     settings = with_device(settings, device)
-    config = load_deployment(file, settings, registered, without or ())
+    values = read_values(file, settings)
+    config = load_deployment(values, registered, without or ())
     folder = out or Path("runs") / config.name
     again = resume and (folder / "run.json").exists()
     if not again:
@@ -150,7 +152,7 @@ def server(
     with imports_for("A deployment", "flower"):
         from coterie.deployment import start as deploy
     if check:
-        return check_server(file, settings, config, folder_of_keys, address)
+        return check_server(values, config, folder_of_keys, address)
     from coterie.cli.console import Board
 
     how = "Finished rounds are saved. To resume, run the same command with --resume."
@@ -233,8 +235,8 @@ def _agreed(
     limit = None if epsilon is None else (epsilon, DELTA)
     if run is None:
         return None, limit
+    from coterie.config.deployed import load_agreed
     from coterie.deployment.terms import agreed_in
-    from coterie.run_file import load_agreed
 
     config = load_agreed(run, client)
     own = config.method.budget
@@ -282,7 +284,8 @@ def _place(path: str | None) -> str | None:
 
 def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
     """Where a client's texts are; raises CoterieError now for an error at the first order."""
-    from coterie.run_file import check_sections
+    from coterie.config.errors import validated
+    from coterie.config.sections import RunFile
 
     if (given["path"] is None) == (given["train"] is None):
         raise CoterieError(
@@ -292,7 +295,7 @@ def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
             "split) or --train (with --validation and --test, if there are any)."
         )
     texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
-    check_sections({"clients": [{"name": name, **texts}]})
+    validated(RunFile, {"clients": [{"name": name, **texts}]})
     for path in texts.values():
         if not Path(path).exists():
             raise CoterieError(f"No such file or folder: {path}.")

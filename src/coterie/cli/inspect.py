@@ -78,9 +78,10 @@ def audit(
     The list comes from the method's declaration; the sizes are measured on real messages of one
     short round. A client without a path, as in a deployment, is given a text of the demo.
     """
-    from coterie.run_file import load_with_any_text
+    from coterie.config.deployed import load_with_any_text
+    from coterie.config.values import read_values
 
-    config = load_with_any_text(file, settings or ())
+    config = load_with_any_text(read_values(file, settings or ()))
     from coterie.analysis.audit import audit_run
 
     for table in audit_run(config):

@@ -20,7 +20,7 @@ def _remember_debug(value: bool) -> bool:
 
 def _load(files: Sequence[Path] | None) -> Sequence[Path] | None:
     if files:
-        from coterie.methods.plugins import load_plugin
+        from coterie.config.plugins import load_plugin
 
         for file in files:
             load_plugin(file)
@@ -37,10 +37,12 @@ def check_run(folder: Path) -> None:
 
 def devices(text: str) -> str | tuple[str, ...]:
     """What --device says, as a run file would; it is checked as such."""
-    from coterie.run_file import check_sections
+    from coterie.config.errors import validated
+    from coterie.config.sections import RunFile
 
     given = text.split(",") if "," in text else text
-    return check_sections({"clients": [{"name": "any", "path": "-"}], "device": given}).device
+    run = {"clients": [{"name": "any", "path": "-"}], "device": given}
+    return validated(RunFile, run).device
 
 
 def with_device(settings: Sequence[str] | None, device: str | None) -> list[str]:

@@ -21,7 +21,7 @@ from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.api import Run
-    from coterie.config import RunConfig
+    from coterie.config.run import RunConfig
 
 Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
@@ -67,14 +67,14 @@ def run(
     docs/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
-    from coterie.run_file import check_texts
+    from coterie.config.read import load_here
+    from coterie.config.values import read_values
 
     again = None
     if resume is None:
         needs_resume(from_round)
         again = _again(file, settings or ())
-        check_texts(file, settings or ())  # at once; torch takes seconds to import
-        config = coterie.load_config(file, settings or ())
+        config = load_here(read_values(file, settings or ()))
         _remark(config)
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):

@@ -21,7 +21,7 @@ import torch
 
 from coterie.bases import Base, load_base
 from coterie.bases.devices import names_of
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
 from coterie.deployment.site import Site, ledger_of, run_folder

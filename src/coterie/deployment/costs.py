@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.bases import load_skeleton
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 
 MOST: dict[str, int] = {

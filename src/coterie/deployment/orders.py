@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from coterie.config import RunConfig
+from coterie.config.plugins import plugin_of
+from coterie.config.run import RunConfig
 from coterie.deployment.costs import MOST_DISK, too_costly
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError, plural
@@ -13,7 +14,6 @@ from coterie.files import write_json
 from coterie.messages import MessageError
 from coterie.messages.envelope import Kind, Order, PluginFile, Reply, unseal
 from coterie.messages.formats import PROTOCOL
-from coterie.methods.plugins import plugin_of
 from coterie.runs import RunFolder, read
 
 TIMES = 5

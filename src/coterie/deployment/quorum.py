@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Mapping
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat
 
 

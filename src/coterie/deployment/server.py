@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 
 from coterie.aggregation.mean import Aggregation
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
 from coterie.deployment.orders import order_to, reply_of
 from coterie.deployment.quorum import Quorum

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coterie.bases import is_folder
 from coterie.bases.devices import Device
-from coterie.config import NOT_TOLD, RunConfig, parse
+from coterie.config.run import NOT_TOLD, RunConfig, parse
 from coterie.data.templates import SHIPPED, is_text
 from coterie.deployment.terms import Terms
 from coterie.errors import CoterieError

@@ -11,7 +11,7 @@ import httpx
 import torch
 
 from coterie.bases import load_skeleton
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.forgetting import known
 from coterie.deployment.server import ServerRun, ServerWatch

@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coterie.config import RunConfig
+from coterie.config.plugins import plugin_of
+from coterie.config.run import RunConfig
 from coterie.federation import public_digest
 from coterie.messages.envelope import Order
 from coterie.messages.formats import PROTOCOL
-from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import kind_of, names
 from coterie.privacy.ledger import Budget, Ledger
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.runtime import ClientPart, LogFor
 from coterie.federation import Participant
 from coterie.files import read_inside, write_bytes, writing

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.evaluation.commonest import commonest
 from coterie.federation import Participant, text_digest

@@ -10,7 +10,7 @@ from functools import partial
 from typing import ClassVar
 
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.clients import NewStates, begin
 from coterie.engines.rounds import Download, Rounds
 from coterie.engines.runtime import ClientPart

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.runtime import close, restore, result, score_server, server_states
 from coterie.engines.uploads import Uploads

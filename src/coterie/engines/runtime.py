@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from coterie.adapters.coverage import coverage
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.evaluate import Score, evaluate

@@ -9,7 +9,8 @@ import torch
 
 from coterie.bases import Base, Bases
 from coterie.bases.devices import names_of
-from coterie.config import RunConfig
+from coterie.config.plugins import plugin_of
+from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.floor import floor_of
 from coterie.engines.local import local_run
@@ -24,7 +25,6 @@ from coterie.federation import (
 )
 from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER, Method
-from coterie.methods.plugins import plugin_of
 from coterie.methods.registry import is_installed
 from coterie.reading import Reading
 from coterie.runs import RunFolder, Watch, describe

@@ -39,7 +39,8 @@ from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from coterie.bases import Base, Bases, load_tokenizer
-from coterie.config import RunConfig, parse
+from coterie.config.plugins import load_plugin
+from coterie.config.run import RunConfig, parse
 from coterie.engines.clients import NewStates, begin
 from coterie.engines.rounds import Download
 from coterie.engines.runtime import ClientPart
@@ -49,7 +50,6 @@ from coterie.files import LogFile
 from coterie.inference.kept import best_of, stops
 from coterie.messages import Json, State
 from coterie.messages.names import BYTES_DOWN
-from coterie.methods.plugins import load_plugin
 from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
 from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId

@@ -14,14 +14,14 @@ from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_skeleton, l
 from coterie.bases.devices import Device, available
 from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
-from coterie.config import RunConfig, parse
+from coterie.config.plugins import check_plugins
+from coterie.config.run import RunConfig, parse
 from coterie.data.chat import chat_template
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
 from coterie.inference.kept import bring_back
 from coterie.methods.contract import SERVER, ClientSide, Method
-from coterie.methods.plugins import check_plugins
 from coterie.runs import RunFolder
 
 

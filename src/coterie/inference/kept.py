@@ -15,7 +15,7 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from coterie.bases import Base
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.batch import Batch
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.kinds.text import Tokens

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.devices import available
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.tokens import ClientData, Split
 from coterie.errors import CoterieError

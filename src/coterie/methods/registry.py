@@ -151,16 +151,6 @@ def method_from(value: object) -> "Method":
     return kind_of(str(settings.pop("name", None))).model_validate(settings)
 
 
-def named_in(values: Mapping[str, Any], default: str = "local") -> "type[Method]":
-    """The class that a run file names; `local` if there is none of that name."""
-    named = values.get("method")
-    name = named.get("name", default) if isinstance(named, Mapping) else named or default
-    try:
-        return kind_of(str(name))
-    except CoterieError:
-        return kind_of("local")
-
-
 def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
     """What another kind of method takes over of a method's settings when the two are compared.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines.local import local_run
 from coterie.engines.runtime import contribution
 from coterie.engines.session import Session

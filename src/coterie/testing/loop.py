@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from coterie.bases import is_folder, load_skeleton
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site

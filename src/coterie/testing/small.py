@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from coterie.bases import EMBEDDED, load_tokenizer
-from coterie.config import RunConfig, parse
+from coterie.config.run import RunConfig, parse
 from coterie.files import write_json
 
 WRITERS = ("diarist", "poet", "whaler")

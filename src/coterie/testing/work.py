@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coterie.config import RunConfig
+from coterie.config.run import RunConfig
 from coterie.engines import runtime as part
 from coterie.engines.local import local_run
 from coterie.engines.session import Session

@@ -6,8 +6,7 @@ import pytest
 import yaml
 
 from coterie import CoterieError, load_config
-from coterie.config import parse
-from coterie.renamed import RENAMED
+from coterie.config.run import parse
 
 WRONG = {
     "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
@@ -75,18 +74,6 @@ def test_a_wrong_setting_is_one_sentence(setting, sentence, run_file) -> None:
         load_config(run_file, [setting])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_key_that_has_another_name_now_is_told(old, new, run_file) -> None:
-    with pytest.raises(CoterieError) as error:
-        load_config(run_file, [f"{old}=1"])
-    assert str(error.value) == f"{old} is now {new}."
-
-
-def test_a_value_that_has_another_name_now_is_told(run_file) -> None:
-    with pytest.raises(CoterieError, match="metric should be exact_match, not written"):
-        load_config(run_file, ["evaluation.metric=written"])
 
 
 @pytest.fixture

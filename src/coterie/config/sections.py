@@ -1,11 +1,11 @@
-"""A run file but for its method: its sections, the keys and values that they may have.
+"""The schema of a run file: every key, and the values that it may have.
 
-Read without torch, so that a wrong key is told at once.
+It needs no torch, so that a mistake is told at once.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -19,6 +19,33 @@ from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 METHOD = "comigs-1g1s"
 """The method of a run file that names none."""
+
+M = TypeVar("M")
+
+
+class MethodSpec(BaseModel):
+    """Key `method` of a run file: a method's name, or a mapping of `name` and its settings.
+
+    The name is checked. The settings are checked by the method's class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = METHOD
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """Accept a name alone; report an unknown one before any other mistake."""
+        given = values if isinstance(values, Mapping) else {"name": values}
+        name = str(given.get("name", METHOD))
+        check_name(name)
+        return {**{str(key): value for key, value in given.items()}, "name": name}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, as in the file."""
+        return dict(self.model_extra or {})
 
 
 class DeploymentSpec(BaseModel):
@@ -73,8 +100,8 @@ class ServerSpec(BaseModel):
     )
 
 
-class Sections(BaseModel):
-    """A run file, whose method is not looked at."""
+class Sections(BaseModel, Generic[M]):
+    """Every key of a run file; M is the type of its method."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -103,8 +130,10 @@ class Sections(BaseModel):
         "mappings as `base`",
     )
     server: ServerSpec | None = None
-    method: Any = Field(
-        default=METHOD, description="name of the method, or a mapping of `name` and its settings"
+    method: M = Field(
+        default=METHOD,
+        validate_default=True,
+        description="name of the method, or a mapping of `name` and its settings",
     )
     pooled: bool = Field(default=False, description="train one client on all clients' text")
     baselines: tuple[str, ...] = Field(
@@ -160,15 +189,6 @@ class Sections(BaseModel):
 
                 data["chat_template"] = inlined_chat(name, expanded(root))
         return {**values, "data": data}
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _named(cls, method: Any) -> Any:
-        """An unknown name is told at once."""
-        named = method.get("name", METHOD) if isinstance(method, Mapping) else method
-        if isinstance(named, str):
-            check_name("local" if named == POOLED else named)
-        return method
 
     @field_validator("baselines")
     @classmethod
@@ -267,3 +287,7 @@ class Sections(BaseModel):
                 "number of tokens"
             )
         return self
+
+
+class RunFile(Sections[MethodSpec]):
+    """A validated run file, in which the method is a name with settings."""

@@ -1,71 +1,11 @@
-"""Settings of methods in run files: their old names, those that do nothing, and what is carried."""
+"""Settings of methods in run files: those that do nothing, and what is carried."""
 
 import pytest
-import yaml
 
-from coterie import CoterieError, RunConfig, load_config
+from coterie import CoterieError
 from coterie.bases.sites import QUERY_VALUE
-from coterie.config import parse
-from coterie.methods.registry import available, method_from
-from coterie.renamed import RENAMED_SETTINGS, has
-
-OLD = [
-    ("comigs-1g1s", {"rank": 4}, "method.rank is now method.mlp.rank."),
-    ("hetlora", {"rank": {"poet": 4}}, "method.rank is now method.mlp.rank."),
-    ("fedamole", {"rank": 4}, "method.rank is now method.attention.rank."),
-    (
-        "fedit",
-        {"rank": 4},
-        "method.rank had no effect in fedit; the rank of its LoRA pairs is method.attention.rank.",
-    ),
-    ("comigs-1g1s", {"generalists": 2}, "method.generalists is now method.mlp.generalists."),
-    ("comigs-1g1s", {"generalists": 0}, "method.generalists is now method.mlp.generalists."),
-    ("pcl-2", {"generalists": 1}, "method.generalists is now method.mlp.sets."),
-    ("fedavg", {"generalists": 0}, "method.generalists: 0 is now method.mlp: null."),
-    ("pfedmoe", {"specialists": 3}, "method.specialists is now method.mlp.specialists."),
-    ("local", {"specialists": 1}, "method.specialists is now method.mlp.sets."),
-    ("local", {"specialists": 0}, "method.specialists: 0 is now method.mlp: null."),
-    ("centralized", {"specialists": 0}, "method.specialists: 0 is now method.mlp: null."),
-    ("fdlora", {"attention_rank": 4}, "method.attention_rank is now method.attention.rank."),
-    ("comigs-2g", {"attention_rank": 0}, "method.attention_rank: 0 is now method.attention: null."),
-    ("fedamole", {"targets": "c_attn"}, "method.targets is now method.attention.targets."),
-    ("fedamole", {"alpha": 32}, "method.alpha is now method.lora.alpha."),
-    ("ffa-lora", {"scale": "rank"}, "method.scale is now method.lora.scale."),
-    ("comigs-tr", {"top_k": 1}, "method.top_k is now method.router.top_k."),
-    ("fedamole", {"top_k": 1}, "method.top_k is now method.router.top_k."),
-    ("comigs-2s", {"router_every": 9}, "method.router_every is now method.router.every."),
-    ("local-moe", {"load_balance_weight": 0.1},
-     "method.load_balance_weight is now method.router.load_balance_weight."),
-    ("fedamole", {"router": "vanilla"},
-     "method.router: vanilla is now method.router.kind: vanilla."),
-    ("fedavg", {"aggregation": "exact"}, "method.aggregation: exact is now method.exact: true."),
-    ("comigs-2g", {"aggregation": "mean"}, "method.aggregation: mean is now method.exact: false."),
-    ("pcl-3", {"top": 2}, "method.top is now method.trusted.top."),
-    ("llm2slm", {"top": 64}, "method.top is now method.logits."),
-    ("fedamole", {"most_experts": 9}, "method.most_experts is now method.max_experts."),
-    ("fedamole", {"privacy": {"epsilon": 8}}, "method.privacy is now method.embeddings.privacy."),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "settings", "sentence"), OLD)
-def test_an_old_setting_is_told_by_its_name_in_that_method(
-    name, settings, sentence, values, tmp_path
-) -> None:
-    with pytest.raises(CoterieError) as error:
-        parse(values(method={"name": name, **settings}))
-    assert str(error.value) == sentence
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values(method=name)))
-    ((key, value),) = settings.items()
-    with pytest.raises(CoterieError) as error:
-        load_config(path, [f"method.{key}={yaml.safe_dump(value, default_flow_style=True)}"])
-    assert str(error.value) == sentence
-
-
-def test_what_old_settings_are_called_now_is_there() -> None:
-    for news in RENAMED_SETTINGS.values():
-        for new in news:
-            assert any(has(method, new) for method in available().values()), new
+from coterie.config.run import RunConfig, parse
+from coterie.methods.registry import method_from
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from pydantic_core import ErrorDetails
 from rapidfuzz.process import extractOne
 
 from coterie.errors import CoterieError
-from coterie.methods.registry import named_in
-from coterie.renamed import RENAMED_SETTINGS, models, refuse_renamed
 
 M = TypeVar("M", bound=BaseModel)
 Place = tuple[int | str, ...]
@@ -31,17 +29,22 @@ WANTED = {
 """What pydantic's kinds of errors ask for: `int` for int_type, int_parsing and int_from_float."""
 
 
-def validated(model: type[M], values: Mapping[str, Any], method: str = "local") -> M:
-    """A `model` from plain data; `method`: that of data which name none.
+def validated(model: type[M], values: Mapping[str, Any], at: Place = ()) -> M:
+    """Return plain data as a `model`.
 
-    Raises CoterieError with the first thing that is wrong, old names of keys before all else.
+    Args:
+        model: the schema of the data.
+        values: the data.
+        at: the place in the file where `values` are settings beside a `name`.
+
+    Raises:
+        CoterieError: naming the first mistake.
     """
-    refuse_renamed(values, method)
     try:
         valid = model.model_validate(values)
     except ValidationError as error:
-        raise CoterieError(sentence(error, model, values)) from error
-    for place, value, taken in _booleans_as_numbers(values, valid, ()):
+        raise CoterieError(_sentence(error, model, values, at)) from error
+    for place, value, taken in _booleans_as_numbers(values, valid, at):
         wanted = WANTED[type(taken).__name__]
         raise CoterieError(f"{_written(place)} should be {wanted}, not {value!r}.")
     return valid
@@ -66,20 +69,22 @@ def _booleans_as_numbers(
             yield from _booleans_as_numbers(value, held, (*place, number))
 
 
-def sentence(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """The first thing that is wrong with `values`, which should have been a `model`."""
+def _sentence(
+    error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], at: Place
+) -> str:
+    """Write the first mistake in `values`, which should have been a `model`."""
     # A misspelt key comes before the key that is then missing.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     places = [_place(detail, values) for detail in details]
     # A value that may be of several kinds has an error for each; the deepest place is the nearest.
     place = max((p for p in places if p[: len(places[0])] == places[0]), key=len)
     found = [detail for detail, p in zip(details, places, strict=True) if p == place]
-    first, where = found[0], _written(place)
+    first, where = found[0], _written((*at, *place))
     if first["type"] == "extra_forbidden":
-        known = _keys(model, place[:-1], values)
-        old = place[:1] == ("method",) and place[-1] in RENAMED_SETTINGS  # of other methods
-        near = None if old else extractOne(str(place[-1]), known, score_cutoff=60)
-        hint = f"Did you mean {_written((*place[:-1], near[0]))!r}?" if near else ""
+        known = [*["name"] * (at != () and len(place) == 1), *_keys(model, place[:-1])]
+        # Names of settings are short: some of their letters are in many others.
+        near = extractOne(str(place[-1]), known, score_cutoff=66 if at else 60)
+        hint = f"Did you mean {_written((*at, *place[:-1], near[0]))!r}?" if near else ""
         return f"Unknown key {where!r}. {hint or 'Known keys: ' + ', '.join(known) + '.'}"
     if first["type"] == "missing":
         return f"{where} is missing."
@@ -117,13 +122,17 @@ def _written(place: Place) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _keys(model: type[BaseModel], place: Place, values: Mapping[str, Any]) -> list[str]:
-    """The keys that the mapping at a place may have."""
-    if place == ("method",):
-        return ["name", *named_in(values).model_fields]
+def _keys(model: type[BaseModel], place: Place) -> list[str]:
+    """Return the keys that the mapping at a place may have."""
     for part in place:
-        if part == "method":
-            model = named_in(values)
-        elif part in model.model_fields:
-            model = next(models(model.model_fields[str(part)].annotation), model)
+        if part in model.model_fields:
+            model = next(_models(model.model_fields[str(part)].annotation), model)
     return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type, such as that of a section or of a list's entries."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _models(inner)

@@ -1,25 +1,19 @@
-"""One validated description of a run."""
+"""A run: a run file whose method is bound to its class."""
 
 import json
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import (
-    Field,
-    SerializeAsAny,
-    field_serializer,
-    field_validator,
-    model_validator,
-)
+from pydantic import field_serializer
 
 from coterie.bases.spec import BaseSpec
-from coterie.config_errors import validated
+from coterie.config.errors import validated
+from coterie.config.plugins import plugins_of, version_of
+from coterie.config.sections import RunFile, Sections
 from coterie.methods.contract import SERVER, Method
-from coterie.methods.plugins import plugins_of, version_of
-from coterie.methods.registry import POOLED, carried, kind_of, method_from
-from coterie.sections import METHOD, Sections
+from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
@@ -28,27 +22,12 @@ NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server", "d
 """What a client of a deployment learns nothing of: others' names, paths and devices."""
 
 
-class RunConfig(Sections):
-    """A run file."""
-
-    method: SerializeAsAny[Method] = Field(
-        default_factory=lambda: method_from(METHOD),
-        description="name of the method, or a mapping of `name` and its settings",
-    )
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _method(cls, value: Any) -> Method:
-        return method_from({"name": METHOD, **value} if isinstance(value, dict) else value)
+class RunConfig(Sections[Method]):
+    """A run file whose method is bound to its class; `parse` and `resolve` make it."""
 
     @field_serializer("method")
     def _described(self, method: Method) -> dict[str, Any]:
         return method.described()
-
-    @model_validator(mode="after")
-    def _can_be_updated(self) -> Self:
-        optimiser.check(self.training.optimiser)
-        return self
 
     @property
     def label(self) -> str:
@@ -89,15 +68,15 @@ class RunConfig(Sections):
         """
         if method == self.label:
             return self.model_copy(update={"baselines": ()})
-        chosen: Any = method
         if isinstance(method, str):
             kind = kind_of("local" if method == POOLED else method)
-            chosen = {"name": method, **carried(self.method, kind)}
-        run = {**self.as_dict(), "method": chosen, "pooled": False, "baselines": []}
-        other = parse(run)
-        if other.method.schema().reduced("mean"):
-            return other
-        return parse({**run, "aggregation": {**run["aggregation"], "optimiser": None}})
+            chosen = validated(kind, carried(self.method, kind), ("method",))
+        else:
+            chosen = method
+        run = {"method": chosen, "pooled": method == POOLED, "baselines": ()}
+        if not chosen.schema().reduced("mean"):
+            run["aggregation"] = self.aggregation.model_copy(update={"optimiser": None})
+        return self.model_copy(update=run)
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, every default filled in."""
@@ -127,6 +106,34 @@ class RunConfig(Sections):
         return blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
+def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
+    """Bind the method of a validated run file to its class, which takes its settings.
+
+    Args:
+        file: the run file.
+        method: a method that replaces the file's, and need not be registered.
+
+    Raises:
+        CoterieError: if the method or the optimiser does not take its settings.
+    """
+    if method is None:
+        method = validated(kind_of(file.method.name), file.method.settings, ("method",))
+    optimiser.check(file.training.optimiser)
+    return RunConfig.model_construct(**{**dict(file), "method": method})
+
+
 def parse(values: Mapping[str, Any]) -> RunConfig:
-    """A run from plain data; raises CoterieError with the first thing that is wrong."""
-    return validated(RunConfig, values, METHOD)
+    """Return a run from plain data.
+
+    Args:
+        values: the keys of a run file. The method may be an object, whose class need not be
+            registered.
+
+    Raises:
+        CoterieError: naming the first mistake.
+    """
+    method = values.get("method")
+    if not isinstance(method, Method):
+        return resolve(validated(RunFile, values))
+    rest = {key: value for key, value in values.items() if key != "method"}
+    return resolve(validated(RunFile, rest), method)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import coterie
+from coterie.config.deployed import load_deployment, load_with_any_text
+from coterie.config.read import load_config, load_here
+from coterie.config.values import read_values
 from coterie.errors import CoterieError
-from coterie.run_file import check_texts, load_config, load_deployment, load_with_any_text
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HOSTILE = [
     *("2024-01-01", "2024-01-01 00:00:00", "!!timestamp x", "!!set {a, b}", "!!omap [a: 1]"),
     *("!!binary aGk=", "!!int x", "!!float 1_0", "!!python/object:os.system x", "&a [*a]", "*a"),
@@ -66,9 +68,9 @@ def mutated(text: str, rng: random.Random) -> str:
 
 READERS = (
     load_config,
-    load_with_any_text,
-    check_texts,
-    lambda path: load_deployment(path, (), ["alice", "bob"]),
+    lambda path: load_with_any_text(read_values(path)),
+    lambda path: load_here(read_values(path)),
+    lambda path: load_deployment(read_values(path), ["alice", "bob"]),
 )
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 import coterie
 from coterie import CoterieError
 from coterie.cli import app
+from coterie.config import plugins
+from coterie.config.plugins import load_plugin, plugin_of, version_of
 from coterie.deployment.client import Worker
-from coterie.methods import plugins
-from coterie.methods.plugins import load_plugin, plugin_of, version_of
 from coterie.methods.registry import METHODS, kind_of
 from coterie.runs import RunFolder
 from coterie.testing import loop

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coterie.bases import load_tokenizer
-from coterie.config import parse
+from coterie.config.run import parse
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
 from coterie.federation import check, client_data, participants_of

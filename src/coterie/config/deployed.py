@@ -1,0 +1,105 @@
+"""The run file of a deployment, whose clients have their texts on their own machines."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.config.errors import validated
+from coterie.config.read import bind
+from coterie.config.sections import RunFile
+from coterie.config.values import DEMO, apply_setting, read_values
+from coterie.errors import CoterieError, plural
+
+if TYPE_CHECKING:
+    from coterie.config.run import RunConfig
+
+DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
+OF_SAMPLES = ("instructions", "messages", "preferences", "chat_template")
+"""Keys of `data` that a text of the demo does not fit."""
+
+
+def load_deployment(
+    values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
+) -> "RunConfig":
+    """Return a run as its server has it: clients have names, and no paths.
+
+    Args:
+        values: the plain data of the run file.
+        registered: the clients of a run file that names none: all that have a key.
+        without: clients that are left out.
+
+    Raises:
+        CoterieError: naming the first mistake.
+    """
+    if values.get("divide") is not None:
+        raise CoterieError("In a deployment, clients have their own texts; remove `divide`.")
+    values = dict(values)
+    if not values.get("clients"):
+        if not registered:
+            raise CoterieError("No client has a key yet; create one with `coterie keys add NAME`.")
+        values["clients"] = [{"name": name} for name in registered]
+        apply_setting(values, "deployment.anyone=true")
+    config = bind(validated(RunFile, {**_with_text(values, "-"), "baselines": []}))
+    names = {client.name for client in config.clients}
+    if (unknown := set(without) - names) and not config.deployment.anyone:
+        raise CoterieError(
+            f"The run has no client {min(unknown)!r} (clients: {', '.join(sorted(names))})."
+        )
+    clients = tuple(client for client in config.clients if client.name not in without)
+    if not clients:
+        raise CoterieError("The run has no client left.")
+    config = config.model_copy(update={"clients": clients})
+    if (dpo := config.training.dpo) is not None and dpo.reference != "base":
+        raise CoterieError(
+            "training.dpo.reference names a run, which clients of a deployment do not have; set it "
+            "to base."
+        )
+    if config.pooled:
+        raise CoterieError(
+            "A pooled run trains on all clients' text in one place; it cannot be deployed."
+        )
+    return config
+
+
+def check_start(config: "RunConfig", registered: Collection[str]) -> None:
+    """Raise CoterieError if a new run cannot meet its quorum, or a client of it has no key."""
+    quorum, count = config.deployment.quorum, len(config.clients)
+    if quorum is not None and quorum > count and not config.deployment.anyone:
+        raise CoterieError(
+            f"deployment.quorum is {quorum}, but the run has only {plural(count, 'client')}."
+        )
+    for client in config.clients:
+        if client.name not in registered:
+            raise CoterieError(
+                f"The client {client.name!r} has no key; create one with `coterie keys add "
+                f"{client.name}`, or leave it out with --without {client.name}."
+            )
+
+
+def load_agreed(path: Path, client: str) -> "RunConfig":
+    """Read the run file that a client agrees to; its server reads the same file."""
+    return load_deployment(read_values(path), [client])
+
+
+def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
+    """Return a run in which clients without a text, as in a deployment, have one of the demo.
+
+    Args:
+        values: the plain data of the run file.
+    """
+    filled = _with_text(values, str(DEMO_TEXT))
+    if filled != values and isinstance(filled.get("data"), dict):
+        filled["data"] = {k: v for k, v in filled["data"].items() if k not in OF_SAMPLES}
+        if isinstance(filled.get("training"), dict):
+            filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
+    return bind(validated(RunFile, filled))
+
+
+def _with_text(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a copy in which clients without a path have this one."""
+    listed = values.get("clients")
+    if not isinstance(listed, list):
+        return dict(values)
+    lack = [isinstance(c, dict) and not {"path", "train"} & c.keys() for c in listed]
+    clients = [{**c, "path": path} if no else c for c, no in zip(listed, lack, strict=True)]
+    return {**values, "clients": clients}

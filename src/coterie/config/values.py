@@ -1,0 +1,139 @@
+"""The plain data of a YAML file, and `--set key=value`, which changes it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coterie.errors import CoterieError
+from coterie.files import expanded, path_part
+
+DEMO = Path(__file__).parents[1] / "assets" / "demo.yaml"
+"""The run file of the embedded demo."""
+
+
+def read_values(path: Path | None, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Read the plain data of a run file, without validating it.
+
+    Args:
+        path: the file; None: the embedded demo.
+        settings: changes to it, such as `training.batch=4`.
+
+    Raises:
+        CoterieError: if the file does not hold a mapping, or a setting cannot be applied.
+    """
+    path = located(path or DEMO)
+    values = read_mapping(path)
+    values.setdefault("name", path_part(path.stem) or "run")
+    place_data(values, path)
+    for setting in settings:
+        apply_setting(values, setting)
+    return values
+
+
+def place_data(values: dict[str, Any], path: Path) -> None:
+    """Make `data_root` relative to the file at a path, not to the working directory."""
+    if isinstance(root := values.get("data_root") or "", str):  # else it is refused later
+        values["data_root"] = str(path.parent / expanded(root))
+
+
+def located(path: Path) -> Path:
+    """Return the path of a file; where there is none, of the embedded run file of that name."""
+    if path.exists() or path.name != str(path):
+        return path
+    shipped = DEMO.with_name(f"{path}.yaml")
+    return shipped if shipped.is_file() else path
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping; raise CoterieError if it does not."""
+    problem = "is not a mapping of keys to values"
+    try:
+        values = read_yaml(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+        if values is None:
+            problem = (
+                "is empty; it needs at least `clients` or `divide` (`coterie run` runs a demo)"
+            )
+    except FileNotFoundError:
+        raise CoterieError(f"There is no run file {path}.") from None
+    except OSError as error:
+        problem = f"could not be read: {error.strerror}"
+    except UnicodeDecodeError:
+        problem = "is not UTF-8 text"
+    except yaml.YAMLError as error:
+        problem = f"is not valid YAML{_mark(error)}"
+    raise CoterieError(f"The run file {path} {problem}.")
+
+
+class _Once(yaml.SafeLoader):
+    """Plain YAML, in which a key that stands twice is an error: the second would count silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.value != "<<"]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key.value!r}", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _whole_number(loader: _Once, node: yaml.ScalarNode) -> int:
+    """Read an integer that can be printed; raise ValueError for one of too many digits."""
+    value = loader.construct_yaml_int(node)
+    str(value)
+    return value
+
+
+_Once.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+def read_yaml(text: str) -> Any:
+    """Read YAML; raise yaml.YAMLError alone, where PyYAML has other errors for some values."""
+    try:
+        return yaml.load(text, _Once)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _mark(error: yaml.YAMLError) -> str:
+    """Write where a file stops being YAML, and why, as far as the parser says."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    return f", line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+def apply_setting(values: dict[str, Any], setting: str) -> None:
+    """Apply one `key.inner=value`; the value is read as YAML."""
+    path, equals, text = setting.partition("=")
+    if not equals or not path:
+        raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise CoterieError(f"--set {setting!r:.80}: the value is not valid YAML.") from error
+    try:
+        put(values, path, value)
+    except CoterieError as error:
+        raise CoterieError(f"--set {setting!r}: {error}") from error
+
+
+def put(values: dict[str, Any], path: str, value: Any) -> None:
+    """Give the key at a dotted path a value; mappings on the way are copied, not changed."""
+    *parents, last = path.split(".")
+    target = values
+    for parent in parents:
+        inner = target.get(parent)
+        if parent in ("method", "optimiser", "base") and isinstance(inner, str):
+            inner = {"name": inner}  # what is given by its name alone has settings too
+        elif inner is not None and not isinstance(inner, Mapping):
+            raise CoterieError(f"{parent!r} is not a mapping; set it as a whole.")
+        target[parent] = dict(inner or {})
+        target = target[parent]
+    target[last] = value
