@@ -1,4 +1,8 @@
-"""Filled-in tables of papers as figures: dots, lines, a heat map, or curves over rounds."""
+"""Filled-in tables of papers as figures: dots, lines, a heat map, or curves over rounds.
+
+`python -m reproduce.drawing` draws the pictures in docs/results, and writes its pages and the list
+in its index, from the result files there.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -18,7 +22,7 @@ from coterie.files import write_bytes, writing
 from coterie.report.plots import SPREAD, heat_map, line, over_rounds, plain_log, scale_of
 from coterie.report.style import LIGHT, Canvas, Picture, looks
 from reproduce.figures import HOLLOW, compared, figures, kind_of
-from reproduce.pages import IMAGES, page_name
+from reproduce.pages import IMAGES, page_name, read_result, write_pages
 
 OURS, PAPER = 2, 3
 """Places among a theme's colours."""
@@ -239,3 +243,10 @@ def _curves(summary: Summary, column: Summary) -> Drawn:
 
     what = f"{y.capitalize()} of each client's model after every evaluated round"
     return f"{what}{scale_of(metric)}. {SPREAD} {metric.better}", draw
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parents[1] / "docs" / "results"
+    for path in sorted(folder.glob("*.json")):
+        write_pictures(read_result(path), folder)
+    write_pages(folder)

@@ -1,37 +1,22 @@
-"""What the messages of an exchange weigh, by field, measured on real encoded ones."""
+"""The messages of a run's first exchange, encoded and checked as always, and their sizes."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from torch import Tensor
 
-from coterie.analysis.tables import Summary, Table
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Json, Message
-from coterie.messages.schema import Field, Schema, Way
+from coterie.messages.schema import Way
 from coterie.runs import RunFolder, Watch
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
 """Each client's hello, its upload of a round, and the download that answers it."""
 WHOLE = "whole message, with names"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """What one declared field, or a whole message, weighs for one client and exchange."""
-
-    client: ClientId
-    way: Way
-    field: str
-    what: str
-    bytes: int
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
@@ -72,97 +57,6 @@ def first_exchange(run: LocalRun) -> Messages:
     return messages
 
 
-def traffic(session: Session, config: RunConfig) -> list[Weight]:
-    """Bytes up and down per client of a method's first exchange, by declared field."""
-    run = start(session, config)
-    return [
-        weight
-        for name, messages in first_exchange(run).items()
-        for way in ("up", "down")
-        for weight in _weights(run.schema, way, name, messages[way])
-    ]
-
-
 def size(part: Tensor | Json) -> int:
     """Bytes of a tensor, or of a value as JSON."""
     return part.nbytes if isinstance(part, Tensor) else len(json.dumps(part).encode())
-
-
-def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iterable[Weight]:
-    declared: tuple[Field, ...] = getattr(schema, way)
-    sizes = {name: size(value) for name, value in message.values.items()}
-    for _, group, _, tensor in message.tensors():
-        sizes[group] = sizes.get(group, 0) + size(tensor)
-    for one in {one.name: one for one in declared}.values():
-        yield Weight(name, way, one.name, one.what, sizes.get(one.name, 0))
-    yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
-
-
-@dataclass(frozen=True)
-class MessagesTable:
-    """What an exchange weighs: by column and row of a table, the weights of all clients."""
-
-    title: str
-    weights: Mapping[str, Mapping[str, list[Weight]]]
-    command: str = ""
-    """What fills the table in."""
-    paper: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By column, the paper's figures for fields of an upload."""
-
-    def summary(self) -> dict[str, Any]:
-        """By column and row: every field of a message, with its bytes by client."""
-        columns = {
-            column: {row: _fields(weights) for row, weights in rows.items()}
-            for column, rows in self.weights.items()
-        }
-        return {
-            "table": self.title,
-            "shows": "messages",
-            "command": self.command,
-            "columns": columns,
-            "paper": dict(self.paper),
-        }
-
-    def tables(self) -> list[Table]:
-        """For the screen."""
-        return message_tables(self.summary())
-
-
-def _fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, str, str], dict[ClientId, int]] = {}
-    for weight in weights:
-        sizes = found.setdefault((weight.way, weight.field, weight.what), {})
-        sizes[weight.client] = weight.bytes
-    return [
-        {"way": way, "field": field, "what": what, "bytes": sizes}
-        for (way, field, what), sizes in found.items()
-    ]
-
-
-def message_tables(summary: Summary) -> list[Table]:
-    """Of `MessagesTable.summary`: a table per column; where clients differ, from least to most."""
-    paper = summary.get("paper", {})
-    return [_messages(summary, column, paper.get(column, {})) for column in summary["columns"]]
-
-
-def _messages(summary: Summary, column: str, paper: Mapping[str, str]) -> Table:
-    heads, note = ["method", "way", "field", "what", "bytes"], ""
-    if paper:
-        heads, note = [*heads, "paper"], " Column `paper`: the paper's figures."
-    rows = []
-    for row, fields in summary["columns"][column].items():
-        for one in fields:
-            cells = [row, one["way"], one["field"], one["what"], _span(one["bytes"].values())]
-            theirs = paper.get(one["field"], "") if one["way"] == "up" else ""
-            rows.append((*cells, theirs) if paper else tuple(cells))
-    return Table(
-        f"{summary['table']}: {column}",
-        heads,
-        rows,
-        f"Bytes per client and exchange, without the messages sent once at the start.{note}",
-    )
-
-
-def _span(sizes: Collection[int]) -> str:
-    least, most = min(sizes), max(sizes)
-    return f"{most:,}" if least == most else f"{least:,} to {most:,}"

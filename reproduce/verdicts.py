@@ -1,9 +1,9 @@
 """Test the papers' claims (claims.yaml) on finished runs, and write docs/results/verdicts.md.
 
-`python scripts/verdicts.py DATA` reads the runs that `coterie compare` or measure_tables.py left in
-runs/, in every regime; tests without runs are left out. DATA is the folder of data that they had.
-Where answers are chosen from a list, rows that are not better than always giving the commonest
-answer get no verdict.
+`python -m reproduce.verdicts DATA` reads the runs that `python -m reproduce` or `reproduce.measure`
+left in runs/, in every regime; tests without runs are left out. DATA is the folder of data that
+they had. Where answers are chosen from a list, rows that are not better than always giving the
+commonest answer get no verdict.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ SEEDS = 3
 """The most that a table may have."""
 HEAD = """# The papers' claims in the small tables
 
-Written by `scripts/verdicts.py` from runs; do not edit. [Claims](../claims.md) says where the
-papers make them and what the verdicts mean. Intervals are of 95 % (paired bootstrap over windows or
-samples, and over seeds where there are several). *Now* is the regime of a recipe's `run`. *At the
-floor* is no verdict: one of the rows does not exceed, by more than chance, the score of always
-giving the commonest answer of each client's training data, so that it shows nothing that a model
-has learnt of its task.
+Written by `python -m reproduce.verdicts` from runs; do not edit. [Claims](../claims.md) says where
+the papers make them and what the verdicts mean. Intervals are of 95 % (paired bootstrap over
+windows or samples, and over seeds where there are several). *Now* is the regime of a recipe's
+`run`. *At the floor* is no verdict: one of the rows does not exceed, by more than chance, the
+score of always giving the commonest answer of each client's training data, so that it shows
+nothing that a model has learnt of its task.
 """
 AT_FLOOR = "at the floor"
 """Stands in place of a verdict."""
