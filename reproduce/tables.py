@@ -195,11 +195,8 @@ def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
             if _precision(other.run) == _precision(column.run):
                 session.bases = earlier.bases
         for name, cell in column.cells.items():
-            try:
+            with told_where(f"column {column.spec.name!r}, row {name!r}"):
                 session.check(cell)
-            except CoterieError as error:
-                where = f"column {column.spec.name!r}, row {name!r}"
-                raise CoterieError(f"In {where}: {error}") from error
         sessions.append((column, session))
     return sessions
 

@@ -55,7 +55,7 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
             axis.set_title(label)
             axis.set_yscale("log", nonpositive="mask")
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        plain_log(axes[0].yaxis, 4)
+        plain_log(axes[0].yaxis)
         canvas.legend(figure, axes[0])
         return figure
 
