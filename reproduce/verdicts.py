@@ -1,4 +1,4 @@
-"""Test the papers' claims (claims.yaml) on finished runs, and write docs/results/verdicts.md.
+"""Test the papers' claims (claims.yaml) on finished runs, and write their tables in docs/research.
 
 `python -m reproduce.verdicts DATA` reads the runs that `python -m reproduce` or `reproduce.measure`
 left in runs/, in every regime; tests without runs are left out. DATA is the folder of data that
@@ -30,21 +30,15 @@ from reproduce.tables import load_table
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = Path(__file__).with_name("claims.yaml")
-PAGE = ROOT / "docs" / "results" / "verdicts.md"
+PAGES = ROOT / "docs" / "research"
+START = "<!-- Written by reproduce/verdicts.py from runs; do not edit the table below. -->"
+END = "<!-- End of the table. -->"
 SEEDS = 3
 """The most that a table may have."""
-HEAD = """# The papers' claims in the small tables
-
-Written by `python -m reproduce.verdicts` from runs; do not edit. [Claims](../claims.md) says where
-the papers make them and what the verdicts mean. Intervals are of 95 % (paired bootstrap over
-windows or samples, and over seeds where there are several). *Now* is the regime of a recipe's
-`run`. *At the floor* is no verdict: one of the rows does not exceed, by more than chance, the
-score of always giving the commonest answer of each client's training data, so that it shows
-nothing that a model has learnt of its task.
-"""
 AT_FLOOR = "at the floor"
 """Stands in place of a verdict."""
 HEADINGS = (
+    "claim",
     "regime",
     "column",
     "test",
@@ -90,6 +84,8 @@ class Claim(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    number: int
+    """Its number on the paper's page in docs/research."""
     claim: str
     table: str
     tests: tuple[Test, ...]
@@ -218,26 +214,31 @@ def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
                             floors = [of_clients(floor, claim.clients) for floor in floors]
                     low = at_floor({row: rows[row] for row in test.rows}, floors or (), metric)
                     for told in tried(test, rows, metric, low):
-                        yield (regime or "now", column, *told)
+                        yield (str(claim.number), regime or "full", column, *told)
 
 
 def main(
     data: Annotated[Path, typer.Argument(help="Folder of the data of the runs.")],
     runs: Annotated[Path, typer.Option(help="Folder of the runs.")] = ROOT / "runs",
 ) -> None:
-    """Test all claims for which there are runs, and write their page."""
+    """Test all claims for which there are runs, and write the tables on the papers' pages."""
     papers = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
-    page = [HEAD]
     for paper, claims in papers.items():
-        page.append(f"## {paper}\n")
+        rows: list[tuple[str, ...]] = []
         for claim in map(Claim.model_validate, claims):
-            found = [list(row) for row in verdicts(claim, data, runs)]
-            Console().print(f"{paper}: {claim.claim} {len(found)} tests")
-            if found:
-                page.append(Table(claim.claim, list(HEADINGS), found).markdown())
-            else:
-                page.append(f"**{claim.claim}** Not measured.\n")
-    write_text(PAGE, "\n".join(page))
+            tests = list(verdicts(claim, data, runs))
+            Console().print(f"{paper}: {claim.claim} {len(tests)} tests")
+            rows += tests
+        page = PAGES / f"{paper.lower()}.md"
+        write_text(page, with_tests(page.read_text(encoding="utf-8"), rows))
+
+
+def with_tests(page: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a page with these rows as its table of tests."""
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    table = Table("Every test, with 95 % intervals", HEADINGS, rows).markdown()
+    return f"{before}{START}\n\n{table}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """A small base and small texts that every room's tests can use."""
 
-import json
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +9,21 @@ from zlib import crc32
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import parse
-from coterie.testing.small import TOKENS, small_values, write_base, write_texts, write_tokenizer
+from coterie.testing.small import (
+    TOKENS,
+    small_values,
+    teaching_values,
+    write_base,
+    write_other_base,
+    write_questions,
+    write_texts,
+    write_tokenizer,
+)
 
 WRITERS = EMBEDDED / "demo-writers"
 LONGEST = ("test_demo.py", "test_deploy_files.py", "test_four_assistants.py")
@@ -96,37 +97,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama with a tokenizer of 400 tokens, unlike that of the other tests' bases."""
     path = tmp_path_factory.mktemp("other") / "small-llama"
-    encoder = Encoder(models.BPE())
-    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    encoder.train([str(texts / "poet.txt")], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=encoder, bos_token="<end>", eos_token="<end>"
-    ).save_pretrained(path)
-    torch.manual_seed(1)
-    sizes: dict[str, Any] = {"vocab_size": 400, "hidden_size": 24, "intermediate_size": 48}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(path)
-    return str(path)
+    return str(write_other_base(path, texts / "poet.txt"))
 
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with questions of different lengths and their answers, for each of three writers."""
-    folder = tmp_path_factory.mktemp("questions")
-    draw = random.Random(0)
-    for name in ("diarist", "poet", "whaler"):
-        words = (WRITERS / f"{name}.txt").read_text(encoding="utf-8").split()
-        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for _ in range(60):
-                question = " ".join(draw.choices(words, k=draw.randint(1, 6)))
-                record = {"instruction": question, "output": draw.choice(["yes", "no"])}
-                file.write(json.dumps(record) + "\n")
-    return folder
+    return write_questions(tmp_path_factory.mktemp("questions"))
 
 
 @pytest.fixture(scope="session")
@@ -152,27 +129,11 @@ def config(values: Callable[..., dict[str, Any]]) -> Callable[..., coterie.RunCo
 
 
 @pytest.fixture(scope="session")
-def teachers(
-    config: Callable[..., coterie.RunConfig], questions: Path, other: str
-) -> Callable[..., coterie.RunConfig]:
+def teachers(bases: Path, questions: Path, other: str) -> Callable[..., coterie.RunConfig]:
     """A run in which a server and clients with other tokens have a public set of questions."""
 
     def make(**changes: Any) -> coterie.RunConfig:
-        method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
-        run: dict[str, Any] = {
-            "method": method,
-            "rounds": 2,
-            "server": {"base": other, "test": "whaler.jsonl"},
-            "bases": {} if method["name"] == "fedmkt-fedavg" else {"poet": other},
-            "data_root": str(questions),
-            "data": {
-                "window": 48,
-                "instructions": {"template": "{{ instruction }}?"},
-                "limits": {"train": 12, "validation": 4, "test": 4, "public": 10},
-                "public": "whaler.jsonl",
-            },
-            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in ("diarist", "poet")],
-        }
-        return config(**run | changes)
+        values = {"threads": THREADS} | changes
+        return parse(teaching_values(bases / "gpt2", other, questions, **values))
 
     return make

@@ -1,12 +1,15 @@
-"""The benchmarks of overhead, and of GPUs, which has none here: on the CPU, on a tiny base."""
+"""The benchmark of overhead, that of GPUs on the CPU, and what compares two commits' results."""
 
 import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SMALL = ["gpu.py", "--device", "cpu", "--small", "--weights", "bf16", "--no-compile"]
@@ -104,3 +107,99 @@ def test_a_peak_is_a_contestant_s_own(gpu, monkeypatch) -> None:
     hold(100, 100)  # another's
     assert one.turn()[1] == 250
     assert one.turn()[1] == 260
+
+
+@pytest.fixture
+def same(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("same", monkeypatch)
+
+
+def written_run(folder: Path, value: float = 1.0, **changes: Any) -> Path:
+    """Write what `same.py` reads of a run folder."""
+    checkpoint, scores = folder / "checkpoints/00002", folder / "scores/trained"
+    checkpoint.mkdir(parents=True)
+    scores.mkdir(parents=True)
+    header = {"coterie": json.dumps({"coterie": changes.get("version", "1"), "values": {}})}
+    state = {"adapter/a": torch.ones(3), "adapter/b": torch.tensor([2.0, value])}
+    save_file(state, checkpoint / "client-poet.safetensors", header)
+    lines = [
+        {"round": 0, "client": "poet", "name": "loss/joint", "value": changes.get("loss", 6.5)},
+        {"round": 0, "client": None, "name": "seconds", "value": changes.get("seconds", 0.1)},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    (folder / "run.json").write_text("{}")
+    (scores / "poet.json").write_text(json.dumps({"losses": changes.get("scores", [1.0])}))
+    result = {"traffic": {"up": 5}, "seconds": changes.get("seconds", 0.1)}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_the_same_results_at_another_time_are_the_same(same, tmp_path) -> None:
+    old = same.contents(written_run(tmp_path / "old"))
+    new = same.contents(written_run(tmp_path / "new", seconds=0.2, version="2"))
+    assert len(old) == 4
+    assert same.differences(old, new) == []
+
+
+def next_float() -> float:
+    return float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (
+            {"value": next_float()},
+            "./checkpoints/00002/client-poet.safetensors: "
+            "1 of 3 entries differ, the first is adapter/b",
+        ),
+        (
+            {"scores": [1.5]},
+            "./scores/trained/poet.json: 1 of 1 entries differ, the first is losses",
+        ),
+    ],
+)
+def test_a_changed_value_is_found(same, tmp_path, changes, difference) -> None:
+    """The smallest change of a tensor is that of its last bit."""
+    old = same.contents(written_run(tmp_path / "old"))
+    new = same.contents(written_run(tmp_path / "new", **changes))
+    assert same.differences(old, new) == [difference]
+
+
+def test_a_changed_metric_is_found(same, tmp_path) -> None:
+    old = same.contents(written_run(tmp_path / "old"))
+    [found] = same.differences(old, same.contents(written_run(tmp_path / "new", loss=6.25)))
+    assert found.startswith("./metrics.jsonl: 2 of 2 entries differ")
+
+
+@pytest.mark.parametrize(
+    "file", ["result.json", "checkpoints/00002/client-poet.safetensors", "metrics.jsonl"]
+)
+def test_a_missing_file_is_found(same, tmp_path, file) -> None:
+    old = same.contents(written_run(tmp_path / "old"))
+    (written_run(tmp_path / "new") / file).unlink()
+    assert same.differences(old, same.contents(tmp_path / "new")) == [f"./{file} is missing in new"]
+    assert same.differences(same.contents(tmp_path / "new"), old) == [f"./{file} is missing in old"]
+
+
+def test_two_runs_without_files_are_not_the_same(same, tmp_path) -> None:
+    assert same.differences(same.contents(tmp_path), same.contents(tmp_path))
+
+
+def test_a_deployed_run_is_compared_without_its_number(same, tmp_path) -> None:
+    old = same.contents(written_run(tmp_path / "old/small-poet-01234567").parent)
+    new = same.contents(written_run(tmp_path / "new/small-poet-89abcdef").parent)
+    assert len(old) == 4
+    assert same.differences(old, new) == []
+
+
+def test_a_run_that_fails_is_a_difference(same, tmp_path, monkeypatch) -> None:
+    """Even if it fails in the same way with both commits, as nothing is compared then."""
+    monkeypatch.setattr(
+        same, "carry_out", lambda *_: {"fedavg": {"seconds": 1.0, "error": "ValueError: no"}}
+    )
+    old, new = tmp_path / "old", tmp_path / "new"
+    failed, unfinished = same.compare(tmp_path, "local", ["fedavg", "local"], old, new)
+    assert failed.differences == ["old: ValueError: no", "new: ValueError: no"]
+    assert len(unfinished.differences) == 2

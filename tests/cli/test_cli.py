@@ -283,7 +283,6 @@ def test_bad_input_of_other_commands(finished, run_file, tmp_path, coterie_comma
         (["run", run_file, "--out", foreign, "--force"], "is not a run folder"),
         (["compare", run_file, "--methods", "local,fedavgg"], "Did you mean 'fedavg'?"),
         (["compare", run_file, "--methods", ","], "Name at least one method"),
-        (["compare", run_file, "--columns", "x"], "this is a run file"),
         (["compare", "gone.yaml"], "There is no run file"),
         (["audit", "gone.yaml"], "There is no run file"),
     ]:

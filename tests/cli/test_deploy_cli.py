@@ -100,8 +100,9 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
 
 def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
     for name in list(sys.modules):
-        if name.startswith(("coterie.network", "coterie.deployment", "flwr")):
+        if name.startswith(("coterie.network.flower", "coterie.deployment.start", "flwr")):
             monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("coterie.deployment.start", raising=False)
     monkeypatch.setitem(sys.modules, "flwr", None)
     said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
     assert "pip install 'coterie[flower]'" in said

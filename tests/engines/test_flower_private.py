@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "src/coterie/network/flower"
 PRIVATE = "coterie.network.flower.private"
 PUBLIC = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
-TREES = {path.name: ast.parse(path.read_text()) for path in sorted(FOLDER.glob("*.py"))}
+FILES = [*sorted(FOLDER.glob("*.py")), ROOT / "src/coterie/engines/simulation.py"]
+TREES = {path.name: ast.parse(path.read_text()) for path in FILES}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.alias]]:

@@ -32,6 +32,19 @@ def test_a_claim_names_rows_columns_and_clients_that_there_are(claim) -> None:
             assert set(claim.clients) < {client["name"] for client in column.run["clients"]}
 
 
+@pytest.mark.parametrize(
+    "page", sorted(verdicts.PAGES.glob("[a-z]*.md")), ids=lambda page: page.stem
+)
+def test_a_papers_page_keeps_its_text_around_the_table_of_tests(page) -> None:
+    text = page.read_text(encoding="utf-8")
+    rows = [["1", "full", "News", "a better than b", "1.00, 2.00", "-1.00", "", "1", "holds"]]
+    written = verdicts.with_tests(text, rows)
+    assert "| 1 | full | News |" in written
+    assert written.count("a better than b") == 1
+    around = [text.split(verdicts.START)[0], text.split(verdicts.END)[1]]
+    assert [written.split(verdicts.START)[0], written.split(verdicts.END)[1]] == around
+
+
 def result(**nats: list[float]) -> list[dict[str, Any]]:
     """One run, with nats by window of a token and by client."""
     items = {name: {"of": name, "nats": n, "tokens": [1] * len(n)} for name, n in nats.items()}

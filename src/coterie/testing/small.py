@@ -1,11 +1,20 @@
 """A run of seconds: a random base of two narrow layers, and a little of three writers."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer as Encoder
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.config import RunConfig, parse
@@ -46,6 +55,39 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
+def write_other_base(folder: Path, text: Path) -> Path:
+    """Write a Llama with random weights, and a tokenizer of 400 tokens made from a text."""
+    encoder = Encoder(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    encoder.train([str(text)], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=encoder, bos_token="<end>", eos_token="<end>"
+    ).save_pretrained(folder)
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": 400, "hidden_size": 24, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+def write_questions(folder: Path) -> Path:
+    """Write NAME.jsonl of each writer: questions of different lengths, and their answers."""
+    draw = random.Random(0)
+    for name in WRITERS:
+        words = (EMBEDDED / "demo-writers" / f"{name}.txt").read_text(encoding="utf-8").split()
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for _ in range(60):
+                question = " ".join(draw.choices(words, k=draw.randint(1, 6)))
+                record = {"instruction": question, "output": draw.choice(["yes", "no"])}
+                file.write(json.dumps(record) + "\n")
+    return folder
+
+
 def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
     """A run as plain data; keyword arguments replace its keys."""
     return {
@@ -58,6 +100,29 @@ def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
         "clients": [{"name": name, "path": f"{name}.txt"} for name in WRITERS],
         "training": {"steps": 2, "batch": 2, "precision": "fp32"},
     } | changes
+
+
+def teaching_values(
+    base: Path, other: Path | str, questions: Path, /, **changes: Any
+) -> dict[str, Any]:
+    """Return a run of FedMKT as plain data: a server and clients with other tokens, and a public
+    set of questions. Keyword arguments replace its keys.
+    """
+    method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
+    run: dict[str, Any] = {
+        "method": method,
+        "rounds": 2,
+        "server": {"base": str(other), "test": "whaler.jsonl"},
+        "bases": {} if method["name"] == "fedmkt-fedavg" else {"poet": str(other)},
+        "data": {
+            "window": 48,
+            "instructions": {"template": "{{ instruction }}?"},
+            "limits": {"train": 12, "validation": 4, "test": 4, "public": 10},
+            "public": "whaler.jsonl",
+        },
+        "clients": [{"name": name, "path": f"{name}.jsonl"} for name in ("diarist", "poet")],
+    }
+    return small_values(base, questions, **run | changes)
 
 
 def small_run(folder: Path, /, **changes: Any) -> RunConfig:

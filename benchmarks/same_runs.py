@@ -1,0 +1,111 @@
+"""Carry out run files with the `coterie` that PYTHONPATH names; benchmarks/same.py starts this.
+
+It must work with the code of other commits, so it imports only names that have been stable. For
+each run file, it appends a line of JSON to runs.jsonl: its name, seconds, and the error or null.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import coterie
+
+COTERIE = [sys.executable, "-m", "coterie"]
+LONGEST = 300
+"""Seconds that a deployment's processes may take."""
+
+
+def main() -> None:
+    checkout, engine, inputs, out, *names = sys.argv[1:]
+    source = Path(coterie.__file__)
+    if not source.is_relative_to(Path(checkout, "src")):
+        sys.exit(f"coterie is imported from {source}, not from {checkout}.")
+    _ = coterie.run  # imports torch, which is not part of the first run's time
+    for name in names:
+        folder = Path(out, name)
+        began, error = time.monotonic(), None
+        try:
+            run(engine, Path(inputs, f"{name}.yaml"), folder)
+        except Exception as found:
+            error = f"{type(found).__name__}: {found}"
+        line = {"name": name, "seconds": time.monotonic() - began, "error": error}
+        with Path(out, "runs.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def run(engine: str, file: Path, folder: Path) -> None:
+    """Carry out one run in a folder that does not exist yet."""
+    if engine == "processes":
+        deploy(json.loads(file.read_text(encoding="utf-8")), folder)
+    elif engine == "deployment":
+        from coterie.testing.loop import deploy as deploy_here
+
+        deploy_here(coterie.load_config(file), folder)
+    else:
+        engines: dict[str, Any] = {"local": "local", "simulation": "flower-simulation"}
+        coterie.run(coterie.load_config(file), out=folder, engine=engines[engine])
+
+
+def deploy(values: dict[str, Any], folder: Path) -> None:
+    """Deploy a run with a process for the server and for each client, as a person would."""
+    folder.mkdir()
+    clients = {client["name"]: client["path"] for client in values["clients"]}
+    texts = Path(values["data_root"])
+    public = str(texts / values["data"]["public"])
+    told = {key: value for key, value in values.items() if key != "data_root"}
+    told["data"] = {**values["data"], "public": public}
+    told["clients"] = [{"name": name} for name in clients]
+    (folder / "run.yaml").write_text(json.dumps(told), encoding="utf-8")
+    for words in (["init"], *(["add", name] for name in clients)):
+        subprocess.run([*COTERIE, "keys", *words], cwd=folder, check=True, capture_output=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    commands = {"server": ["server", "run.yaml", "--address", f"127.0.0.1:{port}", "--out", "run"]}
+    for name, path in clients.items():
+        where = ["--server", f"localhost:{port}", "--key", f"{name}.key", "--out", f"site-{name}"]
+        what = ["--data", str(texts / path), "--base", values["base"], "--run", "run.yaml"]
+        commands[name] = ["client", *where, *what, "--public", public]
+    ended = together(commands, folder)
+    if any(code != 0 for code in ended.values()):
+        raise RuntimeError(f"exit codes {ended}; see the files *.out in {folder}")
+
+
+def together(commands: dict[str, list[str]], folder: Path) -> dict[str, int | None]:
+    """Run commands of Coterie at the same time; return their exit codes.
+
+    Once one has failed, or after LONGEST seconds, the others are killed; their codes are None.
+    """
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, words in commands.items():
+            with (folder / f"{name}.out").open("wb") as file:
+                running[name] = subprocess.Popen(
+                    [*COTERIE, *words],
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        until = time.monotonic() + LONGEST
+        while True:
+            codes = {name: process.poll() for name, process in running.items()}
+            if None not in codes.values() or any(codes.values()) or time.monotonic() > until:
+                return codes
+            time.sleep(0.1)
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The pages of docs/research cover every recipe, method, table and figure of the four papers."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from coterie.methods.registry import available
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "research"
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
+TEXT = "\n".join(PAGES.values())
+RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+CLAIMS = yaml.safe_load((ROOT / "scripts" / "claims.yaml").read_text(encoding="utf-8"))
+BUILT_IN = set(available())  # before any test registers a plugin
+TABLES = {"comigs": 6, "pcl": 5, "fedamole": 4}
+FIGURES = {"comigs": 19, "pcl": 8, "fedamole": 10}
+
+
+def test_there_is_a_page_for_each_paper_and_an_index_that_links_them() -> None:
+    papers = PAGES.keys() - {"README"}
+    assert papers == {paper.lower() for paper in CLAIMS}
+    assert papers <= set(re.findall(r"\]\((\w+)\.md\)", PAGES["README"]))
+
+
+def test_every_recipe_is_linked() -> None:
+    linked = set(re.findall(r"\]\(\.\./\.\./(recipes/[^)#]+\.yaml)\)", TEXT))
+    assert linked == set(RECIPES)
+
+
+@pytest.mark.parametrize("paper", sorted(PAGES.keys() - {"README"}))
+def test_a_papers_own_recipes_are_on_its_page(paper: str) -> None:
+    own = {
+        name for name in RECIPES if name.startswith((f"recipes/{paper}/", f"recipes/small/{paper}"))
+    }
+    linked = set(re.findall(r"\]\(\.\./\.\./(recipes/[^)#]+\.yaml)\)", PAGES[paper]))
+    assert own
+    assert own <= linked
+
+
+def test_every_script_that_is_named_exists() -> None:
+    named = set(re.findall(r"\b(?:tests|benchmarks|scripts|reproduce)/[\w./-]+\.py", TEXT))
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_page_of_results_is_linked() -> None:
+    pages = {path.name for path in (ROOT / "docs" / "results").glob("*.md")}
+    assert set(re.findall(r"\]\(\.\./results/([^)#]+\.md)", TEXT)) == pages
+
+
+def test_every_method_is_in_a_table_of_methods() -> None:
+    """Except those that no paper has: they are federated averaging's neighbours."""
+    sections = [section(page, "Methods") for name, page in PAGES.items() if name != "README"]
+    named = set(re.findall(r"`([\w-]+)`", "\n".join(sections)))
+    beyond = {"fedavg-ft", "fedprox", "fedprompt-ft", "fedptuning-ft"}
+    assert BUILT_IN - beyond <= named
+
+
+@pytest.mark.parametrize("paper", TABLES)
+def test_every_table_and_figure_has_a_line(paper: str) -> None:
+    lines = section(PAGES[paper], "Tables and figures")
+    for kind, count in (("table", TABLES[paper]), ("figure", FIGURES[paper])):
+        rows = re.findall(rf"^\| {kind}s? ([\d, toand]+?)[ab]? +\|", lines, re.MULTILINE)
+        found = [number for row in rows for number in numbers(row)]
+        assert sorted(found) == list(range(1, count + 1)), kind
+
+
+@pytest.mark.parametrize("paper", CLAIMS)
+def test_every_tested_claim_is_on_its_page_under_its_number(paper: str) -> None:
+    """So that a row of *Every test* leads to what the paper says."""
+    page = section(PAGES[paper.lower()], "Claims and verdicts")
+    for claim in CLAIMS[paper]:
+        assert re.search(rf"^{claim['number']}\. \*\*", page, re.MULTILINE), claim["claim"]
+        assert re.search(rf"^\| {claim['number']}\. ", page, re.MULTILINE), claim["claim"]
+
+
+def section(page: str, name: str) -> str:
+    """Return a section of a page, without its heading."""
+    return page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+def numbers(words: str) -> list[int]:
+    """Return the numbers of "4 to 6", "1, 3, 4" or "9"."""
+    if " to " in words:
+        first, last = map(int, words.split(" to "))
+        return list(range(first, last + 1))
+    return [int(number) for number in re.findall(r"\d+", words)]
