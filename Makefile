@@ -22,20 +22,22 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 test: setup  ## run all tests that are neither slow nor thorough; under 5 minutes
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
-STARTING := $(patsubst %,tests/engines/test_%.py,deployed_bases deployment door door_limits \
-  door_process door_tls intruders leaving remains simulation)
+STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment intruders leaving \
+  remains) $(patsubst %,tests/network/test_%.py,door door_limits door_process door_tls) \
+  tests/engines/test_simulation.py
 slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
+ENGINES := tests/deployment tests/engines tests/network
 thorough: thorough-methods thorough-engines thorough-others try-wheel  ## run all thorough tests, and try the wheel
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
-	$(PYTEST) -n 2 -m thorough tests/engines $(STARTING:%=--ignore=%)
+	$(PYTEST) -n 2 -m thorough $(ENGINES) $(STARTING:%=--ignore=%)
 	$(PYTEST) -m thorough $(STARTING)
 thorough-others: setup
-	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods --ignore=tests/engines
+	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%)
 
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
 tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash

@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coterie.bases import Base, BaseSpec, load_base, load_tokenizer
 from coterie.config import parse
-from coterie.data.tokens import ClientData, Tokens
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import ClientData
 from coterie.federation import Participant, client_context
 from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient

@@ -41,7 +41,7 @@ from transformers.utils import logging
 
 from coterie.bases import load_tokenizer
 from coterie.config import parse
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Message
 from coterie.methods.contract import ServerContext
@@ -168,19 +168,18 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
     config = parse(run)
     session = Session(config)
     who = session.federation(config)
-    rounds = LocalRun(config, session.base, who.clients, RunFolder(out), Watch())
+    rounds = local_run(config, session.base, who.clients, RunFolder(out), Watch())
     clock = Clock()
-    for part in rounds.parts.values():
+    for part in map(rounds.clients.part, rounds.names):
         clock.time(part.side, "train", "train")
         clock.time(part, "score_trained", "test")
         for name, kind in (("_means", "rest"), ("_fuse", "test")):
             if hasattr(part.side, name):
                 clock.time(part.side, name, kind)
     clock.time(rounds, "exchange", "rest")
-    with TemporaryDirectory() as spool:
-        for number in range(config.exchanges):
-            clock.seconds = {}
-            rounds.exchange(number, Path(spool))
+    for number in range(config.exchanges):
+        clock.seconds = {}
+        rounds.exchange(number, rounds.names)
     lines = rounds.recorder.take()
     sent = [
         fmean([line["value"] for line in lines if line["name"] == f"bytes/{way}"][-CLIENTS:]) / MIB

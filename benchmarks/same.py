@@ -94,7 +94,7 @@ def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
     from every_method import FEW, METHODS
 
-    from coterie.methods.fedmkt import FedMKT
+    from coterie.methods.fedmkt.method import FedMKT
     from coterie.methods.registry import available
     from coterie.testing.small import (
         small_values,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coterie.analysis.tables import Summary, Table
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.federation import Participant
 from coterie.training.context import ClientId
 

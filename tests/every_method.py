@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coterie.config import RunConfig, parse
-from coterie.methods.fedmkt import FedMKT
+from coterie.methods.fedmkt.method import FedMKT
 from coterie.methods.registry import available
 
 MIXED = {

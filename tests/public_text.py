@@ -5,7 +5,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from coterie.data.spec import DataSpec
-from coterie.data.tokens import Split, encoded, whole_text
+from coterie.data.texts import whole_text
+from coterie.data.tokens import Split, encoded
 
 
 def public_text(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split:

@@ -13,7 +13,7 @@ from every_method import some
 import coterie
 from coterie import CoterieError
 from coterie.config import parse
-from coterie.engines.local import LocalRun
+from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
 from coterie.methods.contract import Method
@@ -35,13 +35,13 @@ def own_texts(texts, tmp_path) -> Path:
 def counted(monkeypatch) -> list[str]:
     """The label and seed of every run that is worked on."""
     labels: list[str] = []
-    original = LocalRun.run
+    original = Rounds.run
 
-    def run(self: LocalRun) -> None:
+    def run(self: Rounds) -> None:
         labels.append(f"{self.config.label}-{self.config.seed}")
         original(self)
 
-    monkeypatch.setattr(LocalRun, "run", run)
+    monkeypatch.setattr(Rounds, "run", run)
     return labels
 
 

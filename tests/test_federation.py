@@ -14,7 +14,7 @@ import coterie
 from coterie.bases import load_base, load_tokenizer
 from coterie.config import RunConfig
 from coterie.data.examples import Examples
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session
 from coterie.federation import EVERYONE, Participant, client_context, gathered, participants_of
 from coterie.methods.contract import Setting

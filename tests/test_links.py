@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from coterie import api
 from coterie.cli import app
 from coterie.config import parse
-from coterie.deployment import server as engine
 from coterie.deployment.start import logged
 from coterie.errors import CoterieError
 from coterie.files import LogFile
@@ -47,7 +46,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
     config = parse(values(rounds=2, method="fedavg", evaluation={"every": 1}))
     api.run(config, out=folder / "local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "RETRY", 0.0)
+        patch.setattr("coterie.deployment.seats.RETRY", 0.0)
         network = Loop(workers(config, folder / "clients"))
         server(config, folder / "server", network).rounds()
     for run in (folder / "local", folder / "server"):

@@ -1,8 +1,11 @@
-"""No file is longer than a person reads at once, and no function longer than a screen."""
+"""No file is longer than a person reads at once, no function longer than a screen, and packages are
+few enough in a row that one can follow an import."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -11,7 +14,12 @@ FILES = sorted(
     for folder in ("src", "reproduce", "tests", "benchmarks", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 )
-LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 400, 60, 15
+MERGED = {
+    **dict.fromkeys(("config_errors", "renamed", "run_file", "sections"), "config"),
+    "reading": "federation",
+}
+"""Modules that become part of a package; each is counted as that package already."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -22,3 +30,23 @@ def test_files_and_functions_are_short(path) -> None:
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < LONGEST_FUNCTION, node.name
+
+
+def test_the_longest_chain_of_package_imports_is_short() -> None:
+    graph = grimp.build_graph("coterie", cache_dir=None)
+    packages = graph.find_children("coterie") - {"coterie.__main__"}
+    below: dict[str, set[str]] = {}
+    for package in packages:
+        graph.squash_module(package)
+    for package in packages:
+        imported = graph.find_modules_directly_imported_by(package) & packages
+        name, *names = (MERGED.get(p, p) for p in (m[8:] for m in (package, *imported)))
+        below.setdefault(name, set()).update(set(names) - {name})
+
+    @cache
+    def longest(package: str) -> tuple[str, ...]:
+        chains = map(longest, sorted(below[package]))
+        return package, *max(chains, key=len, default=())
+
+    chain = max(map(longest, sorted(below)), key=len)
+    assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)

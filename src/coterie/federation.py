@@ -15,10 +15,11 @@ from coterie.config import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.examples import Examples
-from coterie.data.pairs import Pairs
+from coterie.data.kinds.preferences import Pairs
+from coterie.data.kinds.text import Tokens
 from coterie.data.quality import without_held_out
-from coterie.data.texts import Texts, client_texts
-from coterie.data.tokens import ClientData, Split, Tokens, encoded, pooled, tokenise, whole_text
+from coterie.data.texts import Texts, client_texts, whole_text
+from coterie.data.tokens import ClientData, Split, encoded, pooled, tokenise
 from coterie.errors import CoterieError
 from coterie.methods.contract import SERVER, Log, ServerContext, Setting
 from coterie.privacy.ledger import Ledger

@@ -15,8 +15,7 @@ from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.config import parse
-from coterie.deployment import server as engine
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Field, Message, Schema, State
 from coterie.messages.envelope import Reply, seal, unseal
@@ -173,7 +172,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
 def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     config, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     run = run_with(config, rounds=3, deployment={"quorum": 3, "deadline": 60})
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     spoilt: list[str] = []
@@ -202,8 +201,8 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     people = session.participants(run)
     cut = RunFolder.create(tmp_path / "cut", session.description(run, people))
     with pytest.raises(KeyboardInterrupt):
-        LocalRun(run, session.base, people, cut, Stopped()).run()
-    LocalRun(run, session.base, people, cut, Watch()).run()
+        local_run(run, session.base, people, cut, Stopped()).run()
+    local_run(run, session.base, people, cut, Watch()).run()
     for side in ("server", "optimiser", "client-poet"):
         assert_equal(cut.load(side), whole.load(side), side)
 

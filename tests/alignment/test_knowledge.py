@@ -15,10 +15,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
-from coterie.data.examples import Examples, Instruction, examples, split
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
 from coterie.messages import MessageError
-from coterie.methods.fedmkt import KNOWLEDGE
+from coterie.methods.fedmkt.method import KNOWLEDGE
 
 VOCABULARY, TOP = 50, 2
 ITEMS = [
@@ -76,10 +78,10 @@ def knowledge(of: Positions, k: int = 2) -> Knowledge:
 def read(name: str, item: Instruction) -> list[str]:
     """The text that has been read at each position of an answer; "?" within a character, and
     where the next token adds nothing to it."""
-    answer = split(item)[1]
-    before = len(split(item)[0])
+    answer = item.parts[1]
+    before = len(item.parts[0])
     encoder, _ = bare_encoder(TOKENIZERS[name])
-    encoding = encoder.encode("".join(split(item)), add_special_tokens=False)
+    encoding = encoder.encode("".join(item.parts), add_special_tokens=False)
     offsets = [(start - before, end - before) for start, end in encoding.offsets if end > before]
     found = []
     for n in range(len(offsets) + 1):
@@ -101,7 +103,7 @@ def by_strings(student: list[tuple[str, str, str]], teacher: list[tuple[str, str
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_positions_line_up_with_what_is_predicted(name) -> None:
     samples, found = encoded(name, ITEMS), positions(name, ITEMS)
-    assert found.answers == tuple(split(item)[1] for item in ITEMS)
+    assert found.answers == tuple(item.parts[1] for item in ITEMS)
     assert len(found.ends) == samples.lengths.sum() == found.starts[-1]
     assert (found.samples.dtype, found.starts.dtype, found.ends.dtype) == (
         torch.int64, torch.int64, torch.int32,

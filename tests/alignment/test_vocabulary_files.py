@@ -1,90 +1,15 @@
 """Vocabularies from files: each kind written here, and what is none."""
 
-import base64
 import json
-import struct
-from pathlib import Path
 
 import pytest
+from real_vocabularies import REAL, real_vocabulary
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coterie.alignment import Vocabulary, read_vocabulary
 from coterie.alignment.vocabulary import byte_level
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.errors import CoterieError
-
-REAL = Path(__file__).parents[3] / "shared" / "tokenizers"
-
-
-def varint(value: int) -> bytes:
-    groups = []
-    while value > 0x7F:
-        groups.append(0x80 | value & 0x7F)
-        value >>= 7
-    return bytes([*groups, value])
-
-
-def field(number: int, value: bytes | int | float) -> bytes:
-    """A field as protobuf writes it: a number, a 32-bit float, or bytes."""
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def sentencepiece(*pieces: tuple[str, int | None]) -> bytes:
-    """A model of pieces with their types, and a trainer's and a normaliser's fields after them."""
-    model = b""
-    for text, kind in pieces:
-        piece = field(1, text.encode()) + field(2, -1.5)
-        model += field(1, piece if kind is None else piece + field(3, kind))
-    return model + field(2, field(4, 32_000)) + varint(77 << 3 | 1) + bytes(8)
-
-
-PIECES = (
-    ("<unk>", 2),
-    ("<s>", 3),
-    ("</s>", 3),
-    ("<0x0A>", 6),
-    ("<0x41>", 6),
-    ("▁▁the" + "e" * 200, None),
-    ("A", 1),
-    ("<0x0B>", 1),
-    ("mine", 4),
-    ("gone", 5),
-)
-TOKENS = (
-    *(None, None, None, b"\n", None),
-    *(b"  the" + b"e" * 200, b"A", b"<0x0B>", b"mine", None),
-)
-
-
-def test_a_sentencepiece_model(tmp_path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece(*PIECES))
-    vocabulary = read_vocabulary(tmp_path)
-    assert vocabulary.tokens == TOKENS
-    assert vocabulary.roles == {"bos": 1, "eos": 2, "unk": 0}
-    assert read_vocabulary(tmp_path / "tokenizer.model") == vocabulary
-
-
-def test_a_sentencepiece_model_that_ends_too_soon(tmp_path) -> None:
-    whole = sentencepiece(*PIECES)
-    path = tmp_path / "tokenizer.model"
-    first = len(sentencepiece(PIECES[0])) - len(sentencepiece())
-    for size in (0, 1, first - 1, first + 1, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(CoterieError, match=r"tokenizer\.model: the file is damaged"):
-            read_vocabulary(path)
-
-
-def test_a_tiktoken_file(tmp_path) -> None:
-    tokens = [b"a", b"\xff\x00", b" the", b"\n"]
-    lines = [f"{base64.b64encode(token).decode()} {i}" for i, token in enumerate(tokens)]
-    (tmp_path / "some.tiktoken").write_text("\n".join(reversed(lines)) + "\n")
-    vocabulary = read_vocabulary(str(tmp_path))
-    assert vocabulary.tokens == tuple(tokens)
-    assert vocabulary.roles == {}
 
 
 def test_a_vocab_json_is_byte_level(tmp_path) -> None:
@@ -126,8 +51,6 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path) -> None:
         "list.json": "[1, 2]",
         "words.json": '{"a": "b"}',
         "cut.json": '{"a": 0',
-        "bad.tiktoken": "not-base64! 0",
-        "short.tiktoken": "YQ==",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -136,10 +59,19 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path) -> None:
         ) as said:
             read_vocabulary(tmp_path / name)
         assert str(tmp_path / name) in str(said.value)
-    (tmp_path / "notes.txt").write_text("hello")
+
+
+def test_other_formats_are_refused_in_a_sentence_that_says_what_to_do(tmp_path) -> None:
+    (tmp_path / "some.tiktoken").write_text("YQ== 0")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"neither SentencePiece nor tiktoken")
     (tmp_path / "empty").mkdir()
-    for place in ("notes.txt", "empty"):
-        with pytest.raises(CoterieError, match=r"contains no tokenizer; give a tokenizer.json"):
+    for place, said in (
+        ("some.tiktoken", r"some\.tiktoken is not a tokenizer\.json or a vocab\.json"),
+        ("model", "No tokenizer could be read from .*model"),
+        ("empty", "No tokenizer could be read from .*empty"),
+    ):
+        with pytest.raises(CoterieError, match=said + "; download the tokenizer.json"):
             read_vocabulary(tmp_path / place)
 
 
@@ -158,7 +90,7 @@ def test_a_saved_tokenizer_reads_as_it_was(tmp_path) -> None:
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")
 def test_real_vocabularies() -> None:
-    gpt2, llama, qwen = (read_vocabulary(REAL / name) for name in ("gpt2", "llama2", "qwen"))
+    gpt2, qwen, llama = (real_vocabulary(name) for name in ("gpt2", "qwen", "llama2"))
     assert [len(v.tokens) for v in (gpt2, llama, qwen)] == [50_257, 32_000, 151_643]
     assert gpt2.tokens[262] == llama.tokens[278] == b" the"
     assert llama.tokens[13] == b"\n"
@@ -166,3 +98,9 @@ def test_real_vocabularies() -> None:
     assert gpt2.roles == {"eos": 50_256}
     for vocabulary in (gpt2, llama, qwen):
         assert set(vocabulary.tokens) >= {bytes([byte]) for byte in range(256)}
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")
+def test_a_sentencepiece_model_is_read_where_its_library_is_installed() -> None:
+    pytest.importorskip("sentencepiece")
+    assert read_vocabulary(REAL / "llama2") == real_vocabulary("llama2")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from real_vocabularies import REAL, real_vocabulary
 
 from coterie.alignment import (
     Vocabulary,
@@ -20,7 +21,6 @@ from coterie.alignment.cache import kept_map
 from coterie.alignment.summary import readable, summarise, worst
 from coterie.errors import CoterieError
 
-REAL = Path(__file__).parents[3] / "shared" / "tokenizers"
 # Few different bytes, so that tokens come near one another and ties abound.
 TOKENS = st.one_of(
     st.none(), st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
@@ -233,7 +233,7 @@ def test_a_cache_that_cannot_be_used_is_gone_without(monkeypatch, tmp_path, voca
 @pytest.mark.skipif(not REAL.exists(), reason="the real tokenizers are not here")
 def test_real_maps_are_exact() -> None:
     """Some tokens of each, drawn at random, against every token of the other."""
-    own = {name: read_vocabulary(REAL / name) for name in ("gpt2", "llama2", "qwen")}
+    own = {name: real_vocabulary(name) for name in ("gpt2", "llama2", "qwen")}
     chance = torch.Generator().manual_seed(0)
     for name, source in own.items():
         drawn = torch.randperm(len(source.tokens), generator=chance)[:300].tolist()

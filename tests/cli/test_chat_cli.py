@@ -13,7 +13,8 @@ from rich.console import Console
 
 import coterie.cli
 from coterie.cli import talk, terminal
-from coterie.data.chat import Conversation, Turn, chat_template
+from coterie.data.chat import chat_template
+from coterie.data.items import Conversation, Turn
 from coterie.inference.finished import Loader, recorded
 from coterie.inference.speaking import Manner, Speaker
 from coterie.methods.pretrained import bare

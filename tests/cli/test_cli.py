@@ -20,7 +20,7 @@ from rich.console import Console
 
 import coterie.cli
 from coterie.cli import terminal
-from coterie.engines.local import LocalRun
+from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.runs import RunFolder
 
@@ -110,7 +110,7 @@ def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_c
 
 
 def test_a_finished_run_shows_its_table_again(finished, coterie_command, monkeypatch) -> None:
-    monkeypatch.setattr(LocalRun, "run", None)  # nothing is run
+    monkeypatch.setattr(Rounds, "run", None)  # nothing is run
     said = coterie_command("run", "--resume", finished)
     assert said.code == 0
     assert said.out.splitlines()[2].split() == ["client", "pretrained", "comigs-1g1s"]
@@ -321,7 +321,7 @@ def test_ctrl_c_says_how_to_go_on(run_file, tmp_path, coterie_command, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalRun, "run", interrupted)
+        patch.setattr(Rounds, "run", interrupted)
         said = coterie_command("run", run_file, "--out", tmp_path / "out")
         assert said.code == 130
         assert f"resume with `coterie run --resume {tmp_path / 'out'}`" in said.err

@@ -5,7 +5,7 @@ import pytest
 from naive_near import changed
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from coterie.data.texts import pieces
+from coterie.data.kinds.text import pieces
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from coterie.data.chat import Conversation, Turn
+from coterie.data.items import Conversation, Turn
 
 TEMPLATES = Path(__file__).parents[3] / "shared" / "templates"
 NAMES = [

@@ -12,11 +12,12 @@ from kinds import KINDS, STRIPS, tokenizer
 from talks import NAMES, TEMPLATES, needs_templates
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from coterie.data.chat import OURS, ChatTemplate, Conversation, Turn
-from coterie.data.examples import Instruction, chats, examples
-from coterie.data.pairs import pairs
+from coterie.data.chat import OURS, ChatTemplate
+from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.kinds.conversations import chats
+from coterie.data.kinds.instructions import examples
+from coterie.data.kinds.preferences import pairs
 from coterie.data.parts import PartEncoder
-from coterie.data.preferences import Preference
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 from coterie.evaluation import generation

@@ -11,7 +11,8 @@ import pytest
 from talks import NAMES, TEMPLATES, Said, Talk, needs_templates, talk
 
 from coterie.bases import load_tokenizer
-from coterie.data.chat import TODAY, ChatTemplate, Conversation, Turn
+from coterie.data.chat import TODAY, ChatTemplate
+from coterie.data.items import Conversation, Turn
 from coterie.errors import CoterieError
 
 END = "<|endoftext|>"

@@ -13,8 +13,10 @@ from tokenizers.models import BPE
 from transformers import AddedToken
 
 from coterie.bases import Tokenizer, load_tokenizer
-from coterie.data.chat import OURS, ChatTemplate, Conversation, chat_template
-from coterie.data.examples import Examples, chats, joined
+from coterie.data.chat import OURS, ChatTemplate, chat_template
+from coterie.data.examples import Examples, joined
+from coterie.data.items import Conversation
+from coterie.data.kinds.conversations import chats
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError

@@ -10,7 +10,8 @@ from questions import SHORT, data_of, rows, write
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.data.examples import Examples, Instruction
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, pooled, tokenise

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from coterie.data.divide import Division, divided_texts
 from coterie.data.divide_spec import DivideSpec
-from coterie.data.examples import Instruction
+from coterie.data.items import Instruction
 from coterie.data.spec import DataSpec, Fractions, InstructionSpec
 from coterie.data.texts import SPLITS
 from coterie.errors import CoterieError

@@ -5,7 +5,8 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import Instruction, examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 

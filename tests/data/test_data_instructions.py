@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.data.divide import divided_texts
 from coterie.data.divide_spec import DivideSpec
-from coterie.data.examples import Instruction
-from coterie.data.instructions import instructions
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import instructions
 from coterie.data.spec import ClientSpec, DataSpec, Fractions, InstructionSpec, Limits
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import tokenise

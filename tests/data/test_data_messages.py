@@ -11,11 +11,11 @@ from questions import records, rows, write
 from transformers import PreTrainedTokenizerBase
 
 from coterie.config import parse
-from coterie.data.chat import Conversation, Turn
 from coterie.data.divide import divided_texts
 from coterie.data.divide_spec import DivideSpec
-from coterie.data.instructions import instructions
-from coterie.data.messages import conversations
+from coterie.data.items import Conversation, Turn
+from coterie.data.kinds.conversations import conversations
+from coterie.data.kinds.instructions import instructions
 from coterie.data.quality import quality, without_held_out
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec, Limits, MessagesSpec
 from coterie.data.survey import Survey

@@ -7,12 +7,13 @@ import torch
 from questions import records
 
 from coterie.bases import context_token, load_tokenizer
-from coterie.data.chat import Conversation, Turn, chat_template
-from coterie.data.examples import Instruction, chats, examples, joined
-from coterie.data.pairs import Pairs, Reference, joined_pairs, pairs
-from coterie.data.preferences import Preference, preferences
-from coterie.data.preferences_spec import PreferenceSpec
-from coterie.data.spec import DataSpec
+from coterie.data.chat import chat_template
+from coterie.data.examples import joined
+from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.kinds.conversations import chats
+from coterie.data.kinds.instructions import examples
+from coterie.data.kinds.preferences import Pairs, Reference, joined_pairs, pairs, preferences
+from coterie.data.spec import DataSpec, PreferenceSpec
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
 

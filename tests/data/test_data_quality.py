@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from naive_near import changed, naive_pairs
 
-from coterie.data.examples import Instruction
+from coterie.data.items import Instruction
+from coterie.data.kinds.text import pieces
 from coterie.data.quality import (
     Copy,
     Kind,
@@ -20,7 +21,7 @@ from coterie.data.quality import (
 )
 from coterie.data.spec import PIECE, DataSpec, InstructionSpec
 from coterie.data.survey import Survey
-from coterie.data.texts import Texts, pieces
+from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, tokenise
 from coterie.errors import CoterieError
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.data.files import Document
+from coterie.data.kinds.text import pieces
 from coterie.data.spec import ClientSpec, DataSpec, Fractions
-from coterie.data.texts import PIECE, client_texts, pieces, split_by_fractions
+from coterie.data.texts import PIECE, client_texts, split_by_fractions
 from coterie.seeding import generator
 
 DEMO = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"

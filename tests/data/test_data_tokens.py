@@ -10,9 +10,10 @@ from public_text import public_text
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from coterie.data.kinds.text import CHUNK, Tokens
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
-from coterie.data.tokens import CHUNK, ClientData, Tokens, pooled, tokenise
+from coterie.data.tokens import ClientData, pooled, tokenise
 from coterie.errors import CoterieError
 
 MIXED = "def f():\n    x = 'naïve Ölpreis'\n\n\n        你好，世界 👩‍👩‍👧 مرحبا  \r\n здравствуйте"

@@ -11,11 +11,11 @@ import pytest
 from coterie.data.divide import divided_texts
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.files import Record, read_records
-from coterie.data.instructions import field_records, instructions
+from coterie.data.kinds.instructions import instructions
+from coterie.data.kinds.preferences import preferences
 from coterie.data.labelled import labelled
-from coterie.data.preferences import preferences
-from coterie.data.preferences_spec import PreferenceSpec
-from coterie.data.spec import DataSpec, InstructionSpec
+from coterie.data.records import field_records
+from coterie.data.spec import DataSpec, InstructionSpec, PreferenceSpec
 from coterie.errors import CoterieError
 
 SPEC = InstructionSpec(template="alpaca")

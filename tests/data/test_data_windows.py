@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.data.windows import evaluation_windows, even_windows, sample_batch
 from coterie.seeding import generator
 

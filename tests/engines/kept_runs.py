@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from coterie.bases import Base
 from coterie.config import RunConfig
-from coterie.data.examples import Examples, split
+from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.runs import RunFolder
 
@@ -49,7 +49,7 @@ def naive_order(base: Base, model, text: Split, window: int) -> tuple[float, flo
         own = _losses(model, text.ids[start:end].long()[None])[answer - start - 1 :].mean()
         others = []
         for choice in item.choices:
-            words = split(replace(item, answer=choice))[1]
+            words = replace(item, answer=choice).parts[1]
             ids = base.tokenizer.encode(words, add_special_tokens=False)
             whole = torch.cat([prompt, torch.tensor(ids), text.ids[end - 1 : end].long()])
             if choice != item.answer:

@@ -11,7 +11,7 @@ from kept_runs import HIGH
 
 import coterie
 from coterie.config import RunConfig
-from coterie.engines import clients as parts
+from coterie.engines.clients import STATES, NewStates
 from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session
 from coterie.errors import Diverged
@@ -35,9 +35,9 @@ def stopped(run: RunConfig, path: Path) -> RunFolder:
     folder = RunFolder.create(path, session.description(run, session.participants(run)))
     with pytest.raises(KeyboardInterrupt):
         session.start(run, folder, Stop()).run()
-    assert not (path / parts.STATES).exists()
-    (path / parts.STATES).mkdir()  # as a kill leaves it, with what is worth nothing
-    (path / parts.STATES / "client-poet.safetensors").write_bytes(b"damaged")
+    assert not (path / STATES).exists()
+    (path / STATES).mkdir()  # as a kill leaves it, with what is worth nothing
+    (path / STATES / "client-poet.safetensors").write_bytes(b"damaged")
     coterie.resume(path)
     return folder
 
@@ -67,10 +67,10 @@ def test_one_client_in_memory_gives_the_same_bits(
         evaluation={"every": 2, "patience": 2},
     )
     expected = RunFolder(coterie.run(run, out=tmp_path / "all").path)
-    monkeypatch.setattr(parts, "IN_MEMORY", 1)
+    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", 1)
     done = RunFolder(coterie.run(run, out=tmp_path / "one").path)
     assert_same(done, expected)
-    assert not (done.path / parts.STATES).exists()
+    assert not (done.path / STATES).exists()
     if expected.rounds() > 2:
         assert_same(stopped(run, tmp_path / "stopped"), expected)
 
@@ -87,7 +87,7 @@ def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> N
 
     monkeypatch.setattr(ClientPart, "step", diverging)
     expected = coterie.run(run, out=tmp_path / "all")
-    monkeypatch.setattr(parts, "IN_MEMORY", 1)
+    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", 1)
     done = coterie.run(run, out=tmp_path / "one")
     assert "poet" in done.results["fedavg"]["left_out"]
     assert_same(RunFolder(done.path), RunFolder(expected.path))
@@ -98,12 +98,12 @@ def test_a_round_by_hand_gives_the_same_uploads(config, tmp_path, monkeypatch) -
     monkeypatch.chdir(tmp_path)
     found = []
     for count in (8, 1):
-        monkeypatch.setattr(parts, "IN_MEMORY", count)
+        monkeypatch.setattr("coterie.engines.local.IN_MEMORY", count)
         local = joined(config())
         uploads = [one_round(local, round) for round in range(2)]
         found.append([{n: m.encode() for n, m in sent.items()} for sent in uploads])
         spilled = local.folder.path
-        assert (spilled / parts.STATES).exists() == (count == 1)
+        assert (spilled / STATES).exists() == (count == 1)
         del local
         assert not spilled.exists()
     assert found[0] == found[1]
@@ -125,7 +125,7 @@ def test_memory_holds_at_most_eight_clients(
 ) -> None:
     alive: WeakSet[ClientPart] = WeakSet()
     most, puts = 0, 0
-    init, put = ClientPart.__init__, parts.NewStates.put
+    init, put = ClientPart.__init__, NewStates.put
 
     def counted(self: ClientPart, *args: Any, **named: Any) -> None:
         nonlocal most
@@ -133,13 +133,13 @@ def test_memory_holds_at_most_eight_clients(
         alive.add(self)
         most = max(most, len(alive))
 
-    def put_aside(self: parts.NewStates, part: ClientPart) -> None:
+    def put_aside(self: NewStates, part: ClientPart) -> None:
         nonlocal puts
         puts += 1
         put(self, part)
 
     monkeypatch.setattr(ClientPart, "__init__", counted)
-    monkeypatch.setattr(parts.NewStates, "put", put_aside)
+    monkeypatch.setattr(NewStates, "put", put_aside)
     run = many(config, texts, tmp_path, count)
     coterie.run(run, out=tmp_path / "run")
     assert most <= (8 if count == 8 else 9)  # one is made while another is at hand

@@ -8,14 +8,13 @@ import torch
 from every_method import FEW, METHODS, run_of
 
 import coterie
-from coterie.deployment import server as engine
 from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
 from coterie.messages.envelope import TOLD
 from coterie.methods import plugins, registry
 from coterie.methods.adapter import AdapterClient
-from coterie.methods.distillation import Distiller
+from coterie.methods.fedmkt.distillation import Distiller
 from coterie.methods.plugins import load_plugin
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
@@ -52,9 +51,9 @@ EVERYBODY = ("diarist", "poet", "whaler")
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.METHODS, "registered", {})
     monkeypatch.setattr(plugins, "_loaded", {})
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
 
 
 @pytest.fixture

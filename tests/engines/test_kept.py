@@ -13,11 +13,12 @@ from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
 import coterie
 from coterie.cli import terminal
 from coterie.config import RunConfig
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.engines import runtime as part
 from coterie.engines.session import Session
+from coterie.messages.names import JUMPED
 from coterie.methods.pretrained import bare
-from coterie.runs import JUMPED, RunFolder, Watch, folder
+from coterie.runs import RunFolder, Watch, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
@@ -29,7 +30,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str) -> None:
-        one = local.parts[name]
+        one = local.clients.part(name)
         text, window = one.participant.data.validation, run.data.window
         ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))

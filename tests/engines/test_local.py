@@ -14,7 +14,7 @@ import yaml
 import coterie
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import load_skeleton
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
@@ -104,7 +104,7 @@ def test_the_order_of_clients_does_not_matter(config, undisturbed, tmp_path) -> 
     session = Session(run)
     participants = session.participants(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, participants))
-    LocalRun(run, session.base, participants[::-1], folder, Watch()).run()
+    local_run(run, session.base, participants[::-1], folder, Watch()).run()
     assert_identical(final_states(folder.path), final_states(undisturbed))
 
 
@@ -255,7 +255,7 @@ def test_one_base_in_memory(config) -> None:
     run = config()
     session = Session(run)
     participants = session.participants(run)
-    local = LocalRun(run, session.base, participants, RunFolder(Path()), Watch())
+    local = local_run(run, session.base, participants, RunFolder(Path()), Watch())
     frozen = {p.data_ptr() for p in session.base.model.parameters()}
     for client in local.clients.values():
         model = client.model()

@@ -11,7 +11,7 @@ from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
 
 import coterie
 from coterie.config import parse
-from coterie.data.pairs import Pairs
+from coterie.data.kinds.preferences import Pairs
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
@@ -107,7 +107,7 @@ def test_a_method_that_learns_otherwise_is_refused(name, run, tmp_path) -> None:
 
 def test_the_reference_is_the_base_without_its_adapter(run) -> None:
     local = joined(run(data={"window": 48, "preferences": True, "limits": {"test": 5}}))
-    part = local.parts["poet"]
+    part = local.clients.part("poet")
     test = part.participant.tests["poet"]
     assert isinstance(test, Pairs)
     assert test is part.participant.data.test
@@ -194,10 +194,10 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     training = TRAINING | {"dpo": {"reference": str(first.path), "beta": 0.3}}
     again = run(method="local", training=training, **last)
     local = joined(again)
-    pairs = local.parts["poet"].participant.data.test
+    pairs = local.clients.part("poet").participant.data.test
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None
-    base = local.parts["poet"].base
+    base = local.clients.part("poet").base
     wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.both, 1)
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import coterie
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
@@ -66,7 +66,7 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
                         reachable.add(socket.laddr.ip)
 
     expected = coterie.run(run, out=tmp_path / "local")
-    monkeypatch.setattr(LocalRun, "run", None)  # no other engine does the work
+    monkeypatch.setattr(LocalClients, "step", None)  # no other engine does the work
     done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, watch=Listening)
     assert_same(RunFolder(done.path), RunFolder(expected.path))
     assert not (done.path / "states").exists()
@@ -143,7 +143,7 @@ def test_a_run_stopped_in_mid_round_continues_to_the_same_bits(
     folder = RunFolder(out)
     assert (folder.rounds(), folder.result) == (1, None)
     if engine is None:
-        monkeypatch.setattr(LocalRun, "run", None)
+        monkeypatch.setattr(LocalClients, "step", None)
     coterie.resume(out, engine=engine)
     assert_same(folder, local)
 

@@ -14,7 +14,7 @@ from coterie import CoterieError
 from coterie.analysis.tuning import Tuner
 from coterie.cli import app
 from coterie.engines import runtime as part
-from coterie.engines.local import LocalRun
+from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.methods.contract import Method
 from coterie.runs import RunFolder, Watch
@@ -26,15 +26,15 @@ RATE = "training.learning_rate"
 def counted(monkeypatch) -> list[tuple[str, str, float, int]]:
     """Name, split, learning rate and seed of every run that is worked on."""
     runs: list[tuple[str, str, float, int]] = []
-    original = LocalRun.run
+    original = Rounds.run
 
-    def run(self: LocalRun) -> None:
+    def run(self: Rounds) -> None:
         config = self.config
         rate = config.training.learning_rate
         runs.append((config.name, config.evaluation.split, rate, config.seed))
         original(self)
 
-    monkeypatch.setattr(LocalRun, "run", run)
+    monkeypatch.setattr(Rounds, "run", run)
     return runs
 
 

@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples, Instruction, examples
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import exact, rouge_l, with_choices, won
 from coterie.evaluation.evaluate import AnswerScore, evaluate

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coterie.data.examples import Examples, Instruction
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
 from coterie.evaluation.commonest import commonest
 
 

@@ -7,7 +7,7 @@ import torch
 
 from coterie.bases import Base, load_base
 from coterie.data.batch import Batch
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.evaluation.evaluate import evaluate, mean_loss, top_logits
 from coterie.testing.small import TOKENS
 

@@ -10,8 +10,11 @@ from transformers import AddedToken
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.chat import ChatTemplate, Conversation, Turn, chat_template
-from coterie.data.examples import Examples, Instruction, chats, examples
+from coterie.data.chat import ChatTemplate, chat_template
+from coterie.data.examples import Examples
+from coterie.data.items import Conversation, Instruction, Turn
+from coterie.data.kinds.conversations import chats
+from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
 from coterie.evaluation.generation import context_length, continuations, ends_of, generate_answers
 from coterie.testing.small import TOKENS

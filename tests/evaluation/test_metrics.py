@@ -2,7 +2,7 @@
 
 import pytest
 
-from coterie.engines.local import LocalRun
+from coterie.engines.rounds import note as progress_note
 from coterie.evaluation.metrics import ACCURACY, METRICS, PERPLEXITY, ROUGE_L, metric_of
 
 TEXT = {"perplexity": 12.3456, "bits_per_byte": 1.0}
@@ -43,17 +43,17 @@ def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
     [(TEXT, "test perplexity 12.35  "), (CHOSEN, "test accuracy 83.06 %  ")],
 )
 def test_progress_tells_the_same_figure(score, note, config) -> None:
-    run = object.__new__(LocalRun)
-    run.config = config(method="fedavg")
+    run = config(method="fedavg")
     line = {
         "round": 0,
         "client": "poet",
-        "name": f"test/{run.config.method.reports}",
+        "name": f"test/{run.method.reports}",
         "value": score,
     }
-    assert run._note(0, [line, {"name": "seconds", "value": 3}]) == note
-    assert run._note(0, []) == ""
+    assert progress_note(run, 0, [line, {"name": "seconds", "value": 3}]) == note
+    assert progress_note(run, 0, []) == ""
     late = f"{note.strip()} after round 1  "  # scored at the start of the second
-    assert run._note(1, [{**line, "during": 1}]) == late
+    assert progress_note(run, 1, [{**line, "during": 1}]) == late
     last = {**line, "round": 1, "value": {**score, "perplexity": 99.0, "accuracy": 0.1}}
-    assert run._note(1, [last, {**line, "during": 1}]) == run._note(1, [last]) != late
+    alone = progress_note(run, 1, [last])
+    assert progress_note(run, 1, [last, {**line, "during": 1}]) == alone != late

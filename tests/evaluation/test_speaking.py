@@ -9,7 +9,8 @@ from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from torch import Tensor
 
 from coterie.bases import Base, load_base
-from coterie.data.chat import ChatTemplate, Conversation, Turn, chat_template
+from coterie.data.chat import ChatTemplate, chat_template
+from coterie.data.items import Conversation, Turn
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import generated
 from coterie.inference import speaking

@@ -8,7 +8,7 @@ from torch import Tensor
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.transfer import SoftTargets
 from coterie.bases import Base
-from coterie.methods.distillation import NOBODY, Distiller
+from coterie.methods.fedmkt.distillation import NOBODY, Distiller
 
 TOP = 4
 """Tokens that are sent per position."""
@@ -48,7 +48,7 @@ def naive(
 ) -> Tensor:
     """What is to be learnt at each position, (p, vocabulary)."""
     rows = []
-    method, size = distiller.method, len(distiller.context.base.tokenizer)
+    method, size = distiller.settings, len(distiller.context.base.tokenizer)
 
     def said(by: Knowledge, sample: int, place: int, ids: Tensor | None) -> Tensor:
         there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)

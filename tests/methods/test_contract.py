@@ -11,10 +11,11 @@ import coterie
 from coterie.adapters import detach
 from coterie.config import parse
 from coterie.messages import Message, MessageError
-from coterie.methods import contract, registry
+from coterie.methods import contract
 from coterie.methods.averaging import FedAvg
 from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
+from coterie.methods.registry import METHODS
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round, take
 
@@ -84,11 +85,11 @@ class FirstFactor(FedAvg):
 def registered(monkeypatch):
     """A package that is installed beside this one has registered the method."""
     entry = SimpleNamespace(name="first-factor", load=lambda: FirstFactor)
-    monkeypatch.setattr("coterie.methods.registry.entry_points", lambda group: [entry])
-    monkeypatch.setattr(registry, "_registered", {})
-    registry._entries.cache_clear()
+    monkeypatch.setattr("coterie.registry.entry_points", lambda group: [entry])
+    monkeypatch.setattr(METHODS, "registered", {})
+    vars(METHODS).pop("entries", None)
     yield
-    registry._entries.cache_clear()
+    vars(METHODS).pop("entries", None)
 
 
 def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registered) -> None:
@@ -110,7 +111,7 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
                 assert part.parameter.any()  # B was trained, and is this client's own
                 message = Message(0, {"adapter": {tensor: part.parameter}})
                 with pytest.raises(MessageError, match="must stay on its client"):
-                    local.parts[name]._sent("up", message)
+                    local.clients.part(name)._sent("up", message)
     poet, whaler = (local.clients[name].parts() for name in ("poet", "whaler"))
     for tensor, part in poet.items():
         alike = torch.equal(part.parameter, whaler[tensor].parameter)

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples, Instruction, examples
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import ClientData, bare_encoder
 from coterie.errors import CoterieError
 from coterie.losses import language_model_loss, soft_target_loss
 from coterie.methods.contract import ClientContext
-from coterie.methods.distillation import NOBODY, Distiller
-from coterie.methods.fedmkt import FedMKT
+from coterie.methods.fedmkt.distillation import NOBODY, Distiller
+from coterie.methods.fedmkt.method import FedMKT
 from coterie.seeding import generator
 from coterie.training.schedule import learning_rate
 from coterie.training.spec import TrainingSpec
@@ -198,7 +200,7 @@ def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
     known = distiller.knowledge()
     assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3]])
     Knowledge.received(
-        known.tensors(), len(distiller.context.base.tokenizer), distiller.method.logits
+        known.tensors(), len(distiller.context.base.tokenizer), distiller.settings.logits
     )
     model = distiller.model()
     for n, number in enumerate((0, 1, 3)):

@@ -18,7 +18,7 @@ from coterie.engines.runtime import contribution
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import Setting
-from coterie.methods.fedamole import FedAMoLEClient
+from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.registry import method_from
 from coterie.privacy.ledger import Ledger
 from coterie.testing.rounds import close, down, joined, one_round, step
@@ -119,7 +119,7 @@ def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> No
     local = start(experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router=router)
     given = []
     monkeypatch.setattr(
-        "coterie.methods.reverse_selection.assign_all",
+        "coterie.methods.fedamole.server.assign_all",
         lambda scores, bounds: given.append(scores) or assign_all(scores, bounds),
     )
     one_round(local, 0)
@@ -234,7 +234,7 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     start, monkeypatch
 ) -> None:
     """Two adjacent data sets, the same downloads, five rounds: the bound that the noise assumes."""
-    monkeypatch.setattr("coterie.methods.fedamole.noise_for", lambda *_: 1e-12)
+    monkeypatch.setattr("coterie.methods.fedamole.client.noise_for", lambda *_: 1e-12)
     share, clip = 0.1, 0.5
     local = start(embeddings={"share": share, **noisy_with(clip=clip)})
     one: Any = local.clients["poet"]
@@ -246,7 +246,7 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     at = (pieces == one.samples.ids[0]).all(1).nonzero()[0, 0]
     pieces[at] = pieces[at].flip(0)  # one sample of the embedding set is another
     data = replace(context.data, train=replace(local_data.train, ids=exchanged))
-    other = FedAMoLEClient(one.method, replace(context, data=data, ledger=Ledger()))
+    other = FedAMoLEClient(one.settings, replace(context, data=data, ledger=Ledger()))
     moved = []
     for round in range(5):
         local.server.open(round, [*WRITERS])

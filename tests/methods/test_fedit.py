@@ -8,7 +8,8 @@ from torch import nn
 
 from coterie.adapters import detach
 from coterie.engines.local import LocalRun
-from coterie.methods.fedit import FedIT, FedITFT
+from coterie.methods.fedit import FedIT
+from coterie.methods.registry import kind_of
 from coterie.testing.rounds import down, joined, one_round, step
 
 LAYERS = {"gpt2": {"c_attn"}, "llama": {"q_proj", "v_proj"}}
@@ -54,5 +55,6 @@ def test_the_server_averages_the_pairs(config) -> None:
 
 
 def test_which_model_is_the_result() -> None:
-    assert (FedIT.reports, FedITFT.reports) == ("aggregated", "trained")
-    assert FedITFT().model_dump() == FedIT().model_dump()
+    tuned = kind_of("fedit-ft")
+    assert (FedIT.reports, tuned.reports) == ("aggregated", "trained")
+    assert tuned().model_dump() == FedIT().model_dump()

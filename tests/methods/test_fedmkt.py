@@ -18,7 +18,9 @@ from coterie.data.examples import Examples
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, Tensors
-from coterie.methods.fedmkt import FedMKTClient, FedMKTServer, _read, _spelt
+from coterie.methods.fedmkt.client import FedMKTClient
+from coterie.methods.fedmkt.server import FedMKTServer
+from coterie.methods.fedmkt.vocabulary import read, spelt
 from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined, one_round, step
 
@@ -307,9 +309,9 @@ def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) 
 
 def test_a_vocabulary_survives_its_message() -> None:
     vocabulary = Vocabulary.of(load_tokenizer("tiny-gpt2"))
-    assert _read(_spelt(vocabulary), dict(vocabulary.roles)) == vocabulary
+    assert read(spelt(vocabulary), dict(vocabulary.roles)) == vocabulary
     odd = Vocabulary((b"", None, b"\xff\0"), {"eos": 1})
-    assert _read(_spelt(odd), {"eos": 1}) == odd
+    assert read(spelt(odd), {"eos": 1}) == odd
 
 
 LENGTHS = {"lengths": torch.tensor([1, -1], dtype=torch.int32)}
@@ -338,4 +340,4 @@ SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
 )
 def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:
     with pytest.raises(MessageError):
-        _read(tensors, roles)
+        read(tensors, roles)

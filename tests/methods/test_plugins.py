@@ -11,8 +11,9 @@ import coterie
 from coterie import CoterieError
 from coterie.cli import app
 from coterie.deployment.client import Worker
-from coterie.methods import plugins, registry
+from coterie.methods import plugins
 from coterie.methods.plugins import load_plugin, plugin_of, version_of
+from coterie.methods.registry import METHODS, kind_of
 from coterie.runs import RunFolder
 from coterie.testing import loop
 
@@ -21,13 +22,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsa_lora.py"
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(METHODS, "registered", {})
     monkeypatch.setattr(plugins, "_loaded", {})
 
 
 def forgotten(monkeypatch) -> None:
     """As in a new process, which was given no plugin."""
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(METHODS, "registered", {})
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def change(file: Path) -> None:
 def test_a_plugin_is_loaded_once_and_its_classes_have_names(mine) -> None:
     [kind] = load_plugin(mine)
     assert load_plugin(mine) == [kind]
-    assert registry.kind_of("fedsa-lora") is kind
+    assert kind_of("fedsa-lora") is kind
     assert plugin_of(kind) == plugins.Plugin(str(mine), version_of(kind))
 
 

@@ -14,7 +14,8 @@ from coterie.errors import CoterieError
 from coterie.losses import language_model_loss, token_losses
 from coterie.methods.contract import ServerContext
 from coterie.methods.fedit import FedIT
-from coterie.methods.prompts import FedPrompt, FedPromptFT, FedPTuning, FedPTuningFT
+from coterie.methods.prompts import FedPrompt, FedPTuning
+from coterie.methods.registry import kind_of
 from coterie.testing.rounds import down, joined, one_round, step
 
 METHODS = {
@@ -218,4 +219,4 @@ def test_a_base_without_room_for_the_prompt_is_refused(config) -> None:
 
 def test_which_model_is_the_result() -> None:
     assert {m.reports for m in (FedPrompt, FedPTuning)} == {"aggregated"}
-    assert {m.reports for m in (FedPromptFT, FedPTuningFT)} == {"trained"}
+    assert {m.reports for m in map(kind_of, ("fedprompt-ft", "fedptuning-ft"))} == {"trained"}

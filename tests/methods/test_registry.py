@@ -11,18 +11,17 @@ import pytest
 import coterie
 from coterie import CoterieError
 from coterie.config import parse
-from coterie.methods import registry
 from coterie.methods.averaging import FedAvg
-from coterie.methods.registry import OWN, kind_of, method_from, names
+from coterie.methods.registry import METHODS, OWN, kind_of, method_from, names
 
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(registry, "_registered", {})
-    registry._entries.cache_clear()
+    monkeypatch.setattr(METHODS, "registered", {})
+    vars(METHODS).pop("entries", None)
     yield
-    registry._entries.cache_clear()
+    vars(METHODS).pop("entries", None)
 
 
 def named(name: str, **more: object) -> type[FedAvg]:
@@ -32,7 +31,11 @@ def named(name: str, **more: object) -> type[FedAvg]:
 @pytest.mark.parametrize("name", OWN)
 def test_the_table_of_names_is_right(name) -> None:
     file, _, kind = OWN[name].partition(":")
-    assert getattr(import_module(f"coterie.methods.{file}"), kind).name == name
+    module, method = import_module(f"coterie.methods.{file}"), kind_of(name)
+    assert method.name == name
+    assert kind_of(name) is method
+    assert issubclass(method, getattr(module, kind))
+    assert (name in getattr(module, "PRESETS", {})) == (method is not getattr(module, kind))
 
 
 def test_every_method_of_the_package_is_in_the_table() -> None:
@@ -45,6 +48,18 @@ def test_every_method_of_the_package_is_in_the_table() -> None:
 
     ours = {k for k in below(coterie.Method) if k.__module__.startswith("coterie.methods.")}
     assert {k for k in ours if "name" in vars(k)} == listed
+    modules = {
+        import_module(f"coterie.methods.{place.partition(':')[0]}") for place in OWN.values()
+    }
+    assert {name for m in modules for name in getattr(m, "PRESETS", {})} <= OWN.keys()
+
+
+def test_a_preset_has_the_settings_and_code_of_its_class_but_what_it_changes() -> None:
+    fedavg, tuned = kind_of("fedavg"), kind_of("fedavg-ft")
+    assert tuned.model_fields.keys() == fedavg.model_fields.keys()
+    assert tuned().model_dump() == fedavg().model_dump()
+    assert (tuned.reports, tuned.paper) == ("trained", fedavg.paper)
+    assert {key for key in vars(tuned) if callable(vars(tuned)[key])} <= set(vars(fedavg))
 
 
 @pytest.mark.slow
@@ -106,7 +121,7 @@ def test_an_installed_package_adds_methods_and_a_broken_one_is_named(monkeypatch
         SimpleNamespace(name="theirs", value="pkg:Theirs", load=lambda: named("theirs")),
         SimpleNamespace(name="broken", value="pkg:Broken", load=broken),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    monkeypatch.setattr("coterie.registry.entry_points", lambda group: entries)
     assert {"theirs", "broken"} <= set(names())
     assert method_from("theirs").name == "theirs"
     with pytest.raises(CoterieError, match=r"'broken' .* \(pkg:Broken\) cannot be imported: no"):

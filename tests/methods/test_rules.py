@@ -12,10 +12,10 @@ from torch import Tensor
 import coterie
 from coterie.aggregation.mean import Contribution, Rule
 from coterie.config import RunConfig
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Groups, Message, MessageError
-from coterie.methods.fedamole import FedAMoLEServer
+from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.runs import RunFolder, Watch
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
@@ -48,7 +48,7 @@ def median(contributions: Iterable[Contribution]) -> Groups:
 def finished(run: RunConfig, folder: RunFolder, rule: Rule) -> RunFolder:
     session = Session(run)
     who = session.federation(run)
-    LocalRun(run, session.base, who.clients, folder, Watch(), who.server, rule).run()
+    local_run(run, session.base, who.clients, folder, Watch(), who.server, rule).run()
     return folder
 
 

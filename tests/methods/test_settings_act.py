@@ -20,7 +20,6 @@ from every_method import BEHAVIOURS, marks
 from pydantic import BaseModel
 
 import coterie
-from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Schema
 from coterie.methods.contract import Method
@@ -219,7 +218,6 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
             found.update(json.dumps(line).encode())
     for state in sorted(folder.checkpoint(config.exchanges).iterdir()):
         found.update(state.read_bytes())
-    assert isinstance(run, LocalRun)
     for side in (run.server, *run.clients.values()):
         if (model := side.model()) is not None:
             with torch.no_grad():

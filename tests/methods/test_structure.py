@@ -21,9 +21,9 @@ MEANS = {"PaddedMean", "LowRankSum"}
 
 
 def classes() -> list[type]:
-    """Every class that a file of the room defines."""
-    names = [info.name for info in pkgutil.walk_packages(coterie.methods.__path__)]
-    modules = [importlib.import_module(f"coterie.methods.{name}") for name in names]
+    """Every class that a file of the package defines."""
+    found = pkgutil.walk_packages(coterie.methods.__path__, "coterie.methods.")
+    modules = [importlib.import_module(info.name) for info in found]
     return [
         kind
         for module in modules

@@ -6,8 +6,8 @@ from operator import attrgetter
 import pytest
 from every_method import METHODS, run_of
 
-from coterie.methods.distillation import Distiller
 from coterie.methods.fdlora import FDLoraClient
+from coterie.methods.fedmkt.distillation import Distiller
 from coterie.testing.work import Work, worked
 
 ROUNDS = 3

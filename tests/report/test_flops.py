@@ -8,7 +8,8 @@ import torch
 from coterie.analysis.experiments import experiments
 from coterie.analysis.flops import counting_base, round_cost, step_flops
 from coterie.config import parse
-from coterie.data.tokens import ClientData, Tokens
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import ClientData
 from coterie.federation import Participant, client_context
 from coterie.report.cost import operations
 from coterie.report.style import LeftOut, Picture

@@ -14,8 +14,9 @@ import coterie
 import coterie.cli
 from coterie.analysis.experiments import experiments
 from coterie.config import parse
-from coterie.data.examples import Examples, Instruction
-from coterie.data.tokens import Tokens
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.text import Tokens
 from coterie.federation import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic

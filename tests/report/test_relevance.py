@@ -10,9 +10,9 @@ import torch
 import coterie
 from coterie.analysis.experiments import experiments
 from coterie.config import parse
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.federation import participants_of
-from coterie.methods.fedamole import FedAMoLEClient
+from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.report import page, relevance
 from coterie.report.page import write_report
 from coterie.report.relevance import SAMPLES, in_the_plane, relevance_to, some_of

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coterie.data.tokens import ClientData, Tokens
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import ClientData
 from coterie.federation import Participant
 from reproduce.overlap import jaccard, overlap_tables, ranges
 

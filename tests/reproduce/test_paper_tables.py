@@ -13,7 +13,7 @@ import yaml
 from coterie import CoterieError
 from coterie.analysis.experiments import MEAN
 from coterie.config import parse
-from coterie.engines.local import LocalRun
+from coterie.engines.rounds import Rounds
 from coterie.runs import RunFolder, Watch
 from reproduce.table_file import is_table, merged, slug, table_folder
 from reproduce.tables import compare_table, load_table
@@ -57,13 +57,13 @@ def table(values, tmp_path) -> Make:
 def counted(monkeypatch) -> list[str]:
     """The names of the runs that are worked on."""
     names: list[str] = []
-    original = LocalRun.run
+    original = Rounds.run
 
-    def run(self: LocalRun) -> None:
+    def run(self: Rounds) -> None:
         names.append(self.config.name)
         original(self)
 
-    monkeypatch.setattr(LocalRun, "run", run)
+    monkeypatch.setattr(Rounds, "run", run)
     return names
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from coterie.bases import load_tokenizer
-from coterie.data.examples import Examples, Instruction
+from coterie.data.examples import Examples
 from coterie.data.files import Record
-from coterie.data.instructions import instructions
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import instructions
 from coterie.data.templates import holds
 from coterie.federation import check, participants_of
 from coterie.methods.contract import Setting

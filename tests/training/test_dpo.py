@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie import losses as loss_module
 from coterie.data.batch import Batch
-from coterie.data.pairs import PairBatch
+from coterie.data.kinds.preferences import PairBatch
 from coterie.training.dpo import Rewards, dpo_loss, figures, reference_of, rewards
 from coterie.training.spec import DPOSpec
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import coterie
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder, Watch
@@ -28,7 +28,7 @@ def run(request, config, values, tmp_path):
     training = {**values()["training"], **request.param}
     run = config(method=METHOD, rounds=ROUNDS, training=training)
     session = Session(run)
-    return LocalRun(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
 
 
 def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:

@@ -9,7 +9,9 @@ from torch import Tensor
 from coterie import losses as loss_module
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples, Instruction, examples
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
 from coterie.evaluation.evaluate import evaluate
 from coterie.training.predictions import predictions

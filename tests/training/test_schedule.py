@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.runs import RunFolder, Watch
-from coterie.training import dpo, local
+from coterie.training import local, objective
 from coterie.training.schedule import learning_rate, learning_rate_beside
 from coterie.training.spec import TrainingSpec
 
@@ -20,7 +20,7 @@ def run(config, tmp_path):
     """CoMiGS, routers every second step for one step."""
     run = config()
     session = Session(run)
-    return LocalRun(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
 
 
 def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
@@ -59,7 +59,7 @@ def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
     run = config(method={"name": "comigs-1g1s", "router": {"every": 3, "steps": 2}}, rounds=3)
     session = Session(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
-    LocalRun(run, session.base, session.participants(run), folder, Watch()).run()
+    local_run(run, session.base, session.participants(run), folder, Watch()).run()
     names = [
         (line["round"], line["name"])
         for line in folder.metrics()
@@ -90,8 +90,8 @@ def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch
     def broken(*batch):
         return original(*batch) * float("nan")
 
-    original = dpo.language_model_loss
-    monkeypatch.setattr(dpo, "language_model_loss", broken)
+    original = objective.language_model_loss
+    monkeypatch.setattr(objective, "language_model_loss", broken)
     why = r"^No client is left in round 1: the loss of 'diarist' is not finite at step 1; a lower "
     with pytest.raises(coterie.CoterieError, match=why):
         coterie.run(config(), out=tmp_path / "run")

@@ -12,9 +12,9 @@ from torch import Tensor
 import coterie
 from coterie import CoterieError
 from coterie.config import parse
-from coterie.data.tokens import Tokens
+from coterie.data.kinds.text import Tokens
 from coterie.data.windows import epoch_batch
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
 from coterie.runs import RunFolder, Watch
@@ -78,7 +78,7 @@ def sides_of(run: coterie.RunConfig) -> LocalRun:
     """A run's sides before its first round."""
     key = repr((run.data, run.clients, run.training.precision))
     session = SESSIONS.setdefault(key, Session(run))
-    return LocalRun(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(Path()), Watch())
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -238,9 +238,9 @@ def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        LocalRun(knobs, session.base, people, folder, Stopped()).run()
+        local_run(knobs, session.base, people, folder, Stopped()).run()
     torch.manual_seed(12345)  # torch's own generators are nobody's
-    resumed = LocalRun(knobs, session.base, people, RunFolder(folder.path), Watch())
+    resumed = local_run(knobs, session.base, people, RunFolder(folder.path), Watch())
     resumed.run()
     for side in ("server", "client-poet", "client-diarist"):
         assert folder.load(side).encode() == whole.load(side).encode()
@@ -250,7 +250,7 @@ def test_scores_have_no_dropout(knobs) -> None:
     """A model's score is that of its adapter in a run without dropout."""
     sides = sides_of(knobs)
     one_round(sides, 0)
-    part, client = sides.parts["poet"], sides.clients["poet"]
+    part, client = sides.clients.part("poet"), sides.clients["poet"]
     test = part.participant.data.test
     scored = [evaluate(part.base, client.model(), test, 16, 4).as_dict() for _ in range(2)]
     method = knobs.method.model_copy(update={"lora": type(knobs.method.lora)()})

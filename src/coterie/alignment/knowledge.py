@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.alignment.sequence import dynamic, ends, keyed, matched
 from coterie.alignment.transfer import first
-from coterie.data.examples import Examples, Instruction, split
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.messages import MessageError
@@ -115,7 +116,7 @@ class Positions:
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
         """As `data.examples` tokenised the samples with this tokenizer."""
-        texts = [split(item) for item in samples.instructions]
+        texts = [item.parts for item in samples.instructions]
         encoded = PartEncoder(bare_encoder(tokenizer)[0]).batch(texts)
         starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
         starts[1:] = (samples.starts[1:] - samples.answers).cumsum(0)

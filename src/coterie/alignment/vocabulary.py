@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coterie.errors import CoterieError
 
@@ -26,6 +27,8 @@ NAMES = {
 """What special tokens are usually called, for tokenizers that do not say."""
 SPACE = "\u2581"
 """SentencePiece's sign for a space."""
+STAND_INS: dict[str, int] = {sign: byte for byte, sign in bytes_to_unicode().items()}
+"""GPT-2's printable characters for bytes."""
 
 
 @dataclass(frozen=True)
@@ -112,18 +115,6 @@ def byte_piece(token: str) -> bytes | None:
         return bytes.fromhex(token[3:5])
     except ValueError:
         return None
-
-
-def _stand_ins() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 as it is, others from U+0100 on, in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + n): byte for n, byte in enumerate(others)
-    }
-
-
-STAND_INS = _stand_ins()
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:

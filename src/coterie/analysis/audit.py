@@ -1,8 +1,6 @@
 """What leaves a client, and what never does: declared by the method, measured on real messages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
@@ -11,9 +9,9 @@ from coterie.analysis.message_sizes import WHOLE, first_exchange, size, start
 from coterie.analysis.tables import Table
 from coterie.config import RunConfig
 from coterie.engines.local import LocalRun
-from coterie.engines.runtime import CHANGE, LEFT_OUT
 from coterie.engines.session import Session
 from coterie.messages import Field, Json, Message, Schema, State
+from coterie.messages.names import CHANGE, LEFT_OUT, SECONDS
 from coterie.messages.schema import Way
 from coterie.training.context import ClientId
 
@@ -71,8 +69,10 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
 def _stands(run: LocalRun) -> Table:
     """Where in their bases clients' adapters stand."""
     alike: dict[tuple[str, ...], list[ClientId]] = {}
-    for name, part in run.parts.items():
-        alike.setdefault(part.covered or ("nothing of the base",), []).append(name)
+    for name in run.clients:
+        alike.setdefault(run.clients.part(name).covered or ("nothing of the base",), []).append(
+            name
+        )
     rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
     return Table("what is trained", ("clients", "where in the base"), rows)
 
@@ -81,11 +81,10 @@ def _figures(run: LocalRun) -> Table:
     """What clients log and send beside their uploads, each kind of figure once."""
     round = run.server.round
     if round < run.config.exchanges:  # in which the aggregated models are scored
-        with TemporaryDirectory() as spool:
-            run.exchange(round, Path(spool))
+        run.exchange(round, run.names)
     recorded = (line for line in run.recorder.take() if line["client"] is not None)
     lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
-    found = {line["name"]: _kind(line["value"]) for line in lines} | {"seconds": "a number"}
+    found = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}
     title = "figures sent beside every upload (deployment.share_metrics)"
     note = "The last upload also has the scores of the model that the client keeps, and its round."
     return Table(title, ("figure", "what"), sorted(found.items()), note)

@@ -15,10 +15,10 @@ from typing import Any
 import pandas as pd
 
 from coterie.analysis.frame import Frame, metrics, parts
-from coterie.engines.runtime import SERVER_SCORE
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
+from coterie.messages.names import SERVER_SCORE, TEST
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, kind_of, names
 from coterie.runs import RunFolder
@@ -84,7 +84,7 @@ class ReportedRun:
     @property
     def own(self) -> str:
         """The name of the figure that holds the method's own scores."""
-        return f"test/{self.reports}"
+        return f"{TEST}{self.reports}"
 
     def by_client(self, name: str) -> Frame:
         """A figure of the clients; see `parts`."""

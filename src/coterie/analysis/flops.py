@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from coterie.adapters import Trainable
 from coterie.bases import Base, load_base
 from coterie.config import RunConfig
-from coterie.data.tokens import ClientData, Tokens
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import ClientData
 from coterie.federation import Participant, client_context
 from coterie.losses import language_model_loss
 from coterie.methods.adapter import AdapterClient

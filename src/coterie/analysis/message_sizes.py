@@ -1,13 +1,11 @@
 """The messages of a run's first exchange, encoded and checked as always, and their sizes."""
 
 import json
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
 from coterie.config import RunConfig
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Json, Message
 from coterie.messages.schema import Way
@@ -32,7 +30,7 @@ def start(session: Session, config: RunConfig) -> LocalRun:
     evaluation = config.evaluation.model_copy(update={**told, "patience": None})
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
     who = session.federation(short)
-    return LocalRun(short, session.base, who.clients, RunFolder.temporary(), Watch(), who.server)
+    return local_run(short, session.base, who.clients, RunFolder.temporary(), Watch(), who.server)
 
 
 def first_exchange(run: LocalRun) -> Messages:
@@ -41,17 +39,17 @@ def first_exchange(run: LocalRun) -> Messages:
     Rounds are real ones, whose messages are encoded and checked as always but go nowhere. Methods
     that begin with rounds alone are waited for; if nothing may travel, one round is enough.
     """
-    schema, names = run.schema, sorted(run.parts)
+    schema, names = run.schema, sorted(run.names)
     messages: Messages = {
-        name: {"hello": schema.receive("hello", part.hello())} for name, part in run.parts.items()
+        name: {"hello": schema.receive("hello", run.clients.part(name).hello())}
+        for name in run.clients
     }
-    with TemporaryDirectory() as spool:
-        for round in range(run.config.exchanges if schema.up else 1):
-            run.exchange(round, Path(spool))
-            for name in names:
-                messages[name]["up"] = schema.receive("up", (Path(spool) / name).read_bytes())
-            if any(m["up"].groups or m["up"].values for m in messages.values()):
-                break
+    for round in range(run.config.exchanges if schema.up else 1):
+        run.exchange(round, run.names)
+        for name in names:
+            messages[name]["up"] = run.uploads.message(name)
+        if any(m["up"].groups or m["up"].values for m in messages.values()):
+            break
     for name in names:
         messages[name]["down"] = run.server.download(name)
     return messages

@@ -13,12 +13,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from coterie.cli.agreement import in_words
+from coterie.cli.progress import jump_warning
 from coterie.config import RunConfig
 from coterie.deployment.seats import Seat, ServerWatch
-from coterie.deployment.terms import in_words
 from coterie.errors import plural
 from coterie.messages.envelope import Order
-from coterie.runs.progress import JUMPED, jump_warning
+from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED
 
 
 class LiveDisplay:
@@ -129,7 +130,7 @@ class ClientBoard(LiveDisplay):
         super().__init__(console, self.live)
         self.rounds, self.done, self.began = 0, 0, time.monotonic()
         self.losses: list[float] = []
-        self.bytes = {"bytes/up": 0, "bytes/down": 0}
+        self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
     def __call__(self, what: str, value: Any) -> None:
         """See `deployment.client.Seen`."""
@@ -158,7 +159,7 @@ class ClientBoard(LiveDisplay):
                 self._say(
                     f"no gain for {plural(value, 'round')}: training stopped, waiting for the end"
                 )
-            case "bytes/up" | "bytes/down":
+            case _ if what in self.bytes:
                 self.bytes[what] = value
             case _ if what == JUMPED:
                 self._say(jump_warning("this client", value))

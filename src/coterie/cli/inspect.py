@@ -24,8 +24,8 @@ WAYS = ("A -> B", "B -> A")
 Tokenizer = Annotated[
     str,
     typer.Argument(
-        help="A tokenizer.json, vocab.json, tokenizer.model or NAME.tiktoken, a folder that "
-        "contains one, or the name of a built-in base or a model on the hub.",
+        help="A tokenizer.json or vocab.json, a folder with a tokenizer, or the name of a built-in "
+        "base or a model on the hub.",
         show_default=False,
     ),
 ]

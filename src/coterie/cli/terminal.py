@@ -33,7 +33,7 @@ def complain(text: str) -> None:
 
 def watch() -> "Watch":
     """What shows a run's progress here."""
-    from coterie.runs import ConsoleWatch
+    from coterie.cli.progress import ConsoleWatch
 
     return ConsoleWatch(console)
 

@@ -45,8 +45,8 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
     """
     from coterie.api import tokenizer
     from coterie.bases import context_token
-    from coterie.data.chat import Turn, chat_template
-    from coterie.data.examples import Instruction, split
+    from coterie.data.chat import chat_template
+    from coterie.data.items import Instruction, Turn
     from coterie.data.parts import PartEncoder
     from coterie.data.spec import CHAT
     from coterie.data.templates import render
@@ -69,7 +69,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], how: Writing) -> s
         markers = chat.markers
         begun = []  # as the template begins
     else:
-        parts = split(Instruction(prompt, "A"))
+        parts = Instruction(prompt, "A").parts
     ids = [*begun, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
     found = _continued(run, client, ids, ends, how)

@@ -8,7 +8,6 @@ conversation is rendered twice, the second time with a mark in place of each ans
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
 from itertools import takewhile
@@ -21,80 +20,22 @@ from transformers.utils.chat_template_utils import (
     _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
 )
 
+from coterie.data.items import Conversation, Instruction, Turn, parted
 from coterie.errors import CoterieError
 
 TODAY = datetime(2024, 7, 26)
 """The date of templates that print today's: a run that is resumed tomorrow must read the same."""
 
 
-_THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _SPACE = re.compile(r"\s*")
 _TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
 """Stands for the thinking or the answer of the assistant's turn of that number."""
 
 
-class Turn(NamedTuple):
-    """What somebody said."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-    @property
-    def answer(self) -> str:
-        """What is said, without the thinking that an assistant may begin with, and the space around
-        it."""
-        return (parted(self.content)[1] if self.role == "assistant" else self.content).strip()
-
-
 OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
 """The template of bases that have none."""
 TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Turns, of which the assistant's last is the last.
-
-    where: for errors, such as "Client anna: line 3 of chats.jsonl".
-    """
-
-    turns: tuple[Turn, ...]
-    where: str = "The conversation"
-    choices: tuple[str, ...] = ()
-    """Answers to choose the last from, if any."""
-    fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The fields of the record that made the turns, where a template did."""
-
-    @property
-    def answer(self) -> str:
-        """What the assistant says last."""
-        return self.turns[-1].answer
-
-    @property
-    def text(self) -> str:
-        """All that is said."""
-        return "\n".join(turn.content for turn in self.turns)
-
-    @property
-    def content(self) -> tuple[str, ...]:
-        """The record's fields; elsewhere what the system prompt, the user and the assistant say."""
-        return self.fields or tuple(
-            "\n".join(turn.content for turn in self.turns if turn.role == role)
-            for role in ("system", "user", "assistant")
-        )
-
-    def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
-        """The system prompt, if any, and the turns in parts that each end with an answer."""
-        first = 1 if self.turns[0].role == "system" else 0
-        parts: list[tuple[Turn, ...]] = []
-        start = first
-        for end in range(first + 1, len(self.turns) + 1):
-            after = self.turns[end].role if end < len(self.turns) else "user"
-            if self.turns[end - 1].role == "assistant" and after != "assistant":
-                parts.append(self.turns[start:end])
-                start = end
-        return self.turns[:first], parts
 
 
 class Rendered(NamedTuple):
@@ -319,10 +260,15 @@ def _mark(kind: Literal["t", "a"], number: int) -> str:
     return f"\ue000{kind}{number}\ue001"
 
 
-def parted(content: str) -> tuple[str | None, str]:
-    """The thinking that an answer begins with, if there is any, and the rest."""
-    found = _THINKING.fullmatch(content)
-    return (found[1].strip(), found[2]) if found else (None, content)
+def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
+    """Return a sample's prompts and answers in turn, as they are encoded.
+
+    template: of conversations.
+    """
+    if isinstance(item, Instruction):
+        return item.parts
+    assert template is not None, "as all conversations"
+    return [text for text, _ in template.rendered(item).parts]
 
 
 def _leading(marker: re.Pattern[str], text: str) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.chat import ChatTemplate, Conversation
+from coterie.data.chat import ChatTemplate
+from coterie.data.items import Conversation
 from coterie.errors import CoterieError
 
 AROUND = 20

@@ -71,9 +71,7 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         items = {split: [item for _, item in given] for split, given in own.items()}
         return _evenly(spec, [item for _, item in records], fractions, items)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
-    pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
-    for number, (label, _) in enumerate(records):
-        pools[label].append(number)
+    pools = _pools(records)
     names = _client_names(spec, list(pools))
     public = [records[number][1] for number in _take_public(spec, pools, lengths)]
     held: dict[str, list[list[int]]] = {}
@@ -108,6 +106,14 @@ def _shuffled(records: Records, seed: int, purpose: str) -> Records:
     return [records[i] for i in order.tolist()]
 
 
+def _pools(records: Records) -> Pools:
+    """Return the pools of all records, in the order of their labels."""
+    pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
+    for number, (label, _) in enumerate(records):
+        pools[label].append(number)
+    return pools
+
+
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
     """Take the public set's records out of the pools, in the mix of labels of all clients."""
     if not spec.public:
@@ -135,11 +141,8 @@ def _dealt_alike(
     an equal one; what nobody trains on is left out.
     """
     counts = [Counter(records[number][0] for number in part) for part in train]
-    pools: Pools = {label: [] for label in sorted({label for label, _ in given})}
-    for number, (label, _) in enumerate(given):
-        pools[label].append(number)
     parts: list[list[int]] = [[] for _ in train]
-    for label, pool in pools.items():
+    for label, pool in _pools(given).items():
         shares = [count[label] if spec.held_out == "own" else 1 for count in counts]
         if any(shares):
             ends = numpy.rint(numpy.cumsum(shares)[:-1] / sum(shares) * len(pool)).astype(int)

@@ -1,41 +1,14 @@
 """Prompts with their answers, and conversations, as tokens; the loss counts the answers alone."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.bases import context_token
 from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate, Conversation
-from coterie.data.parts import PartEncoder
-from coterie.errors import CoterieError
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A prompt as the model sees it, the answer wanted, and the answers to choose from, if any."""
-
-    prompt: str
-    answer: str
-    choices: tuple[str, ...] = ()
-    fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The fields of the record that made the prompt and the answer, where a template did."""
-    where: str = field(default="The sample", compare=False, repr=False)
-    """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
-
-    @property
-    def text(self) -> str:
-        """Prompt and answer."""
-        return f"{self.prompt}\n{self.answer}"
-
-    @property
-    def content(self) -> tuple[str, ...]:
-        """The record's own texts, without the template."""
-        return self.fields or (self.prompt, self.answer)
+from coterie.data.chat import ChatTemplate
+from coterie.data.items import Conversation, Instruction
 
 
 @dataclass(frozen=True)
@@ -136,118 +109,6 @@ def joined(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def examples(
-    items: Sequence[Instruction],
-    encoder: Tokenizer,
-    first: int,
-    end: int,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
-    """The samples as tokens; those of more than window + 1 are dropped and counted.
-
-    `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
-    text". Raises CoterieError if none is left.
-    """
-    encoded = PartEncoder(encoder).batch([split(item) for item in items])
-    pairs = [(prompt.ids, answer.ids) for prompt, answer in encoded]
-    fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
-    kept = [number for number, fit in enumerate(fits) if fit][:limit]
-    if not kept:
-        raise CoterieError(
-            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
-            "raise data.window or shorten the template."
-            if items
-            else f"{owner} has no samples; add text or raise its data.fractions."
-        )
-    rows = [
-        [([first, *prompt], False), ([*answer, end], True)]
-        for prompt, answer in (pairs[number] for number in kept)
-    ]
-    chosen = [items[number] for number in kept]
-    sizes = [len(item.answer.encode()) for item in chosen]
-    return samples_of(rows, chosen, sizes, len(items) - sum(fits))
-
-
-def chats(
-    items: Sequence[Conversation],
-    encoder: Tokenizer,
-    template: ChatTemplate,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
-    """The conversations as tokens, as their template renders them.
-
-    Conversations of more than window + 1 tokens are cut before a turn of the user's into several,
-    which all begin with the system prompt; exchanges that are too long are dropped and counted.
-    `limit` keeps so many samples at most. Raises CoterieError, which begins with `owner`, if none
-    is left.
-    """
-    ids_of, first = PartEncoder(encoder).ids, context_token(template.tokenizer)
-    chosen: list[_Sample] = []
-    cut = too_long = 0
-
-    def read(item: Conversation) -> _Sample | None:
-        """The conversation with its tokens, unless it is too long."""
-        rendered = template.rendered(item)
-        texts, said = zip(*rendered.parts, strict=True)
-        ids = ids_of(texts)
-        ids[0] = ids[0] or [first]  # an answer that nothing comes before
-        row = list(zip(ids, said, strict=True))
-        fits = sum(len(ids) for ids, _ in row) <= window + 1
-        return _Sample(row, item, rendered.bytes) if fits else None
-
-    for item in items:
-        if limit is not None and len(chosen) >= limit:
-            break
-        pieces, lost = _cut(item, read)
-        cut, too_long = cut + (len(pieces) > 1), too_long + lost
-        chosen += pieces
-    if not chosen:
-        raise CoterieError(
-            f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
-            "data.window."
-            if items
-            else f"{owner} has no conversations; add some or raise its data.fractions."
-        )
-    rows, kept, sizes = zip(*chosen[:limit], strict=True)
-    return replace(samples_of(rows, kept, sizes, too_long, cut), template=template)
-
-
-class _Sample(NamedTuple):
-    """A conversation that fits: its parts' tokens and whether they count, and bytes of answers."""
-
-    row: list[tuple[list[int], bool]]
-    item: Conversation
-    bytes: int
-
-
-def _cut(
-    item: Conversation, read: Callable[[Conversation], _Sample | None]
-) -> tuple[list[_Sample], int]:
-    """A conversation in pieces that fit, each as long as it can be; and how many exchanges do
-    not."""
-    if whole := read(item):
-        return [whole], 0
-    system, exchanges = item.exchanges()
-    pieces: list[_Sample] = []
-    lost = 0
-    open = False
-    for exchange in exchanges:
-        alone = replace(item, turns=system + exchange)
-        if open and (longer := read(replace(item, turns=pieces[-1].item.turns + exchange))):
-            pieces[-1] = longer
-        elif piece := read(alone):
-            pieces.append(piece)
-            open = True
-        else:
-            lost += 1
-            open = False
-    return pieces, lost
-
-
 def samples_of(
     rows: Sequence[Sequence[tuple[list[int], bool]]],
     items: Sequence[Instruction | Conversation],
@@ -270,23 +131,3 @@ def samples_of(
         too_long,
         cut,
     )
-
-
-def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return a sample's prompts and answers in turn, as they are encoded.
-
-    template: of conversations.
-    """
-    if isinstance(item, Instruction):
-        return split(item)
-    assert template is not None, "as all conversations"
-    return [text for text, _ in template.rendered(item).parts]
-
-
-def split(item: Instruction) -> tuple[str, str]:
-    """Prompt and answer as they are encoded: a space between them belongs to the answer.
-
-    Tokenizers join a space to the word after it. A prompt that ends with a line break needs none.
-    """
-    prompt = item.prompt.rstrip(" ")
-    return prompt, item.answer if prompt.endswith("\n") or not prompt else f" {item.answer}"

@@ -7,9 +7,10 @@ from typing import Any
 from coterie.data.divide_spec import DivideSpec, SourceSpec
 from coterie.data.files import Record, find_files, read_records, read_text, resolve
 from coterie.data.hub import read_hub
+from coterie.data.kinds.text import pieces
+from coterie.data.records import items_by_split
 from coterie.data.spec import DataSpec
 from coterie.data.templates import holds
-from coterie.data.texts import items_by_split, pieces
 from coterie.errors import CoterieError
 
 

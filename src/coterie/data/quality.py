@@ -13,16 +13,15 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.chat import Conversation
 from coterie.data.control import contents, count_control
-from coterie.data.examples import Instruction
 from coterie.data.files import listed, listed_first
+from coterie.data.items import Conversation, Instruction, Preference
+from coterie.data.kinds.text import Tokens, pieces
 from coterie.data.near import near_pairs
-from coterie.data.preferences import Preference
 from coterie.data.spec import PIECE
 from coterie.data.survey import Survey
-from coterie.data.texts import SPLITS, Texts, pieces
-from coterie.data.tokens import ClientData, Split, Tokens
+from coterie.data.texts import SPLITS, Texts
+from coterie.data.tokens import ClientData, Split
 from coterie.errors import CoterieError
 
 SHORT = 20

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from coterie.data.preferences_spec import PreferenceSpec
 from coterie.files import ClientName
 
 CHAT = "chat"
@@ -114,6 +113,19 @@ class MessagesSpec(Spec):
         default=None,
         min_length=1,
         description="field that contains the list of turns; default: messages, else conversations",
+    )
+
+
+class PreferenceSpec(Spec):
+    """How records become pairs of answers to compare: the section `data.preferences:`.
+
+    Records have `prompt`, `chosen` and `rejected`, each a text or messages.
+    """
+
+    template: Literal["plain", "chat"] = Field(
+        default="plain",
+        description="how a text prompt is read: as it is (plain), or as a user's turn through the "
+        "chat template (chat); messages always go through the chat template",
     )
 
 

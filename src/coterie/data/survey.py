@@ -7,9 +7,9 @@ from pathlib import Path
 
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.files import find_files, parquet_fields, read_records, resolve, skipped_files
-from coterie.data.instructions import EARLIER
-from coterie.data.messages import FIELDS, is_nothing
-from coterie.data.preferences import ANSWERS
+from coterie.data.kinds.conversations import FIELDS, is_nothing
+from coterie.data.kinds.instructions import EARLIER
+from coterie.data.kinds.preferences import ANSWERS
 from coterie.data.spec import CHAT, DataSpec
 from coterie.data.templates import fields, is_text, names_in
 

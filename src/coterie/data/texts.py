@@ -4,7 +4,7 @@ Nothing here looks at another client, so a client that joins late, or runs elsew
 splits.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from coterie.data.files import Document, Record, read_documents
-from coterie.data.instructions import field_records, instructions_by_split
-from coterie.data.messages import conversations
-from coterie.data.preferences import preferences_by_split
+from coterie.data.files import Document, read_documents
+from coterie.data.kinds.text import parts_of
+from coterie.data.records import field_records, items_by_split, items_of
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 from coterie.seeding import generator
 
@@ -60,15 +59,14 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     return Texts(**texts)
 
 
-def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """What becomes of records with fields: instructions, conversations or preferences."""
-    if data.messages is not None:
-        how = data.messages
-        return {split: conversations(part, how) for split, part in records.items()}
-    if data.preferences is not None:
-        return dict[str, list[Any]](preferences_by_split(records, data.preferences))
-    assert data.instructions is not None, "else records are text"
-    return instructions_by_split(records, data.instructions)
+def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
+    """Return all documents or samples of a file or folder.
+
+    Raises `CoterieError`, which begins with `owner`, if it cannot be read.
+    """
+    if data.samples:
+        return list(items_of(field_records(root, path, owner), data))
+    return [document.text for document in read_documents(root, path, data.fields, owner)]
 
 
 def split_by_fractions(
@@ -90,11 +88,6 @@ def split_by_fractions(
     for (_, split), run in groupby(dealt, key=lambda item: item[:2]):
         texts[split].append("".join(part for _, _, part in run))
     return texts
-
-
-def parts_of(document: Document, piece: int) -> Iterable[str]:
-    """What may be given to different splits or clients: a record whole, a .txt file in pieces."""
-    return pieces(document.text, piece) if document.divisible else [document.text]
 
 
 def set_aside(
@@ -126,26 +119,3 @@ def deal(
                 splits[piece] = split
                 missing -= lengths[piece]
     return splits
-
-
-def pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of `size` to twice `size` characters, the last as long as is left.
-
-    A piece ends with a line, or, where there is no end of line, after a space, or else anywhere.
-    Joined, the pieces are the text.
-    """
-    start = 0
-    while start < len(text):
-        end = _cut(text, start + size, start + 2 * size)
-        yield text[start:end]
-        start = end
-
-
-def _cut(text: str, low: int, high: int) -> int:
-    """Where to end a piece, between `low` and `high`."""
-    if low >= len(text):
-        return len(text)
-    line = text.find("\n", low - 1, high) + 1
-    if line or high >= len(text):
-        return line or len(text)
-    return text.rfind(" ", low - 1, high) + 1 or high

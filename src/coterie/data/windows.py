@@ -8,8 +8,9 @@ from torch import Tensor
 
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.pairs import AnyBatch
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import AnyBatch
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 
 
 @overload

@@ -33,6 +33,7 @@ from coterie.files import parse_json
 from coterie.messages import MessageError
 from coterie.messages.envelope import Entry, Fault, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
+from coterie.messages.names import SECONDS
 from coterie.network.link import Seen
 from coterie.privacy.ledger import Ledger
 from coterie.reading import Reading
@@ -299,7 +300,7 @@ class SiteRun:
             raise
 
     def _about_now(self, round: int, digest: str, began: float) -> "About":
-        self.recorder.log(None, "seconds", time.monotonic() - began)
+        self.recorder.log(None, SECONDS, time.monotonic() - began)
         return About(round, digest, self.recorder.take())
 
     def _settle(self, order: Order, digest: str) -> "About":

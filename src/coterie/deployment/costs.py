@@ -121,24 +121,3 @@ def _numbers(values: Mapping[str, Any] | list[Any], above: str = "") -> Iterator
             yield from _numbers(value, f"{above}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{above}{key}", value
-
-
-def in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
-    """What somebody should know of the costs who is to agree to a run, by subject.
-
-    memory: estimated bytes of the client's process on a CPU; None if there is no estimate.
-    """
-    estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
-    training, evaluation = config.training, config.evaluation
-    steps = training.steps * config.exchanges
-    every = "after the last round"
-    if evaluation.every is not None:
-        every = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
-    return {
-        "computing": f"{steps:,} training steps in all, with "
-        f"{config.threads or 'the default number of'} threads; scored {every}",
-        "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
-        f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
-        "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
-        f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
-    }

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.runtime import LEFT_OUT
 from coterie.errors import CoterieError
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
+from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
 from coterie.runs import RunFolder
 
 LOGS = ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1")
@@ -67,14 +67,14 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
         mine = [line for line in lines if line["client"] == client]
         folder.rewrite(_less_of(line, client) for line in lines if line["client"] != client)
     sent, left_out = (
-        {line["round"] for line in mine if line["name"] == name} for name in ("bytes/up", LEFT_OUT)
+        {line["round"] for line in mine if line["name"] == name} for name in (BYTES_UP, LEFT_OUT)
     )
     return Forgotten(len(mine), cut, sorted(round + 1 for round in sent - left_out))
 
 
 def _less_of(line: Mapping[str, Any], client: str) -> dict[str, Any]:
     """A figure of others, which may say something of each client; scores do not."""
-    if line["name"].startswith("test/"):
+    if line["name"].startswith(TEST):
         return {**line}
     return {**line, "value": without(line["value"], client)}
 

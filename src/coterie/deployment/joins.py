@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from threading import Thread
 
+import torch
+from torch import Tensor
+
 from coterie.aggregation.mean import Aggregation
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import ServerSide
@@ -19,9 +22,17 @@ class Joins:
         self.server, self.aggregation = server, aggregation
         self.hellos: dict[str, bytes] = {}
         """Of whom takes part."""
+        self.base = ""
+        """The digest of the base that all have, once somebody has joined."""
         self.gone: set[str] = set()
         """Of whom none is taken in."""
         self._under_way: dict[str, tuple[Future[None], Message, bytes]] = {}
+
+    def check_base(self, base: str) -> None:
+        """Raise MessageError if a client's base differs from the others'."""
+        self.base = self.base or base
+        if base != self.base:
+            raise MessageError("Its base has different weights than the other clients'.")
 
     def begin(self, name: str, hello: bytes) -> None:
         """Prepare for a client; raises MessageError for what is no hello."""
@@ -53,6 +64,13 @@ class Joins:
         message = self.aggregation.schema.receive("hello", hello)
         self.server.prepare(name, message)
         self._take_in(name, message, hello)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bytes of the hellos as a checkpoint has them."""
+        return {
+            name: torch.frombuffer(bytearray(hello), dtype=torch.uint8)
+            for name, hello in self.hellos.items()
+        }
 
     def forget(self, name: str) -> None:
         """A client takes no part any more, whether or not it has joined."""

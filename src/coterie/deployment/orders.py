@@ -11,7 +11,7 @@ from coterie.deployment.site import Site
 from coterie.errors import CoterieError, plural
 from coterie.files import write_json
 from coterie.messages import MessageError
-from coterie.messages.envelope import Kind, Order, PluginFile
+from coterie.messages.envelope import Kind, Order, PluginFile, Reply, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.methods.plugins import plugin_of
 from coterie.runs import RunFolder, read
@@ -66,6 +66,14 @@ def order_to(
         base=base,
         **more,
     )
+
+
+def reply_of(data: bytes, run: str, client: str) -> tuple[Reply, bytes]:
+    """Return a client's reply and its body; raise MessageError if somebody else sent it."""
+    reply, body = unseal(Reply, data)
+    if (reply.run, reply.client) != (run, client):
+        raise MessageError("The message belongs to another run or client.")
+    return reply, body
 
 
 def check_round(order: Order, exchanges: int) -> None:

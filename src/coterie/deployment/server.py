@@ -9,27 +9,25 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-import torch
 from torch import nn
 
 from coterie.aggregation.mean import Aggregation
 from coterie.config import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import order_to
+from coterie.deployment.orders import order_to, reply_of
 from coterie.deployment.quorum import Quorum
-from coterie.deployment.seats import Seat, ServerWatch
-from coterie.deployment.uploads import Uploads
-from coterie.engines.runtime import LEFT_OUT, close, restore, result, score_server, server_states
+from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
+from coterie.engines.runtime import close, restore, result, score_server, server_states
+from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation import Participant, public_digest, server_context
-from coterie.messages import MessageError, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Reply, seal, unseal
+from coterie.messages import Message, State
+from coterie.messages.envelope import LEAVES, TOLD, Kind, Reply, seal
+from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
 from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
-RETRY = 20.0
-"""Seconds until a client that could not do its work is asked again."""
 GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
 
@@ -62,7 +60,7 @@ class ServerRun:
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []
         """Expelled clients of which the method's server side still keeps something."""
-        self.base, self.public = "", public_digest(config)
+        self.public = public_digest(config)
         self.joins = Joins(self.server, self.aggregation)
         self.kind: Kind = "step"
         """What clients are to do, those that are waited for."""
@@ -98,7 +96,7 @@ class ServerRun:
             self.round = self.recorder.round = round
             if (counted := self._round()) is None:
                 break
-            self.recorder.log(None, "seconds", time.monotonic() - began)
+            self.recorder.log(None, SECONDS, time.monotonic() - began)
             self.recorder.flush()
             self._save(round + 1)
             self.watch.round_over(round, counted)
@@ -106,46 +104,61 @@ class ServerRun:
         self.folder.finish(result(self.config, self.folder))
 
     def _round(self) -> int | None:
-        """One round, of whom is there at its start; how many uploads counted.
+        """Carry out a round; return how many uploads counted, or None if nobody is left for it."""
+        while members := self._gather():
+            if (mean := self._count(members)) is not None:
+                return self._settle(mean)  # else it begins anew, without who was expelled
+        return None
 
-        None if nobody is left for it. It begins anew if a client is expelled meanwhile.
-        """
+    def _gather(self) -> list[str]:
+        """Wait for a quorum and open the round; return its clients, or none if all have stopped."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
         while len(quorum.ready()) < quorum.needed:
             self._turn()
             if quorum.all_stopped(self.joins.hellos):
-                return None
+                return []
         self._let_leave()
         members = quorum.ready()
         self.server.open(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
-        end = time.monotonic() + self.config.deployment.deadline
-        while True:
-            diverged = self.uploads.diverged
-            while not (self.leaving or quorum.complete(members, self.waiting, diverged, end)):
-                self._turn()
-            self._look_for_expelled()
-            if self.leaving:
-                for name in self.waiting:
-                    self._forget(self.seats[name])
-                return self._round()
-            self.uploads.require(self.round, self.waiting)
-            mean = self.aggregation.mean(self.round, self.uploads.contributions())
-            counted = self.uploads.counted
-            refused = {n: why for n, why in self.uploads.refused.items() if n not in diverged}
+        return members
+
+    def _count(self, members: list[str]) -> Message | None:
+        """Return the mean of the uploads once enough count, or None if a client was expelled."""
+        uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
+        while self._uploaded(members, end):
+            uploads.require(self.round, self.waiting)
+            mean, counted = uploads.mean(self.round), len(uploads.counted)
+            refused = {n: w for n, w in uploads.refused.items() if n not in uploads.diverged}
             for name, why in sorted(refused.items()):
                 self._note(f"round {self.round + 1}: rejected the upload of {name}: {why}")
-            if quorum.suffice(len(counted), refused, self.uploads.asked_again, diverged):
-                break
-            self._note(f"round {self.round + 1}: too few uploads ({len(counted)}); asking again")
+            if self.quorum.suffice(counted, refused, uploads.asked_again, uploads.diverged):
+                return mean
+            self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
-                if not self.uploads.ask_again(name):
-                    self._failed(self.seats[name])
+                if not uploads.ask_again(name):
+                    self.seats[name].fail()
             self.server.open(self.round, members)  # what was counted is counted anew
+        return None
+
+    def _uploaded(self, members: list[str], end: float) -> bool:
+        """Wait for uploads until `end`; return False if a client was expelled meanwhile."""
+        complete, diverged = self.quorum.complete, self.uploads.diverged
+        while not (self.leaving or complete(members, self.waiting, diverged, end)):
+            self._turn()
+        self._look_for_expelled()
+        if self.leaving:
+            for name in self.waiting:
+                self._forget(self.seats[name])
+        return not self.leaving
+
+    def _settle(self, mean: Message) -> int:
+        """Close the round with the mean of its uploads; return how many there are."""
+        counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
@@ -165,12 +178,13 @@ class ServerRun:
 
     def _is_over(self) -> bool:
         """Whether all who took part have stopped; or a quorum has, and the others stay away."""
-        if self.quorum.met() and not self.quorum.all_stopped(self.joins.hellos):
-            end = time.monotonic() + self.config.deployment.deadline
-            while not self.quorum.ready() and time.monotonic() < end:
-                self._turn()
-            return not self.quorum.ready()
-        return self.quorum.all_stopped(self.joins.hellos)
+        all_stopped = self.quorum.all_stopped(self.joins.hellos)
+        if all_stopped or not self.quorum.met():
+            return all_stopped
+        end = time.monotonic() + self.config.deployment.deadline
+        while not self.quorum.ready() and time.monotonic() < end:
+            self._turn()
+        return not self.quorum.ready()
 
     def _finish(self) -> None:
         """Let everybody who has taken part end the run; those who are gone have what they have."""
@@ -200,12 +214,7 @@ class ServerRun:
         """From now on, clients of these names are to do something."""
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
-            seat = self.seats[name]
-            seat.again, seat.failed, seat.entries, seat.stops = 0.0, False, [], False
-
-    def _failed(self, seat: Seat) -> None:
-        """Ask a client again later; a round that has enough others does not wait for it."""
-        seat.again, seat.failed = time.monotonic() + RETRY, True
+            self.seats[name].ask()
 
     def _turn(self) -> None:
         """Look who is there, take replies in, send what each client lacks, and rest a little."""
@@ -228,7 +237,8 @@ class ServerRun:
             if mark != seat.present:
                 self._note(f"{name} {'is here' if mark else 'is gone'}")
                 self._forget(seat)
-                seat.present, seat.again, seat.failed = mark, 0.0, False
+                seat.present = mark
+                seat.clear()
             if mark and seat.ticket is None and time.monotonic() >= seat.again:
                 if not seat.joined:
                     self._send(name, "join")
@@ -268,30 +278,28 @@ class ServerRun:
 
     def _send(self, name: str, kind: Kind) -> None:
         seat, downloads = self.seats[name], kind in ("step", "finish")
-        order = order_to(
-            name, kind, self.config, self.run, self.round, seat.counted, self.base, self.public
-        )
+        about = (self.round, seat.counted, self.joins.base, self.public)
+        order = order_to(name, kind, self.config, self.run, *about)
         body = self.schema.send("down", self.server.download(name)) if downloads else b""
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if downloads:
-            self.recorder.log(name, "bytes/down", len(body), self._of)
+            self.recorder.log(name, BYTES_DOWN, len(body), self._of)
         self.watch.moved(name, 0, len(data))
 
     def _reply(self, name: str, data: bytes | None) -> None:
         """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
         seat = self.seats[name]
         seat.ticket = None
-        self._failed(seat)  # unless it turns out otherwise
+        seat.fail()  # unless it turns out otherwise
         if data is None:
             return
         self.watch.moved(name, len(data), 0)
         try:
-            reply, body = unseal(Reply, data)
-            if (reply.run, reply.client) != (self.run, name):
-                raise MessageError("The message belongs to another run or client.")
+            reply, body = reply_of(data, self.run, name)
             if reply.fault == "unknown run":
-                seat.joined, seat.again, seat.failed = False, 0.0, False
+                seat.joined = False
+                seat.clear()
             elif reply.fault is not None and reply.fault != "diverged":
                 self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
                 if reply.fault in LEAVES:
@@ -305,9 +313,7 @@ class ServerRun:
 
     def _join(self, name: str, reply: Reply, hello: bytes) -> None:
         if not self.config.method.mixes_bases:
-            self.base = self.base or reply.base
-            if reply.base != self.base:
-                raise MessageError("Its base has different weights than the other clients'.")
+            self.joins.check_base(reply.base)
         if self.joins.hellos.get(name) == hello:
             self._joined(name)
         else:
@@ -320,12 +326,12 @@ class ServerRun:
             if error is None:
                 self._joined(name)
             else:
-                self._failed(self.seats[name])
+                self.seats[name].fail()
                 self._refuse(f"rejected a message from {name}", error)
 
     def _joined(self, name: str) -> None:
-        seat = self.seats[name]
-        seat.joined, seat.again, seat.failed = True, 0.0, False
+        self.seats[name].joined = True
+        self.seats[name].clear()
         self._note(f"{name} joined")
 
     def _done(self, name: str, reply: Reply, body: bytes) -> None:
@@ -334,10 +340,10 @@ class ServerRun:
             self.uploads.diverge(name)
         elif self.kind == "step":
             self.uploads.take(name, body)
-            self.recorder.log(name, "bytes/up", len(body))
+            self.recorder.log(name, BYTES_UP, len(body))
         seat = self.seats[name]
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
-        seat.again, seat.failed = 0.0, False
+        seat.clear()
         seat.entries = (reply.entries or []) if self.config.deployment.share_metrics else []
         self.waiting.discard(name)
 
@@ -372,26 +378,15 @@ class ServerRun:
 
     def _states(self) -> Iterable[tuple[str, State]]:
         yield from server_states(self.server, self.aggregation)
-        counted = {name: seat.counted for name, seat in self.seats.items()}
-        hellos = {
-            n: torch.frombuffer(bytearray(h), dtype=torch.uint8)
-            for n, h in self.joins.hellos.items()
-        }
-        stopped = sorted(name for name, seat in self.seats.items() if seat.stopped)
-        values = {"counted": counted, "base": self.base, "stopped": stopped}
-        yield "engine", State({"hellos": hellos}, values)
+        yield "engine", State({"hellos": self.joins.tensors()}, saved(self.seats, self.joins.base))
 
     def _restore(self) -> int:
         done = self.folder.rounds()
         if done:
             engine = self.folder.load("engine")
-            self.base = engine.values["base"]
-            without = self.quorum.without
-            for name in engine.values["counted"].keys() - without:
-                self.seats.setdefault(name, Seat()).counted = engine.values["counted"][name]
-            for name in {*engine.values["stopped"]} - without:
-                self.seats[name].stopped = True
-            for name in sorted(engine["hellos"].keys() - without):
+            self.joins.base = engine.values["base"]
+            restore_seats(self.seats, engine.values, self.quorum.without)
+            for name in sorted(engine["hellos"].keys() - self.quorum.without):
                 self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
             restore(self.server, self.aggregation, self.folder)
         # What was told at the end stays: who told it may have left.

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coterie.config import RunConfig
-from coterie.deployment import costs
-from coterie.errors import plural
 from coterie.federation import public_digest
 from coterie.messages.envelope import Order
 from coterie.messages.formats import PROTOCOL
@@ -90,8 +88,8 @@ def differences(agreed: Terms, asked: Terms) -> list[str]:
 
     What `agreed` says nothing of at its top, such as the hash of a plugin, is left to other checks.
     """
-    before = dict(_flat(agreed))
-    now = {key: v for key, v in _flat(asked) if key.partition(".")[0] in agreed}
+    before = dict(flat(agreed))
+    now = {key: v for key, v in flat(asked) if key.partition(".")[0] in agreed}
     return [
         f"{key}: agreed {_shown(before, key)}, asked {_shown(now, key)}"
         for key in sorted(before.keys() | now.keys())
@@ -99,43 +97,14 @@ def differences(agreed: Terms, asked: Terms) -> list[str]:
     ]
 
 
-def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested settings by their dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
+            yield from flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key])[:100] if key in values else NOWHERE
-
-
-def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
-    """Return what a person should know before agreeing to a run, as (subject, text) pairs.
-
-    memory: see `costs.in_words`.
-    """
-    method, schema, training = config.method, config.method.schema(), config.training
-    settings = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in _flat(method.described())
-        if key != "name"
-    ]
-    told = {
-        "run": config.name,
-        "method": f"{method.name}: {method.summary}",
-        "settings": ", ".join(settings),
-        "training": f"{plural(config.rounds, 'round')} of {plural(training.steps, 'step')} of "
-        f"{plural(training.batch, 'sample')}",
-        **costs.in_words(config, memory),
-        "base": str(config.base),
-        "sent once": "; ".join(field.what for field in schema.hello),
-        "every round": "; ".join(field.what for field in schema.up),
-        "losses": "sent, with all other metrics"
-        if config.deployment.share_metrics
-        else "stay here",
-        "public text": order.public or "",
-        "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
-    }
-    return [(what, text) for what, text in told.items() if text]

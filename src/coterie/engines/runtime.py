@@ -1,13 +1,12 @@
 """One client's part of a run: messages in and out as bytes, and what its model scores."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
-from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.bases import Base
 from coterie.config import RunConfig
@@ -18,21 +17,15 @@ from coterie.federation import Participant, client_context, text_digest
 from coterie.inference.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
+from coterie.messages import names as metric
 from coterie.messages.message import is_finite
 from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.privacy.ledger import Ledger
-from coterie.runs import JUMPED, RunFolder
+from coterie.runs import RunFolder
 
-SERVER_SCORE = "server/aggregated"
-"""The name under which the score of the server's own model is recorded."""
-LEFT_OUT = "left out"
-"""The name under which it is recorded why a client's upload of a round did not count."""
 AT_THE_END = "it diverged on the last download, and keeps its model from before it"
 """The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
-CHANGE = "change"
-"""The name under which the figures of a client's upload are recorded; see `bounds.figures`."""
-
 JUMP = 1.0
 """Nats per token by which the validation loss exceeds the best so far when a client warns: far more
 than over-fitting adds in a round, and less than a damaged shared model."""
@@ -112,7 +105,7 @@ class ClientPart:
         if not message.is_finite():
             raise self._diverged("The upload", round)
         upload = self._sent("up", message)
-        self.log(self.name, "bytes/up", len(upload))
+        self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
     def finish(
@@ -133,7 +126,7 @@ class ClientPart:
                 self._take(download)
             except Diverged:
                 self.side.restore(trained)
-                self.log(self.name, LEFT_OUT, AT_THE_END)
+                self.log(self.name, metric.LEFT_OUT, AT_THE_END)
             if self.compares_aggregated and not self.stops(round + 1):
                 self._compare(round + 1)
             self._score("aggregated", round)
@@ -193,17 +186,17 @@ class ClientPart:
             assert self.keeper.best is not None, "begin() comes first"
             best = self.keeper.best.loss
             found = self.keeper.compare(rounds)
-            self.log(self.name, "validation/loss", found.loss, rounds - 1)
+            self.log(self.name, metric.VALIDATION_LOSS, found.loss, rounds - 1)
             if self.schema.down and found.loss > best + JUMP:
                 jump = {"round": rounds, "loss": found.loss, "best": best}
-                self.log(self.name, JUMPED, jump, rounds - 1)
+                self.log(self.name, metric.JUMPED, jump, rounds - 1)
             if found.accuracy is not None:
-                self.log(self.name, "validation/accuracy", found.accuracy, rounds - 1)
+                self.log(self.name, metric.VALIDATION_ACCURACY, found.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Say which model is the best, and score it if nobody has; the side stays as it is."""
         assert kept is not None, "it is in the newest checkpoint, or was found since"
-        self.log(self.name, "kept", kept.values["round"])
+        self.log(self.name, metric.KEPT, kept.values["round"])
         if kept.values["round"] == rounds:
             return
         now = self.side.state()
@@ -211,11 +204,11 @@ class ClientPart:
         scores = _scored(self.config, self.base, model, self.participant)
         self.scores[self.config.method.reports] = scores
         for text, score in scores.items():
-            self.log(text, "test/kept", score.as_dict())
+            self.log(text, metric.KEPT_SCORE, score.as_dict())
         self.side.restore(now)
 
     def _take(self, download: bytes) -> None:
-        self.log(self.name, "bytes/down", len(download))
+        self.log(self.name, metric.BYTES_DOWN, len(download))
         self.side.take(self.schema.receive("down", download))
 
     def _sent(self, way: Way, message: Message) -> bytes:
@@ -235,7 +228,7 @@ class ClientPart:
     def _log_scores(self, point: str, round: int, scores: dict[str, Score]) -> None:
         self.scores[point] = scores
         for text, score in scores.items():
-            self.log(text, f"test/{point}", score.as_dict(), round)
+            self.log(text, f"{metric.TEST}{point}", score.as_dict(), round)
 
 
 def _scored(
@@ -266,7 +259,7 @@ def score_server(
         return
     if (model := server.model()) is not None:
         for score in _scored(config, own.base, model, own).values():
-            log(None, SERVER_SCORE, score.as_dict())
+            log(None, metric.SERVER_SCORE, score.as_dict())
 
 
 def contribution(
@@ -280,14 +273,6 @@ def contribution(
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
-
-
-def record(measures: Mapping[str, Measure], refused: Mapping[str, str], log: LogFor) -> None:
-    """Record the figures of a round's uploads, and which of them were excluded, and why."""
-    for name, found in figures(measures).items():
-        log(name, CHANGE, found)
-    for name, why in sorted(refused.items()):
-        log(name, LEFT_OUT, why)
 
 
 def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
@@ -341,27 +326,27 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     """
     reports = config.method.reports
     points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
-    traffic = {"bytes/up": 0, "bytes/down": 0}
+    traffic = {metric.BYTES_UP: 0, metric.BYTES_DOWN: 0}
     server: dict[str, dict[str, float]] = {}
     best: dict[str, dict[str, float]] = {}
     kept: dict[str, int] = {}
     left_out: dict[str, dict[int, str]] = {}
     seconds = 0.0
     for line in folder.metrics():
-        kind, _, point = line["name"].partition("/")
-        if kind == "test" and point in points:
+        point = line["name"].removeprefix(metric.TEST)
+        if line["name"].startswith(metric.TEST) and point in points:
             points[point][line["client"]] = line["value"]
-        elif line["name"] == "test/kept":
+        elif line["name"] == metric.KEPT_SCORE:
             best[line["client"]] = line["value"]
-        elif line["name"] == "kept":
+        elif line["name"] == metric.KEPT:
             kept[line["client"]] = line["value"]
-        elif line["name"] == SERVER_SCORE:
+        elif line["name"] == metric.SERVER_SCORE:
             server = {"server": line["value"]}
         elif line["name"] in traffic:
             traffic[line["name"]] += line["value"]
-        elif line["name"] == "seconds":
+        elif line["name"] == metric.SECONDS:
             seconds += line["value"]
-        elif line["name"] == LEFT_OUT:
+        elif line["name"] == metric.LEFT_OUT:
             left_out.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
     points[reports] |= best
     return {
@@ -371,6 +356,6 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         **({"left_out": left_out} if left_out else {}),
         **points,
         **server,
-        "traffic": {"up": traffic["bytes/up"], "down": traffic["bytes/down"]},
+        "traffic": {"up": traffic[metric.BYTES_UP], "down": traffic[metric.BYTES_DOWN]},
         "seconds": round(seconds, 1),
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +12,8 @@ from coterie.bases.devices import names_of
 from coterie.config import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.floor import floor_of
-from coterie.engines.local import LocalRun, Rounds
+from coterie.engines.local import local_run
+from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
 from coterie.federation import (
     Federation,
@@ -91,11 +92,11 @@ class Session:
             public = clients[0].public is not None
             check(config, tuple(client.name for client in clients), public)
 
-    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds:
+    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds[Any]:
         """A run with this session's data, ready for its rounds."""
         who = self.federation(config)
         run = self.rounds(config, self.base, who.clients, folder, watch, who.server)
-        for lines in sorted(run.covered()):
+        for lines in sorted(run.clients.covered()):
             if (config.label, lines) not in self._told:
                 watch.trains(config.label, lines)
                 self._told.add((config.label, lines))
@@ -144,10 +145,10 @@ class Session:
         return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
-def _rounds(engine: Engine, method: Method) -> type[Rounds]:
-    """What runs the rounds; raises CoterieError for an engine that is not there or cannot."""
+def _rounds(engine: Engine, method: Method) -> Callable[..., Rounds[Any]]:
+    """Return what makes the rounds; raises CoterieError for an engine that cannot."""
     if engine == "local":
-        return LocalRun
+        return local_run
     if engine not in get_args(Engine):
         raise CoterieError(
             f"There is no engine {engine!r}; choose one of {', '.join(get_args(Engine))}."
@@ -155,11 +156,11 @@ def _rounds(engine: Engine, method: Method) -> type[Rounds]:
     from coterie.network.flower import imports_for
 
     with imports_for(f"The engine {engine}", "simulation"):
-        from coterie.engines.simulation import SimulatedRun
+        from coterie.engines.simulation import SimulatedClients
     if not (is_installed(type(method)) or plugin_of(type(method))):
         raise CoterieError(
             f"The engine {engine} runs clients in other processes, which cannot import the "
             f"method {method.name!r}; define it in a file for --plugin, or use the engine "
             "local."
         )
-    return SimulatedRun
+    return partial(Rounds, SimulatedClients)

@@ -17,13 +17,13 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 # Ray reads these when it is imported. The second is its own name for: on loopback, not on every
 # interface, as on systems other than Linux.
@@ -38,19 +38,20 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from coterie.bases import Bases, load_tokenizer
-from coterie.config import parse
+from coterie.bases import Base, Bases, load_tokenizer
+from coterie.config import RunConfig, parse
 from coterie.engines.clients import NewStates, begin
-from coterie.engines.local import Rounds
+from coterie.engines.rounds import Download
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged
-from coterie.federation import participants_of
+from coterie.federation import Participant, participants_of
 from coterie.files import LogFile
 from coterie.inference.kept import best_of, stops
 from coterie.messages import Json, State
+from coterie.messages.names import BYTES_DOWN
 from coterie.methods.plugins import load_plugin
 from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
-from coterie.runs import RunFolder
+from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
 
 log = logging.getLogger(__name__)
@@ -70,58 +71,80 @@ Entries = list[tuple[str | None, str, Json, int | None]]
 """What `log` was given: the client, the name, the value, and the round where it is another."""
 
 
-class SimulatedRun(Rounds):
-    """The rounds, with clients in as many processes as this machine has processors for."""
+class SimulatedClients:
+    """Clients in as many processes as this machine has processors for."""
 
-    def run(self) -> None:
-        """All rounds that are left; the folder then holds the result."""
+    in_process: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base: Base,
+        participants: Sequence[Participant],
+        folder: RunFolder,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.base, self.first = config, base, participants[0]
+        self.names = [p.name for p in participants]
+        self.folder, self.recorder, self.new = folder, recorder, NewStates(folder)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Start the processes, which end with the block."""
         threads = torch.get_num_threads()
         self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.names)))
         with (
             _logged(self.folder.path / LOG),
-            self.states.emptied(),
+            self.new.emptied(),
             _actors(self.actors, threads) as self.ask,
         ):
-            self._join()
-            super().run()
+            yield
 
-    def covered(self) -> set[tuple[str, ...]]:
-        """See `Rounds`; of the first client, as the others are in other processes."""
-
-        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
-            """Nothing is recorded."""
-
-        return {ClientPart(self.config, self.base, self.first, log).covered}
-
-    def _hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        for name, answer in self._all(self.names, "hello", 0, lambda name: b""):
+    def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        """Make every client as it is at the run's start; yield its first message."""
+        for name, answer in self._all(self.names, "hello", 0, lambda name: b"", ()):
             yield name, answer["body"]
 
-    def _steps(self, round: int) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        for name, answer in self._all(self.training, "step", round, self._download):
+    def step(
+        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+    ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
+        """Train clients side by side; yield their uploads."""
+        for name, answer in self._all(names, "step", round, download, lost):
             yield name, Diverged(answer["diverged"]) if answer["diverged"] else answer["body"]
 
-    def _finish(self, round: int) -> None:
-        deque(self._all(self.names, "finish", round, self._download), maxlen=0)
+    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
+        """Let every client receive the last download, and be scored."""
+        deque(self._all(self.names, "finish", round, download, lost), maxlen=0)
 
-    def _stops(self, name: ClientId, rounds: int) -> bool:
-        return stops(self.config, best_of(self.states.kept(name)), rounds)
+    def stops(self, name: ClientId, rounds: int) -> bool:
+        """Return whether a client takes no part in rounds after so many."""
+        return stops(self.config, best_of(self.new.kept(name)), rounds)
 
-    def _client_states(self) -> Iterator[tuple[str, State | None]]:
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """Yield what a checkpoint has of the clients."""
         for name in self.names:
-            yield from self.states.pop(name, {})
+            yield from self.new.pop(name, {})
 
-    def _restore_clients(self) -> None:
-        """A step begins at the newest checkpoint as it is."""
+    def restore(self) -> None:
+        """Do nothing: a step begins at the newest checkpoint as it is."""
+
+    def covered(self) -> set[tuple[str, ...]]:
+        """Return the layers of the first client's base, as the others are in other processes."""
+
+        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
+            """Record nothing."""
+
+        return {ClientPart(self.config, self.base, self.first, log).covered}
 
     def _all(
         self,
         names: Sequence[ClientId],
         do: str,
         round: int,
-        download: Callable[[ClientId], bytes],
+        download: Download,
+        lost: Collection[ClientId],
     ) -> Iterator[tuple[ClientId, Answer]]:
-        """Give clients the same order; what each answers, in the order of `names`.
+        """Give clients the same order; yield what each answers, in the order of `names`.
 
         Downloads are made when an actor is about to be free, so that they do not fill the memory.
         """
@@ -131,13 +154,14 @@ class SimulatedRun(Rounds):
                 yield self._answered(*waiting.popleft())
             run, body = str(self.folder.path.resolve()), download(name)
             order = {"run": run, "client": name, "do": do, "round": round, "body": body}
-            order["counted"] = name not in self.diverged
+            order["counted"] = name not in lost
             order["plugins"] = json.dumps(self.config.plugins)
             waiting.append((name, self.ask(order)))
         while waiting:
             yield self._answered(*waiting.popleft())
 
     def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, Answer]:
+        """Return the layers of the bases that clients' adapters modify."""
         try:
             answer = future.result()
         except Exception as error:  # whatever happened in the actor, or to it
@@ -262,7 +286,7 @@ class Actor:
             else:
                 part.finish(body, newest[1], round, counted=counted)
         except Diverged as error:
-            entries[:] = [(client, "bytes/down", len(body), None)]
+            entries[:] = [(client, BYTES_DOWN, len(body), None)]
             (part, _), upload = begun(), error
         part.keep_items(self.folder)
         self.states.put(part)

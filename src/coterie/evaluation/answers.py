@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.chat import Conversation
-from coterie.data.examples import Examples, Instruction, joined, parts_of, samples_of, split
-from coterie.data.pairs import Pairs, Parts
+from coterie.data.chat import parts_of
+from coterie.data.examples import Examples, joined, samples_of
+from coterie.data.items import Conversation, Instruction
+from coterie.data.kinds.preferences import Pairs, Parts
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -74,7 +75,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
         if not others:
             continue
         if isinstance(item, Instruction):
-            texts += [split(replace(item, answer=choice)) for choice in others]
+            texts += [replace(item, answer=choice).parts for choice in others]
         else:
             assert samples.template is not None, "as all conversations"
             *before, _ = parts_of(item, samples.template)

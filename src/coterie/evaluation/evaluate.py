@@ -14,8 +14,9 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.pairs import AnyBatch, PairBatch, Pairs
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import AnyBatch, PairBatch, Pairs
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.data.windows import evaluation_windows
 from coterie.evaluation.answers import (
     WORST,

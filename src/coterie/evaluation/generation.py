@@ -11,8 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from coterie.bases import Base, Tokenizer
 from coterie.bases.precision import autocast
-from coterie.data.chat import parted
-from coterie.data.examples import Examples, Instruction, parts_of
+from coterie.data.chat import parts_of
+from coterie.data.examples import Examples
+from coterie.data.items import Instruction, parted
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 

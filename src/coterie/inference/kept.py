@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.config import RunConfig
 from coterie.data.batch import Batch
-from coterie.data.pairs import Pairs
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import Pairs
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.data.windows import even, even_windows
 from coterie.evaluation.evaluate import PairScore, evaluate, mean_loss
 from coterie.federation import Participant

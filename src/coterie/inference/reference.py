@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.devices import available
 from coterie.config import RunConfig
-from coterie.data.pairs import Pairs
+from coterie.data.kinds.preferences import Pairs
 from coterie.data.tokens import ClientData, Split
 from coterie.errors import CoterieError
 from coterie.evaluation.answers import pair_logprobs

@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from coterie.bases import Base, Tokenizer
-from coterie.data.chat import ChatTemplate, Turn
+from coterie.data.chat import ChatTemplate
+from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coterie.messages.message import LAST_ROUND, Json, MessageError
+from coterie.messages.names import CHANGE, KEPT, LEFT_OUT, SECONDS, SERVER
 from coterie.messages.schema import plain
 
 LARGEST_HEADER = 2**24
@@ -47,7 +48,7 @@ LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
 """Faults after which a client leaves."""
 
 
-OF_SERVER = ("bytes/", "seconds", "server/", "change", "left out")
+OF_SERVER = ("bytes/", SECONDS, SERVER, CHANGE, LEFT_OUT)
 """How names of entries begin that are the server's to record."""
 
 
@@ -145,8 +146,8 @@ def _is_score(value: Json) -> bool:
 FITS: dict[str, Callable[[Json], bool]] = {
     "loss": _is_number,
     "rewards": _are_numbers,
-    "seconds": _is_number,
-    "kept": _is_round,
+    SECONDS: _is_number,
+    KEPT: _is_round,
     "test": _is_score,
     "trust": _are_numbers,
     "rank": _are_numbers,

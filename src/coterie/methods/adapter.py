@@ -314,6 +314,12 @@ class AdapterServer(ServerSide):
             self.residuals.tensors = dict(state["residual"])
 
 
+def fine_tuned(name: str) -> dict[str, dict[str, str]]:
+    """Return the preset of a method whose result is the model after local training, by its name."""
+    summary = f"as {name}; reports each client's model after local training"
+    return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
+
+
 @torch.no_grad()
 def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Write the source's values into the target's tensors, by name."""

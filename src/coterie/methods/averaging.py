@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coterie.adapters import Layout, Role
 from coterie.adapters.full import FullAdapter
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
 from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
@@ -58,14 +58,6 @@ class FedAvg(AdapterMethod):
     exact: bool = SETTING
 
 
-class FedAvgFT(FedAvg):
-    """Federated averaging, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedavg-ft"
-    summary: ClassVar[str] = "as fedavg; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
-
-
 class FedProx(FedAvg):
     """Federated averaging with a proximal term that holds clients near the server's model."""
 
@@ -102,3 +94,6 @@ class FFALora(AdapterMethod):
     def layout(self, client: ClientId) -> Layout:
         """One set of pairs with frozen A."""
         return replace(super().layout(client), freeze_A=True)
+
+
+PRESETS = fine_tuned("fedavg")

@@ -10,7 +10,7 @@ phases of their own on fresh training batches ("-tr"), where CoMiGS has validati
 1 and 4).
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from coterie.adapters import Role
 from coterie.methods.adapter import AdapterClient, AdapterMethod
@@ -20,18 +20,18 @@ from coterie.methods.settings import (
     Experts,
     Generalists,
     Lora,
+    Mlp,
     PhasedRouter,
     Router,
     Specialists,
 )
 from coterie.training.schedule import Level, Penalty, learning_rate
 
-PAPER = "arXiv 2409.13931"
 
-
-class MixtureMethod(AdapterMethod):
+class Mixture(AdapterMethod):
     """Experts on every MLP, weighed per token by a router that stays with its client."""
 
+    paper: ClassVar[str] = "arXiv 2409.13931"
     routers_learn: ClassVar[Literal["validation", "train"]] = "validation"
     """Which text the routers' phases see, where they have any."""
 
@@ -78,112 +78,42 @@ class MixtureMethod(AdapterMethod):
         return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 
-class CoMiGS(MixtureMethod):
-    """Any number of generalists and specialists per client (1G1S; 1GXS with a mapping)."""
-
-    name: ClassVar[str] = "comigs-1g1s"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "generalists and attention averaged; specialists and routers personal"
-
-    mlp: Experts = Experts()
-    router: PhasedRouter = PhasedRouter()
-    exact: bool = SETTING
+JOINT, PHASED = Router(), PhasedRouter()
 
 
-class CoMiGS2G(MixtureMethod):
-    """Two generalists: all experts are averaged, the routers alone are personal."""
-
-    name: ClassVar[str] = "comigs-2g"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two generalists and attention averaged; routers personal"
-
-    mlp: Generalists = Generalists()
-    router: PhasedRouter = PhasedRouter()
-    exact: bool = SETTING
+def _row(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
+    """Return what a preset has; experts of which none is averaged leave nothing to send."""
+    sent = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
+    return {"summary": summary, "mlp": mlp, "router": router, **sent}
 
 
-class CoMiGS2S(MixtureMethod):
-    """Two specialists: the same bi-level training, alone."""
-
-    name: ClassVar[str] = "comigs-2s"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two specialists; nothing is sent"
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
-
-    mlp: Specialists = Specialists()
-    router: PhasedRouter = PhasedRouter()
-
-
-class PFedMoE(MixtureMethod):
-    """One shared and one personal expert; experts and router are trained together."""
-
-    name: ClassVar[str] = "pfedmoe"
-    paper: ClassVar[str] = "arXiv 2402.01350"
-    summary: ClassVar[str] = "one expert and attention averaged; router trained with the experts"
-
-    mlp: Experts = Experts()
-    router: Router = Router()
-    exact: bool = SETTING
-
-
-class FedAvgMoE(MixtureMethod):
-    """Two shared experts; experts and router are trained together."""
-
-    name: ClassVar[str] = "fedavg-moe"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two experts and attention averaged; router trained with the experts"
-
-    mlp: Generalists = Generalists()
-    router: Router = Router()
-    exact: bool = SETTING
-
-
-class LocalMoE(MixtureMethod):
-    """Two personal experts; experts and router are trained together."""
-
-    name: ClassVar[str] = "local-moe"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "two experts; router trained with the experts; nothing is sent"
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
-
-    mlp: Specialists = Specialists()
-    router: Router = Router()
-
-
-class CoMiGSTr(MixtureMethod):
-    """CoMiGS-1G1S whose routers' phases see training text."""
-
-    name: ClassVar[str] = "comigs-tr"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-1g1s, with routers trained on training text"
-    routers_learn: ClassVar[Literal["validation", "train"]] = "train"
-
-    mlp: Experts = Experts()
-    router: PhasedRouter = PhasedRouter()
-    exact: bool = SETTING
-
-
-class FedAvgMoETr(MixtureMethod):
-    """CoMiGS-2G whose routers' phases see training text."""
-
-    name: ClassVar[str] = "fedavg-moe-tr"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-2g, with routers trained on training text"
-    routers_learn: ClassVar[Literal["validation", "train"]] = "train"
-
-    mlp: Generalists = Generalists()
-    router: PhasedRouter = PhasedRouter()
-    exact: bool = SETTING
-
-
-class LocalMoETr(MixtureMethod):
-    """CoMiGS-2S whose routers' phases see training text."""
-
-    name: ClassVar[str] = "local-moe-tr"
-    paper: ClassVar[str] = PAPER
-    summary: ClassVar[str] = "as comigs-2s, with routers trained on training text"
-    routers_learn: ClassVar[Literal["validation", "train"]] = "train"
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
-
-    mlp: Specialists = Specialists()
-    router: PhasedRouter = PhasedRouter()
+PRESETS = {
+    # Clients may have other numbers of experts, each its own (1GXS).
+    "comigs-1g1s": _row(
+        Experts(), PHASED, "generalists and attention averaged; specialists and routers personal"
+    ),
+    "comigs-2g": _row(
+        Generalists(), PHASED, "two generalists and attention averaged; routers personal"
+    ),
+    "comigs-2s": _row(Specialists(), PHASED, "two specialists; nothing is sent"),
+    "pfedmoe": {
+        **_row(
+            Experts(), JOINT, "one expert and attention averaged; router trained with the experts"
+        ),
+        "paper": "arXiv 2402.01350",
+    },
+    "fedavg-moe": _row(
+        Generalists(), JOINT, "two experts and attention averaged; router trained with the experts"
+    ),
+    "local-moe": _row(
+        Specialists(), JOINT, "two experts; router trained with the experts; nothing is sent"
+    ),
+}
+"""Each mixture's experts, router and summary."""
+for name, like in (
+    ("comigs-tr", "comigs-1g1s"),
+    ("fedavg-moe-tr", "comigs-2g"),
+    ("local-moe-tr", "comigs-2s"),
+):
+    trained = {"summary": f"as {like}, with routers trained on training text"}
+    PRESETS[name] = {**PRESETS[like], **trained, "routers_learn": "train"}

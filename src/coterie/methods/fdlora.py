@@ -30,8 +30,8 @@ from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.seeding import generator
 from coterie.training.apart import set_apart
-from coterie.training.dpo import batch_loss
 from coterie.training.local import LocalTraining
+from coterie.training.objective import batch_loss
 from coterie.training.schedule import Level, learning_rate
 
 BATCHES = 5

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from coterie.adapters import Role
 from coterie.bases.sites import QUERY_VALUE
-from coterie.methods.adapter import AdapterMethod
+from coterie.methods.adapter import AdapterMethod, fine_tuned
 from coterie.methods.settings import Attention, Lora
 
 
@@ -24,9 +24,4 @@ class FedIT(AdapterMethod):
     lora: Lora = Lora(scale="rank")
 
 
-class FedITFT(FedIT):
-    """FedIT, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedit-ft"
-    summary: ClassVar[str] = "as fedit; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+PRESETS = fine_tuned("fedit")

@@ -22,7 +22,7 @@ from torch import nn
 
 from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance
-from coterie.data.pairs import AnyBatch, PairBatch
+from coterie.data.kinds.preferences import AnyBatch, PairBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss, top_logits

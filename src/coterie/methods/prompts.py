@@ -13,7 +13,7 @@ from torch import nn
 from coterie.adapters import Role
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientContext, ClientId
 
 STD = 0.02
@@ -80,14 +80,6 @@ class FedPrompt(AdapterMethod):
         return client
 
 
-class FedPromptFT(FedPrompt):
-    """FedPrompt, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedprompt-ft"
-    summary: ClassVar[str] = "as fedprompt; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
-
-
 class FedPTuning(AdapterMethod):
     """P-tuning; the averaged encoder's prompt is the result."""
 
@@ -111,9 +103,4 @@ class FedPTuning(AdapterMethod):
         return PromptClient(self, context)
 
 
-class FedPTuningFT(FedPTuning):
-    """Federated P-tuning, then fine-tuning: the result is the model after local training."""
-
-    name: ClassVar[str] = "fedptuning-ft"
-    summary: ClassVar[str] = "as fedptuning; reports each client's model after local training"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+PRESETS = fine_tuned("fedprompt") | fine_tuned("fedptuning")

@@ -4,16 +4,16 @@ A method is imported when it is asked for by its name: names alone cost nothing.
 """
 
 import re
-import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import partial
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
+from pydantic.fields import FieldInfo
 
 from coterie.errors import CoterieError
+from coterie.registry import Registry
 
 if TYPE_CHECKING:
     from coterie.methods.contract import Method
@@ -26,7 +26,7 @@ OWN = {
     "local": "averaging:Local",
     "local-full": "averaging:LocalFull",
     "fedavg": "averaging:FedAvg",
-    "fedavg-ft": "averaging:FedAvgFT",
+    "fedavg-ft": "averaging:FedAvg",
     "fedprox": "averaging:FedProx",
     "ffa-lora": "averaging:FFALora",
     "hetlora": "hetlora:HetLora",
@@ -36,34 +36,34 @@ OWN = {
     "pcl-1": "pcl:PCLWeights",
     "pcl-2": "pcl:PCLValidation",
     "pcl-3": "pcl:PCLPredictions",
-    "local-moe": "comigs:LocalMoE",
-    "fedavg-moe": "comigs:FedAvgMoE",
-    "pfedmoe": "comigs:PFedMoE",
-    "local-moe-tr": "comigs:LocalMoETr",
-    "fedavg-moe-tr": "comigs:FedAvgMoETr",
-    "comigs-tr": "comigs:CoMiGSTr",
-    "comigs-1g1s": "comigs:CoMiGS",
-    "comigs-2g": "comigs:CoMiGS2G",
-    "comigs-2s": "comigs:CoMiGS2S",
+    "local-moe": "comigs:Mixture",
+    "fedavg-moe": "comigs:Mixture",
+    "pfedmoe": "comigs:Mixture",
+    "local-moe-tr": "comigs:Mixture",
+    "fedavg-moe-tr": "comigs:Mixture",
+    "comigs-tr": "comigs:Mixture",
+    "comigs-1g1s": "comigs:Mixture",
+    "comigs-2g": "comigs:Mixture",
+    "comigs-2s": "comigs:Mixture",
     "fedit": "fedit:FedIT",
-    "fedit-ft": "fedit:FedITFT",
+    "fedit-ft": "fedit:FedIT",
     "fedprompt": "prompts:FedPrompt",
-    "fedprompt-ft": "prompts:FedPromptFT",
+    "fedprompt-ft": "prompts:FedPrompt",
     "fedptuning": "prompts:FedPTuning",
-    "fedptuning-ft": "prompts:FedPTuningFT",
+    "fedptuning-ft": "prompts:FedPTuning",
     "fdlora": "fdlora:FDLora",
-    "fedamole": "fedamole:FedAMoLE",
-    "fedmkt": "fedmkt:FedMKT",
-    "fedmkt-fedavg": "fedmkt:FedMKTFedAvg",
-    "llm2slm": "fedmkt:LLM2SLM",
+    "fedamole": "fedamole.method:FedAMoLE",
+    "fedmkt": "fedmkt.method:FedMKT",
+    "fedmkt-fedavg": "fedmkt.method:FedMKT",
+    "llm2slm": "fedmkt.method:FedMKT",
 }
-"""The package's own, in the order in which tables show them: by name, the file and the class."""
+"""The package's own, in the order in which tables show them: by name, the file and the class.
 
-GROUP = "coterie.methods"
-"""The entry points with which an installed package adds methods."""
+A name that is not the class's own is that of a preset, in the file's table `PRESETS`.
+"""
 
 K = TypeVar("K", bound=type)
-_registered: "dict[str, type[Method]]" = {}
+_presets: "dict[str, type[Method]]" = {}
 
 
 def register(kind: K) -> K:
@@ -85,81 +85,57 @@ def register(kind: K) -> K:
         )
     if not hasattr(kind, "summary"):
         raise CoterieError(f"The method {name!r} needs a `summary`: one line on what it shares.")
-    there = _registered.get(name)
-    if name in OWN or name == POOLED or (there is not None and not _alike(there, kind)):
-        raise CoterieError(f"A method named {name!r} already exists; choose another name.")
-    _registered[name] = method
+    METHODS.add(name, method)
     return kind
 
 
-def _alike(one: type, other: type) -> bool:
-    """Whether it is the same class, perhaps after its file or its notebook's cell changed."""
-    homes = [k.__module__ for k in (one, other)]
-    homes = [getattr(sys.modules.get(home), "__file__", home) for home in homes]
-    return one.__qualname__ == other.__qualname__ and homes[0] == homes[1]
+def _builtin(name: str) -> "type[Method]":
+    """Import a method of the package, or derive it from the class of which it is a preset."""
+    file, _, kind = OWN[name].partition(":")
+    module = import_module(f"coterie.methods.{file}")
+    method = getattr(module, kind)
+    if vars(method).get("name") == name:
+        return method
+    if name not in _presets:  # threads that are here at once get the same class
+        _presets.setdefault(name, preset(method, name, module.PRESETS[name]))
+    return _presets[name]
 
 
-@cache
-def _entries() -> dict[str, EntryPoint]:
-    """What installed packages add, by name."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
+    """Derive a method that has its own name, summary, settings or class variables, and no code.
+
+    Args:
+        kind: The class that does the work.
+        name: The method's name in run files.
+        changes: Values of class variables, and defaults of settings, by name.
+    """
+    fields: dict[str, Any] = {}
+    for key, value in {"name": name, **changes}.items():
+        default = value.default if isinstance(value, FieldInfo) else value
+        of = ClassVar[Any] if key in kind.__class_vars__ else type(default)
+        fields[key] = (of, value)
+    return create_model(name, __base__=kind, __module__=kind.__module__, **fields)
 
 
-def names() -> list[str]:
-    """Every method that a run file can name, in the order in which tables show them."""
-    return list(dict.fromkeys([*OWN, *_entries(), *_registered]))
+METHODS: "Registry[type[Method]]" = Registry(
+    noun="method",
+    builtin={name: partial(_builtin, name) for name in OWN},
+    group="coterie.methods",
+    accept=register,
+    reserved=(POOLED,),
+    advice="`coterie methods` lists all methods; --plugin FILE.py adds your own.",
+)
+kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
 
 def available() -> "dict[str, type[Method]]":
-    """The same with their classes."""
+    """Every method's class, by name, in the order of `names`."""
     return {name: kind_of(name) for name in names()}
 
 
 def is_installed(kind: "type[Method]") -> bool:
     """Whether any process on this machine finds a method by its name, without being told of it."""
-    return (kind.name in OWN or kind.name in _entries()) and kind_of(kind.name) is kind
-
-
-def check_name(name: str) -> None:
-    """Raise CoterieError if there is no method of this name."""
-    if name not in OWN and name not in names():  # its own first: to look further takes longer
-        raise CoterieError(
-            f"There is no method {name!r}.{_hint(name)} `coterie methods` lists all methods; "
-            "--plugin FILE.py adds your own."
-        )
-
-
-def _hint(name: str) -> str:
-    """What may have been meant by a name that is none."""
-    from rapidfuzz.fuzz import ratio
-    from rapidfuzz.process import extractOne
-
-    known = [*names(), POOLED]
-    begin = [one for one in known if name and one.startswith(name)]
-    if len(begin) > 1:
-        return f" Did you mean one of {', '.join(begin)}?"
-    near = extractOne(name, known, scorer=ratio, score_cutoff=65)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
-def kind_of(name: str) -> "type[Method]":
-    """The class of a method; raises CoterieError for an unknown name."""
-    check_name(name)
-    if name in OWN:
-        file, _, kind = OWN[name].partition(":")
-        return getattr(import_module(f"coterie.methods.{file}"), kind)
-    return _registered[name] if name in _registered else _loaded(_entries()[name])
-
-
-def _loaded(entry: EntryPoint) -> "type[Method]":
-    """The class behind an entry point."""
-    try:
-        return register(entry.load())
-    except Exception as error:
-        raise CoterieError(
-            f"The method {entry.name!r} of an installed package ({entry.value}) cannot be "
-            f"imported: {error}"
-        ) from error
+    return METHODS.is_installed(kind.name) and kind_of(kind.name) is kind
 
 
 def method_from(value: object) -> "Method":

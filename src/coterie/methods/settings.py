@@ -4,18 +4,21 @@ A part means the same in every method, so it can be carried from one to another 
 """
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from coterie.adapters import Layout
 from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
-from coterie.privacy.mechanisms import MOST_EPSILON
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
 """One number for all clients, or a number by client name, `others` standing for the rest."""
+
+NOUNS = {"sets": "LoRA sets"}
+"""What error messages call a number, where it is not the setting's name."""
+SETS: Any = Field(default=2, description="number of LoRA sets, whose outputs are averaged")
 
 
 class Settings(BaseModel):
@@ -35,33 +38,32 @@ class Mlp(Settings):
         "a known form, else beside",
     )
 
+    counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
+    """The settings that hold the numbers of averaged and of personal sets; empty without any."""
+
     def counts(self, client: ClientId) -> tuple[int, int]:
-        """A client's generalists and specialists: sets that are averaged, and that stay."""
-        raise NotImplementedError
+        """Return a client's numbers of averaged and personal sets; 0 without the setting."""
+        averaged, personal = (
+            for_client(getattr(self, key, 0), client, f"number of {NOUNS.get(key, key)}")
+            for key in self.counted
+        )
+        return averaged, personal
 
 
 class SharedSets(Mlp):
     """Sets of LoRA pairs on all linear layers of all MLPs, averaged over clients."""
 
-    sets: PerClient = Field(
-        default=2, description="number of LoRA sets, whose outputs are averaged"
-    )
+    counted: ClassVar[tuple[str, str]] = ("sets", "")
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return for_client(self.sets, client, "number of LoRA sets"), 0
+    sets: PerClient = SETS
 
 
 class OwnSets(Mlp):
     """Sets of LoRA pairs on all linear layers of all MLPs, kept by their client."""
 
-    sets: PerClient = Field(
-        default=2, description="number of LoRA sets, whose outputs are averaged"
-    )
+    counted: ClassVar[tuple[str, str]] = ("", "sets")
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return 0, for_client(self.sets, client, "number of LoRA sets")
+    sets: PerClient = SETS
 
 
 class Generalists(Mlp):
@@ -71,10 +73,6 @@ class Generalists(Mlp):
         default=2, description="number of generalists (experts averaged over clients)"
     )
 
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return for_client(self.generalists, client, "number of generalists"), 0
-
 
 class Specialists(Mlp):
     """Routed experts on every MLP, all personal."""
@@ -82,10 +80,6 @@ class Specialists(Mlp):
     specialists: PerClient = Field(
         default=2, description="number of specialists (experts that stay on the client)"
     )
-
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return 0, for_client(self.specialists, client, "number of specialists")
 
 
 class Experts(Mlp):
@@ -97,13 +91,6 @@ class Experts(Mlp):
     specialists: PerClient = Field(
         default=1, description="number of specialists (experts that stay on the client)"
     )
-
-    def counts(self, client: ClientId) -> tuple[int, int]:
-        """See `Mlp`."""
-        return (
-            for_client(self.generalists, client, "number of generalists"),
-            for_client(self.specialists, client, "number of specialists"),
-        )
 
 
 class Attention(Settings):
@@ -163,76 +150,6 @@ class PhasedRouter(Router):
         "adds to its own, and steps of the experts leave some on the routers, as in the released "
         "code; experts then learn from validation text, too",
     )
-
-
-class Privacy(Settings):
-    """Differential privacy of the samples of which a client sends mean embeddings.
-
-    It says nothing of the samples that adapters are trained on: those are others.
-    """
-
-    epsilon: float = Field(
-        gt=0,
-        le=MOST_EPSILON,
-        description="privacy budget over all rounds, per sample of the embedding set",
-    )
-    delta: float = Field(
-        default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
-    )
-    clip: float = Field(
-        default=1.0,
-        gt=0,
-        description="maximum l2 norm of a sample's embeddings, all layers together",
-    )
-
-
-class Embeddings(Settings):
-    """Mean embeddings of samples set apart from training, by which experts choose clients."""
-
-    share: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description="fraction of the training samples to set apart for them",
-    )
-    samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
-    privacy: Privacy | None = Field(
-        default=None, description="differential privacy of the mean embeddings"
-    )
-
-
-class AmoleRouter(Settings):
-    """Routing of tokens to the domain experts that a client holds."""
-
-    kind: Literal["token", "vanilla"] = Field(
-        default="token",
-        description="scores from the experts' own embeddings, or from a gate with one row per "
-        "expert",
-    )
-    top_k: int = Field(default=2, ge=1, description="domain experts per token (k)")
-    score_scale: Literal["rank", "dim"] = Field(
-        default="rank",
-        description="divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper",
-    )
-    renormalise: bool = Field(
-        default=True, description="normalise each token's weights to sum to 1 (unlike the paper)"
-    )
-    load_balance_weight: float = Field(
-        default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
-    )
-    load: Literal["top_k", "first"] = Field(
-        default="top_k",
-        description="tokens that count as an expert's load: all that it works on, or those whose "
-        "best expert it is, as in the paper",
-    )
-
-    @model_validator(mode="after")
-    def _acts(self) -> Self:
-        if self.kind == "vanilla":
-            refuse_unused(self, "kind: vanilla", "score_scale")
-        if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
-            refuse_unused(self, "top_k: 1", "renormalise")
-        return self
 
 
 class Trusted(Settings):

@@ -12,9 +12,10 @@ from coterie.bases import Base
 from coterie.config import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation import EVERYONE
+from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.report.style import Canvas, LeftOut, Picture, looks
 
-WAYS = {"bytes/up": "upload", "bytes/down": "download"}
+WAYS = {BYTES_UP: "upload", BYTES_DOWN: "download"}
 MEGA, GIGA = 1e6, 1e9
 
 

@@ -20,15 +20,18 @@ from coterie.analysis.tables import Table, listed
 from coterie.bases import load_skeleton
 from coterie.config import RunConfig, parse
 from coterie.data.batch import Batch
-from coterie.data.pairs import AnyBatch
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import AnyBatch
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.federation import participants_of, server_context
 from coterie.files import path_part
 from coterie.inference.finished import Loader, tokenizer
 from coterie.messages import Message
-from coterie.methods.fedamole import FedAMoLE, FedAMoLEClient
-from coterie.methods.reverse_selection import FedAMoLEServer, expert_name
+from coterie.methods.fedamole.client import FedAMoLEClient
+from coterie.methods.fedamole.experts import expert_name
+from coterie.methods.fedamole.method import FedAMoLE
+from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.report.style import MARKERS, Canvas, LeftOut, Picture
 from coterie.report.texts import chosen_layers
 from coterie.runs import RunFolder

@@ -23,8 +23,9 @@ from coterie.analysis.tables import Table
 from coterie.bases import Tokenizer, context_token
 from coterie.config import parse
 from coterie.data.files import read_text
-from coterie.data.pairs import Pairs
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import Pairs
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.federation import participants_of
 from coterie.files import path_part

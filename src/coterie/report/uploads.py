@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
-from coterie.engines.runtime import CHANGE, LEFT_OUT
+from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.report.plots import entry, plain_log
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 

@@ -1,6 +1,6 @@
-"""The run folder: metrics, checkpoints, resuming, and what is shown meanwhile."""
+"""The run folder: metrics, checkpoints, resuming, and what follows a run."""
 
 from coterie.runs.folder import Recorder, RunFolder, describe
-from coterie.runs.progress import JUMPED, ConsoleWatch, Watch
+from coterie.runs.progress import Watch
 
-__all__ = ["JUMPED", "ConsoleWatch", "Recorder", "RunFolder", "Watch", "describe"]
+__all__ = ["Recorder", "RunFolder", "Watch", "describe"]

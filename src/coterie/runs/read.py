@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from coterie.errors import CoterieError
 from coterie.files import parse_json, read_inside
 from coterie.messages.envelope import Entry
+from coterie.messages.names import SERVER, TEST
 
 Score = dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
 Rounds = Annotated[int, Field(ge=0, le=2**31)]
@@ -206,7 +207,7 @@ def read_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 def _check_line(line: Mapping[str, Any]) -> None:
     entry = {key: value for key, value in line.items() if key != "during"}
     name = line.get("name")
-    if isinstance(name, str) and name.startswith(("test/", "server/")):
+    if isinstance(name, str) and name.startswith((TEST, SERVER)):
         SCORE.validate_python(entry.get("value"), strict=True)
         entry["name"] = "score"  # which was checked
     elif line.get("client") is None and name == "taught":

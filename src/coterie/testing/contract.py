@@ -8,7 +8,7 @@ import torch
 
 import coterie
 from coterie.config import RunConfig
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
@@ -71,7 +71,7 @@ class MethodContract:
         folders = []
         for name, order in (("one", who.clients), ("other", who.clients[::-1])):
             folder = RunFolder.create(tmp_path / name, session.description(run, who.clients))
-            LocalRun(run, session.base, order, folder, Watch(), who.server).run()
+            local_run(run, session.base, order, folder, Watch(), who.server).run()
             folders.append(folder)
         loop.assert_same_states(*folders)
 
@@ -81,7 +81,7 @@ class MethodContract:
         local.server.open(0, sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
-            part, download = local.parts[name], down(local, name)
+            part, download = local.clients.part(name), down(local, name)
             upload = step(local, name, 0, download)
             kept = {n: p.parameter for n, p in client.parts().items() if not run.method.sends(p)}
             messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config import RunConfig
 from coterie.engines import runtime as part
-from coterie.engines.local import LocalRun
+from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.federation import Participant
 from coterie.messages import Message
@@ -20,7 +20,7 @@ def joined(
     session.check(run)
     who = session.federation(run)
     folder, present = RunFolder.temporary(), who.clients if clients is None else clients
-    return LocalRun(run, session.base, present, folder, Watch(), who.server, rule)
+    return local_run(run, session.base, present, folder, Watch(), who.server, rule)
 
 
 def down(local: LocalRun, name: str) -> Message:
@@ -31,7 +31,7 @@ def down(local: LocalRun, name: str) -> Message:
 def up(local: LocalRun, name: str, round: int) -> Message:
     """What a client uploads now, through its bytes and checks."""
     return local.schema.receive(
-        "up", local.parts[name]._sent("up", local.clients[name].upload(round))
+        "up", local.clients.part(name)._sent("up", local.clients[name].upload(round))
     )
 
 

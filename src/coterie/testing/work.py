@@ -10,7 +10,7 @@ import pytest
 
 from coterie.config import RunConfig
 from coterie.engines import runtime as part
-from coterie.engines.local import LocalRun
+from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.inference.kept import Keeper
 from coterie.runs import RunFolder, Watch
@@ -64,14 +64,14 @@ def worked(
     folder = RunFolder.create(out, session.description(run, who.clients))
     with monkeypatch.context() as patch:
         work = Work(patch)
-        local = LocalRun(run, session.base, who.clients, folder, Watch(), who.server)
+        local = local_run(run, session.base, who.clients, folder, Watch(), who.server)
         for name, side in local.clients.items():
             for step in ("take", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
         for owner, name in ((part, "_scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, _within(work, getattr(owner, name)))
-        bases = {id(one.base): one.base.model for one in local.parts.values()}
+        bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
         if who.server is not None and who.server.base is not None:
             bases[id(who.server.base)] = who.server.base.model
         hooks = [b.base_model.register_forward_pre_hook(work.forward) for b in bases.values()]

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from coterie.data.batch import Batch
-from coterie.data.pairs import AnyBatch
-from coterie.data.tokens import Split, Tokens
+from coterie.data.kinds.preferences import AnyBatch
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.seeding import generator
 from coterie.training.context import ClientContext

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.bases.precision import Precision
-from coterie.data.pairs import AnyBatch, PairBatch, Reference
-from coterie.losses import language_model_loss, sample_losses
+from coterie.data.kinds.preferences import PairBatch, Reference
+from coterie.losses import sample_losses
 from coterie.training.spec import DPOSpec
 
 ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}
@@ -56,16 +56,6 @@ def reference_of(
     """
     rounding = dpo.beta * ROUNDING[precision] * (logprobs.square() / lengths).sum(1).sqrt()
     return Reference(logprobs, dpo.beta, dpo.label_smoothing, rounding)
-
-
-def batch_loss(model: PreTrainedModel, batch: AnyBatch) -> tuple[Tensor, Rewards | None]:
-    """The loss that a batch is learnt by, a scalar with a gradient; and the rewards of pairs.
-
-    Of samples it is in nats per token; of pairs, DPO's.
-    """
-    if isinstance(batch, PairBatch):
-        return dpo_loss(model, batch)
-    return language_model_loss(model, *batch), None
 
 
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:

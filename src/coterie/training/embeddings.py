@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.pairs import AnyBatch, PairBatch
+from coterie.data.kinds.preferences import AnyBatch, PairBatch
 from coterie.losses import hidden_states
 
 

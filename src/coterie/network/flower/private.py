@@ -1,7 +1,7 @@
 """All that Coterie uses of Flower beyond its public API; any version of Flower may change it.
 
 Other files import these names from here, and from Flower itself only what is public. For another
-version of Flower, tests/engines/test_flower_private.py says name by name what is gone or different.
+version of Flower, tests/network/test_flower_private.py says name by name what is gone or different.
 """
 
 from typing import TYPE_CHECKING

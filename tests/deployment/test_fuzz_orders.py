@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hostile import replace_one
 
+from coterie.cli.agreement import in_words
 from coterie.config import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
-from coterie.deployment.terms import agreed_in, asked_by, differences, in_words
+from coterie.deployment.terms import agreed_in, asked_by, differences
 from coterie.errors import CoterieError
 from coterie.messages.envelope import TOLD, Order, Reply, unseal
 from coterie.messages.formats import PROTOCOL

@@ -13,10 +13,9 @@ from torch import Tensor
 
 import coterie
 from coterie.aggregation.mean import Aggregation
-from coterie.deployment import server as engine
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
-from coterie.deployment.uploads import Uploads
+from coterie.engines.uploads import Uploads
 from coterie.messages import Message, formats
 from coterie.messages.envelope import TOLD, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
@@ -163,7 +162,7 @@ def test_a_bad_upload_leaves_nothing_behind_when_its_round_is_opened_again(
     method, config, tmp_path, monkeypatch
 ) -> None:
     """Of a method whose server side takes uploads one by one, and has taken others' in by then."""
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     run = weighted(config, method)
     local = coterie.run(run, out=tmp_path / "local")
     loop = deploy(run, tmp_path, change=spoiling(narrow, 0, times=1))
@@ -269,4 +268,4 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     for round in (0, 1):
         waiting.take("poet", Message(round).encode())
         assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it
-    assert [one.client for one in waiting.contributions()] == ["poet"]
+    assert waiting.counted == ["poet"]

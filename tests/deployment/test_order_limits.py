@@ -7,8 +7,9 @@ import pytest
 from test_rounds_opened_again import Recorded
 from test_terms import asked, order
 
+from coterie.cli.agreement import costs_in_words
 from coterie.deployment.client import Worker
-from coterie.deployment.costs import MOST_DISK, in_words, too_costly
+from coterie.deployment.costs import MOST_DISK, too_costly
 from coterie.deployment.orders import NEW_RUNS, TIMES, UNFINISHED
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
@@ -173,5 +174,5 @@ def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
 
 
 def test_the_estimated_memory_is_shown_before_somebody_agrees(config) -> None:
-    assert "about 2.0 GB" in in_words(config(), 2 * 10**9)["memory"]
-    assert "about" not in in_words(config())["memory"]
+    assert "about 2.0 GB" in costs_in_words(config(), 2 * 10**9)["memory"]
+    assert "about" not in costs_in_words(config())["memory"]

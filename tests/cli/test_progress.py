@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from coterie.runs import ConsoleWatch
+from coterie.cli.progress import ConsoleWatch
 
 
 def follow(watch: ConsoleWatch, losses: bool) -> None:

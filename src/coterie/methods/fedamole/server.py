@@ -6,7 +6,6 @@ programme per layer. arXiv 2411.19128, section 4.4.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,22 +17,18 @@ from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import shapes_of
 from coterie.methods.contract import ClientId, ServerContext, ServerSide
+from coterie.methods.fedamole.experts import Held, expert_name, values_of
+from coterie.methods.fedamole.settings import FedAMoLESettings
 from coterie.seeding import generator
-
-if TYPE_CHECKING:
-    from coterie.methods.fedamole import FedAMoLE
-
-Held = dict[str, list[int]]
-"""By the path of an adapted layer, the domain experts that a client holds there, ascending."""
 
 
 class FedAMoLEServer(ServerSide):
     """Holds all experts, takes their means in, and lets them choose."""
 
-    def __init__(self, method: "FedAMoLE", context: ServerContext) -> None:
-        self.method, self.seed, self.log = method, context.seed, context.log
-        self.experts = method.count(len(context.clients))
-        layout = method.layout(self.experts)
+    def __init__(self, settings: FedAMoLESettings, context: ServerContext) -> None:
+        self.settings, self.seed, self.log = settings, context.seed, context.log
+        self.experts = settings.count(len(context.clients))
+        layout = settings.layout(self.experts)
         self.paths = list(chosen_linears(context.base, layout.targets))
         everything = dict.fromkeys(self.paths, range(self.experts))
         adapter = AmoleAdapter(context.base, layout, context.seed, everything)
@@ -79,10 +74,10 @@ class FedAMoLEServer(ServerSide):
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """The client's experts back, and a mean embedding of each."""
         means = {
-            expert_name(p, j): (self.method.attention.rank,) for p, j in self._experts_of(client)
+            expert_name(p, j): (self.settings.attention.rank,) for p, j in self._experts_of(client)
         }
         shapes = {"adapter": shapes_of(self._held_by(client))}
-        return {**shapes, "experts": means} if self.method.chooses else shapes
+        return {**shapes, "experts": means} if self.settings.chooses else shapes
 
     def averaged(self) -> dict[str, Tensors]:
         """All experts, and routers."""
@@ -90,8 +85,8 @@ class FedAMoLEServer(ServerSide):
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep the client's token embeddings until the end of the round."""
-        paths = self.paths if self.method.chooses else ()
-        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.method.attention.rank,)))
+        paths = self.paths if self.settings.chooses else ()
+        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.settings.attention.rank,)))
         self.coming[client] = upload["tokens"]
 
     def close(self, mean: Message) -> None:
@@ -120,7 +115,7 @@ class FedAMoLEServer(ServerSide):
 
     def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
         """Every layer's experts choose among these clients; depends on the round and them alone."""
-        bounds = self.method.bounds(self.experts, len(participants))
+        bounds = self.settings.bounds(self.experts, len(participants))
         scores = {path: self._scores(path, participants) for path in self.paths}
         chosen = assign_all(scores, bounds)
         return {
@@ -132,10 +127,10 @@ class FedAMoLEServer(ServerSide):
         """How much each expert of a layer prefers each client: (experts, clients); at random before
         anything is known."""
         tokens = [self.token_means.get(c, {}).get(path) for c in participants]
-        if self.method.chooses and any(mean is not None for mean in tokens):
+        if self.settings.chooses and any(mean is not None for mean in tokens):
             experts = [self.expert_means.get(expert_name(path, j)) for j in range(self.experts)]
             return relevance_of_known(experts, tokens, self.relevance_dim(path))
-        round = 0 if self.method.assignment == "random-once" else self.round
+        round = 0 if self.settings.assignment == "random-once" else self.round
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
         draws = [torch.rand(self.experts, generator=chance) for chance in chances]
         return torch.stack(draws, dim=1).numpy()
@@ -143,7 +138,7 @@ class FedAMoLEServer(ServerSide):
     def relevance_dim(self, path: str) -> int:
         """What scores of a layer are divided by the root of: r, or the layer's width (d)."""
         rank, width = self.values[f"projection/{path}"].shape
-        return rank if self.method.router.score_scale == "rank" else width
+        return rank if self.settings.router.score_scale == "rank" else width
 
     def state(self) -> State:
         """All experts, and what is known of them and of clients."""
@@ -158,13 +153,3 @@ class FedAMoLEServer(ServerSide):
         self.expert_means = dict(state["experts"])
         self.token_means = {client: part["tokens"] for client, part in state.parts.items()}
         self._assign(sorted(self.joined))
-
-
-def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """What travels of an adapter, by name: views of its parameters, not copies."""
-    return {name: part.parameter.detach() for name, part in adapter.parts().items()}
-
-
-def expert_name(path: str, number: int) -> str:
-    """The name of a domain expert's mean embedding."""
-    return f"{path}.{number}"

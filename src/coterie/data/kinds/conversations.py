@@ -1,10 +1,17 @@
-"""From records to conversations: lists of messages, in OpenAI's form or in ShareGPT's."""
+"""Conversations: lists of messages, in OpenAI's form or in ShareGPT's."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, NoReturn
 
-from coterie.data.chat import Conversation, Turn
+from tokenizers import Tokenizer
+
+from coterie.bases import context_token
+from coterie.data.chat import ChatTemplate
+from coterie.data.examples import Examples, samples_of
 from coterie.data.files import Record
+from coterie.data.items import Conversation, Turn
+from coterie.data.parts import PartEncoder
 from coterie.data.spec import MessagesSpec
 from coterie.errors import CoterieError
 
@@ -134,3 +141,81 @@ def is_nothing(value: Any) -> bool:
 
 def _refuse(record: Record, number: int, why: str) -> NoReturn:
     raise CoterieError(f"{record.where}: turn {number} {why}.")
+
+
+def chats(
+    items: Sequence[Conversation],
+    encoder: Tokenizer,
+    template: ChatTemplate,
+    window: int,
+    limit: int | None,
+    owner: str,
+) -> Examples:
+    """The conversations as tokens, as their template renders them.
+
+    Conversations of more than window + 1 tokens are cut before a turn of the user's into several,
+    which all begin with the system prompt; exchanges that are too long are dropped and counted.
+    `limit` keeps so many samples at most. Raises CoterieError, which begins with `owner`, if none
+    is left.
+    """
+    ids_of, first = PartEncoder(encoder).ids, context_token(template.tokenizer)
+    chosen: list[_Sample] = []
+    cut = too_long = 0
+
+    def read(item: Conversation) -> _Sample | None:
+        """The conversation with its tokens, unless it is too long."""
+        rendered = template.rendered(item)
+        texts, said = zip(*rendered.parts, strict=True)
+        ids = ids_of(texts)
+        ids[0] = ids[0] or [first]  # an answer that nothing comes before
+        row = list(zip(ids, said, strict=True))
+        fits = sum(len(ids) for ids, _ in row) <= window + 1
+        return _Sample(row, item, rendered.bytes) if fits else None
+
+    for item in items:
+        if limit is not None and len(chosen) >= limit:
+            break
+        pieces, lost = _cut(item, read)
+        cut, too_long = cut + (len(pieces) > 1), too_long + lost
+        chosen += pieces
+    if not chosen:
+        raise CoterieError(
+            f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
+            "data.window."
+            if items
+            else f"{owner} has no conversations; add some or raise its data.fractions."
+        )
+    rows, kept, sizes = zip(*chosen[:limit], strict=True)
+    return replace(samples_of(rows, kept, sizes, too_long, cut), template=template)
+
+
+class _Sample(NamedTuple):
+    """A conversation that fits: its parts' tokens and whether they count, and bytes of answers."""
+
+    row: list[tuple[list[int], bool]]
+    item: Conversation
+    bytes: int
+
+
+def _cut(
+    item: Conversation, read: Callable[[Conversation], _Sample | None]
+) -> tuple[list[_Sample], int]:
+    """A conversation in pieces that fit, each as long as it can be; and how many exchanges do
+    not."""
+    if whole := read(item):
+        return [whole], 0
+    system, exchanges = item.exchanges()
+    pieces: list[_Sample] = []
+    lost = 0
+    open = False
+    for exchange in exchanges:
+        alone = replace(item, turns=system + exchange)
+        if open and (longer := read(replace(item, turns=pieces[-1].item.turns + exchange))):
+            pieces[-1] = longer
+        elif piece := read(alone):
+            pieces.append(piece)
+            open = True
+        else:
+            lost += 1
+            open = False
+    return pieces, lost

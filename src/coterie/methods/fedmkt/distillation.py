@@ -7,7 +7,7 @@ those who do better than they do themselves.
 import logging
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +15,19 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters import Role, Trainable
-from coterie.alignment.knowledge import Knowledge, Positions, first_of_each
+from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.data.examples import Examples
+from coterie.data.tokens import Split
 from coterie.errors import Diverged
 from coterie.losses import soft_target_loss
+from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.seeding import generator
 from coterie.training.context import ClientContext
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.predictions import predictions
 from coterie.training.schedule import learning_rate_beside
 from coterie.training.update import Piece, Updater
-
-if TYPE_CHECKING:
-    from coterie.methods.fedmkt import FedMKT
 
 log = logging.getLogger(__name__)
 NOBODY = -1
@@ -45,9 +44,11 @@ MOST_NAMED = 20
 class Distiller:
     """A model with an adapter, the public samples, and what it is about to learn of them."""
 
-    def __init__(self, method: "FedMKT", context: ClientContext, adapter: Trainable) -> None:
+    def __init__(
+        self, settings: FedMKTSettings, context: ClientContext, adapter: Trainable
+    ) -> None:
         assert isinstance(context.public, Examples), "FedMKT.check makes sure of it"
-        self.method, self.context, self.adapter = method, context, adapter
+        self.settings, self.context, self.adapter = settings, context, adapter
         self.samples = context.public
         self.positions = Positions.of(self.samples, context.base.tokenizer)
         inside = torch.arange(len(self.samples.ids))
@@ -68,7 +69,7 @@ class Distiller:
         Samples whose predictions are not finite are left out, and named in the log.
         """
         base, at_once = self.context.base, self.context.training.at_once
-        found = predictions(base, self.model(), self.samples, self.method.logits, at_once)
+        found = predictions(base, self.model(), self.samples, self.settings.logits, at_once)
         nats = self._per_sample(found.nats)
         sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
         finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
@@ -106,10 +107,10 @@ class Distiller:
         """(n,) this side's losses, in nats per byte."""
         self.best, self.teachers = self.own.clone(), torch.full_like(known, NOBODY)
         """(n,) the lowest loss so far, and the number of the teacher whose it is, or NOBODY."""
-        self.learns = SoftTargets.of(self.targets, self.method.logits)
-        if self.method.own in ("self", "mean"):
+        self.learns = SoftTargets.of(self.targets, self.settings.logits)
+        if self.settings.own in ("self", "mean"):
             self.learns = self._taken(own, torch.arange(len(self.targets)))
-        if self.method.own == "mean":
+        if self.settings.own == "mean":
             self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
 
     def offer(self, teacher: int, theirs: Knowledge, ids: Tensor | None = None) -> None:
@@ -136,17 +137,22 @@ class Distiller:
     def _taken(self, theirs: Knowledge, rows: Tensor, ids: Tensor | None = None) -> SoftTargets:
         """What to learn at some positions from somebody's predictions; labels where they say
         nothing: where no position of theirs has read the same."""
-        offsets = self.method.align == "offsets"
+        offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
         places = align(theirs)[rows]
-        at, room = places.clamp(min=0), self.method.logits - theirs.tokens.shape[1]
+        at, room = places.clamp(min=0), self.settings.logits - theirs.tokens.shape[1]
         tokens = F.pad(theirs.tokens[at], (0, room), value=-1)  # cut, if they are more than asked
         logprobs = F.pad(theirs.logprobs[at].float(), (0, room), value=-torch.inf)
         moved = translated(
-            tokens, logprobs, theirs.lognorm[at], ids, self.method.temperature, self.vocabulary_size
+            tokens,
+            logprobs,
+            theirs.lognorm[at],
+            ids,
+            self.settings.temperature,
+            self.vocabulary_size,
         )
         moved.probs[places < 0] = 0
-        return moved.or_else(SoftTargets.of(self.targets[rows], self.method.logits))
+        return moved.or_else(SoftTargets.of(self.targets[rows], self.settings.logits))
 
     def distil(self, round: int) -> float:
         """Pass over the public samples, with a fresh optimiser; the mean loss, in nats per token.
@@ -161,7 +167,7 @@ class Distiller:
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
         batches = [
             batch
-            for turn in range(self.method.epochs)
+            for turn in range(self.settings.epochs)
             for batch in self._shuffled(samples, round, turn).split(training.batch)
         ]
         rate = learning_rate_beside(training, context.rounds, round, len(batches))
@@ -185,7 +191,7 @@ class Distiller:
     def _shares(self, batch: Tensor) -> Tensor:
         """How much the distillation of each sample counts in a batch, (n,): 1, or with `own: none`
         what makes its mean one over the batch's taught positions, and 0 without a teacher."""
-        if self.method.own != "none":
+        if self.settings.own != "none":
             return torch.ones(len(self.samples))
         taught = self.teachers >= 0
         positions = self.positions.starts.diff()[batch]
@@ -201,16 +207,16 @@ class Distiller:
         purpose: Purpose,
     ) -> Tensor:
         """Of some samples, by their numbers; shares as `_shares` gives them."""
-        method, device = self.method, self.context.base.device
+        settings, device = self.settings, self.context.base.device
         rows = self.positions.of_samples(chosen)
         batch, learns = self.samples.batch(chosen).to(device), learns[rows]
-        labels, task = self.targets[rows][:, None].to(device), method.task_weight
+        labels, task = self.targets[rows][:, None].to(device), settings.task_weight
         one = torch.ones(labels.shape, device=device)
         tokens, probs = learns.tokens.to(device), learns.probs.to(device)
         sizes = self.positions.starts.diff()[chosen]
         share = (1 - task) * shares[chosen].repeat_interleave(sizes).to(device)
         with training_pass(self.context, *purpose):
-            if method.temperature == 1:  # then both are one cross-entropy
+            if settings.temperature == 1:  # then both are one cross-entropy
                 both = task + share
                 tokens = torch.cat([labels, tokens], 1)
                 probs = torch.cat([task * one, share[:, None] * probs], 1)
@@ -218,12 +224,12 @@ class Distiller:
                 return soft_target_loss(model, batch, tokens, probs, weights=both)
             label_loss = soft_target_loss(model, batch, labels, one)
             return task * label_loss + soft_target_loss(
-                model, batch, tokens, probs, method.temperature, share
+                model, batch, tokens, probs, settings.temperature, share
             )
 
     def _with_own(self) -> SoftTargets:
         """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""
-        if self.method.own != "mean":
+        if self.settings.own != "mean":
             return self.learns
         weight = (self.best - self.own).sigmoid().nan_to_num()
         return mixed(self.mine, self.learns, weight.repeat_interleave(self.positions.starts.diff()))
@@ -245,3 +251,9 @@ class Distiller:
         starts = self.positions.starts
         owners = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
         return torch.zeros(len(self.samples)).index_add(0, owners, values)
+
+
+def keys_of(*splits: Split) -> Tensor:
+    """The keys of all samples of some splits: (any,) int64."""
+    found = [sample_keys(split.instructions) for split in splits if isinstance(split, Examples)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])

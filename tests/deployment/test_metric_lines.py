@@ -10,10 +10,11 @@ from every_method import some
 
 import coterie
 from coterie.deployment import server as engine
-from coterie.engines.runtime import CHANGE, ClientPart
+from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError
 from coterie.messages import Message, State
 from coterie.messages.envelope import Reply, seal, unseal
+from coterie.messages.names import CHANGE
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_as_local, deploy, folder, server, workers
 
@@ -185,7 +186,7 @@ def test_a_server_that_is_told_figures_has_those_of_one_process(
 def test_figures_of_an_upload_that_is_refused_do_not_count(
     config, undisturbed, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     loop = deploy(shared(config, "fedavg"), tmp_path, change=spoilt_once(1))
     assert sum((n, o.kind, o.round) == ("poet", "step", 1) for n, o in loop.orders) == 2
     assert without_the_end(learnt(RunFolder(tmp_path / "server"))) == learnt(undisturbed("fedavg"))
@@ -306,7 +307,7 @@ def test_an_end_that_fails_at_first_is_as_if_it_had_not_begun(
     """Also where the state before it is the result, and the download was taken in already."""
     run = shared(config, "fedavg-ft")
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     failed: set[str] = set()
     score, save = ClientPart._score, RunFolder.save
 

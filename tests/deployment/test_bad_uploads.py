@@ -96,7 +96,7 @@ def spoiled(run: RunConfig, fault: str, out: Any) -> Loop:
 def test_a_client_whose_every_upload_is_wrong_is_left_out(
     method, fault, values, teachers, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("coterie.deployment.server.RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     changes: dict[str, Any] = {"deployment": {"deadline": 60}}
     if fault == "tokens":
         changes["aggregation"] = {"weights": "tokens"}

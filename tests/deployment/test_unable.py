@@ -88,7 +88,7 @@ class Notes(ServerWatch):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     monkeypatch.setattr(engine, "GRACE", 0.0)
 
 

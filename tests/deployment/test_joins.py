@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from coterie.deployment import joins
-from coterie.deployment import server as engine
 from coterie.deployment.joins import Joins
 from coterie.messages import Message, MessageError
 from coterie.messages.envelope import Reply, seal, unseal
@@ -76,7 +75,7 @@ def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins])
 
 
 def test_a_hello_that_is_refused_may_come_again(config, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     spoilt: list[str] = []
 
     def spoil(name: str, data: bytes) -> bytes:

@@ -1,19 +1,117 @@
-"""Preferences as tokens: pairs of samples that differ in their answers, and batches of them."""
+"""Preferences: a prompt, the answer that was chosen, and one that was rejected."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate, Conversation
-from coterie.data.examples import Examples, Instruction, samples_of, split
+from coterie.data.chat import ChatTemplate, parts_of
+from coterie.data.examples import Examples, samples_of
+from coterie.data.files import Record
+from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.kinds.conversations import turns_of
 from coterie.data.parts import PartEncoder
-from coterie.data.preferences import Preference
+from coterie.data.spec import PreferenceSpec
 from coterie.errors import CoterieError
+
+ANSWERS = ("chosen", "rejected")
+REMEDY = "Name the record's fields prompt, chosen and rejected: the run file cannot rename them."
+
+
+def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Preference]:
+    """The preference of every record, in their order.
+
+    Raises CoterieError, naming the record, if it lacks a field, if a text or a list of messages is
+    empty or wrong, if its answers are equal, or if their prompts differ.
+    """
+    return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
+
+
+def _preference(record: Record, spec: PreferenceSpec) -> Preference:
+    whole = [_is_whole(record[field]) for field in ANSWERS]
+    prompt = record.fields.get("prompt")
+    if any(whole) or isinstance(prompt, list) or isinstance(record["chosen"], list):
+        found = _conversations(record, prompt, all(whole))
+    else:
+        text, answers = _text(record, "prompt"), [_text(record, field) for field in ANSWERS]
+        if spec.template == "chat":
+            turns = [Turn("user", text)]
+            found = [_conversation(record, turns, answer) for answer in answers]
+        else:
+            found = [Instruction(text, a.strip(), where=record.where) for a in answers]
+    chosen, rejected = found
+    if chosen == rejected:
+        raise CoterieError(
+            f"{record.where}: chosen and rejected are the same answer; correct or remove the "
+            "record."
+        )
+    return Preference(chosen, rejected)
+
+
+def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversation]:
+    """Both conversations of a record with messages; `whole`: its answers begin with the prompt."""
+    if not whole:
+        asked = [Turn("user", _text(record, "prompt"))] if isinstance(prompt, str) else None
+        turns = turns_of(record, "prompt") if asked is None else asked
+        return [_conversation(record, turns, _answer(record, field)) for field in ANSWERS]
+    chosen, rejected = (turns_of(record, field) for field in ANSWERS)
+    before = chosen[:-1]
+    if isinstance(prompt, list):
+        alike = turns_of(record, "prompt") == before
+    else:  # some data sets repeat what the user asks
+        alike = prompt is None or prompt in (turn.content for turn in before)
+    if before != rejected[:-1] or not alike:
+        raise CoterieError(
+            f"{record.where}: chosen and rejected answer different prompts; they must begin with "
+            "the same turns, and differ in the last one alone."
+        )
+    return [_conversation(record, before, _said(record, t[-1:])) for t in (chosen, rejected)]
+
+
+def _is_whole(answer: Any) -> bool:
+    """Whether it is a conversation from its beginning, and not an answer alone."""
+    return isinstance(answer, list) and len(answer) > 1
+
+
+def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Conversation:
+    if not turns or turns[-1].role != "user":
+        raise CoterieError(
+            f"{record.where}: the prompt does not end with a turn of the user's; correct it or "
+            "remove the record."
+        )
+    return Conversation((*turns, Turn("assistant", answer.strip())), record.where)
+
+
+def _answer(record: Record, field: str) -> str:
+    """An answer, as a text or as a list of the assistant's turn."""
+    if isinstance(record[field], list):
+        return _said(record, turns_of(record, field))
+    return _text(record, field)
+
+
+def _said(record: Record, turns: Sequence[Turn]) -> str:
+    if len(turns) != 1 or turns[0].role != "assistant":
+        raise CoterieError(
+            f"{record.where}: an answer must be one turn of the assistant's, the last of its "
+            "conversation."
+        )
+    return turns[0].content
+
+
+def _text(record: Record, field: str) -> str:
+    """A field's text, which is not blank."""
+    value = record[field]
+    if not isinstance(value, str) or not value.strip():
+        raise CoterieError(
+            f"{record.where}: field {field} contains {value!r:.60}, not a text or a list of "
+            "messages; fix or remove the record."
+        )
+    return record.text([field])
+
 
 Parts = list[tuple[list[int], bool]]
 """A sample's parts: their tokens, and whether the loss counts them."""
@@ -168,16 +266,14 @@ def pairs(
 
     def read(item: Instruction | Conversation) -> tuple[Parts, int]:
         """A sample's parts, and UTF-8 bytes of its answer."""
+        texts = parts_of(item, template)
+        ids = ids_of(texts)
         if isinstance(item, Instruction):
-            texts, (before, after), size = split(item), ends, len(item.answer.encode())
+            ids = [[ends[0], *ids[0]], [*ids[1], ends[1]]]
+            size = len(item.answer.encode())
         else:
             assert template is not None, "there are conversations"
-            texts = tuple(text for text, _ in template.rendered(item).parts)
             size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
-            before = after = None
-        ids = ids_of(texts)
-        ids[0] = ids[0] if before is None else [before, *ids[0]]
-        ids[-1] = ids[-1] if after is None else [*ids[-1], after]
         return [(part, n == len(ids) - 1) for n, part in enumerate(ids)], size
 
     kept: list[Preference] = []

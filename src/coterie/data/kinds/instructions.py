@@ -1,16 +1,17 @@
-"""From records to prompts with their answers, and the answers to choose from."""
+"""Instructions: prompts with their answers, and the answers to choose from."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain, islice
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from coterie.data.chat import Conversation, Turn
-from coterie.data.examples import Instruction
-from coterie.data.files import Record, find_files, read_records, resolve
-from coterie.data.messages import turns_of
+from tokenizers import Tokenizer
+
+from coterie.data.examples import Examples, samples_of
+from coterie.data.files import Record
+from coterie.data.items import Conversation, Instruction, Turn
+from coterie.data.kinds.conversations import turns_of
+from coterie.data.parts import PartEncoder
 from coterie.data.spec import CHAT, InstructionSpec
 from coterie.data.templates import fields, is_text, render
 from coterie.errors import CoterieError
@@ -77,26 +78,6 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
     )
 
 
-def instructions_by_split(
-    records: Mapping[str, Sequence[Record]], spec: InstructionSpec
-) -> dict[str, list[Any]]:
-    """Each split's prompts with answers; the choices are found in all of them together."""
-    items = iter(instructions(list(chain(*records.values())), spec))
-    return {split: list(islice(items, len(part))) for split, part in records.items()}
-
-
-def field_records(root: Path, source: str, owner: str) -> list[Record]:
-    """The records of a file or folder without .txt files, which have no fields for a template."""
-    files = find_files(resolve(root, source), owner)
-    for file in files:
-        if file.suffix.lower() == ".txt":
-            raise CoterieError(
-                f"{owner}: {file} is plain text without the fields that data.instructions "
-                "and its kin need; give .jsonl or .parquet records, or remove the key."
-            )
-    return [record for file in files for record in read_records(file, owner)]
-
-
 def _answer(record: Record, answer: str) -> str:
     """A record's field, or what a template makes of its fields."""
     value = render(answer, record.fields, record.where) if is_text(answer) else record[answer]
@@ -134,3 +115,37 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
             f"({', '.join(choices)}); fix the record or data.instructions.choices."
         )
     return choices
+
+
+def examples(
+    items: Sequence[Instruction],
+    encoder: Tokenizer,
+    first: int,
+    end: int,
+    window: int,
+    limit: int | None,
+    owner: str,
+) -> Examples:
+    """The samples as tokens; those of more than window + 1 are dropped and counted.
+
+    `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
+    text". Raises CoterieError if none is left.
+    """
+    encoded = PartEncoder(encoder).batch([item.parts for item in items])
+    pairs = [(prompt.ids, answer.ids) for prompt, answer in encoded]
+    fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
+    kept = [number for number, fit in enumerate(fits) if fit][:limit]
+    if not kept:
+        raise CoterieError(
+            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
+            "raise data.window or shorten the template."
+            if items
+            else f"{owner} has no samples; add text or raise its data.fractions."
+        )
+    rows = [
+        [([first, *prompt], False), ([*answer, end], True)]
+        for prompt, answer in (pairs[number] for number in kept)
+    ]
+    chosen = [items[number] for number in kept]
+    sizes = [len(item.answer.encode()) for item in chosen]
+    return samples_of(rows, chosen, sizes, len(items) - sum(fits))

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from coterie.cli import app
+from coterie.cli.agreement import in_words
 from coterie.config import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
-from coterie.deployment.terms import agreed_in, asked_by, differences, in_words
+from coterie.deployment.terms import agreed_in, asked_by, differences
 from coterie.errors import CoterieError
 from coterie.federation import public_digest
 from coterie.messages import MessageError

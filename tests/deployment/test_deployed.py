@@ -17,7 +17,6 @@ from every_method import some
 
 import coterie
 from coterie.config import parse
-from coterie.deployment import server as engine
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.errors import CoterieError
@@ -243,7 +242,7 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
 
 
 def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "RETRY", 0.0)
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     spoiled = []
 
     def spoil(name: str, data: bytes) -> bytes:

@@ -1,0 +1,117 @@
+"""What `coterie run` shows while it works: a live line on a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from coterie.errors import plural
+from coterie.messages import Json
+from coterie.messages.names import JUMPED
+from coterie.runs import Watch
+
+
+def jump_warning(client: str | None, value: Json) -> str:
+    """Return the warning for a metric JUMPED."""
+    return (
+        f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
+        f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "
+        "model (the server's metrics have the size and direction of each upload)."
+    )
+
+
+class ConsoleWatch(Watch):
+    """Progress for people: round, client, loss, tokens per second and time left.
+
+    A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=8),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+
+    def warn(self, text: str) -> None:
+        """A line that stays."""
+        self._line(text)
+
+    def trains(self, title: str, where: Sequence[str]) -> None:
+        """A line for each kind of adapter."""
+        for adapter in where:
+            self._line(f"{title}: {adapter}")
+
+    def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
+        """Begin a bar with a step per client and round."""
+        self.rounds, self.tokens, self.first = rounds, tokens, done
+        self.began, self.updates, self.losses = time.monotonic(), 0, {}
+        self.round, self.title = done, title
+        self.task = self.live.add_task(
+            title, total=rounds * clients, completed=done * clients, status=""
+        )
+        self.live.start()
+        if not self.console.is_terminal:
+            what = f"{title}: {plural(rounds, 'round')}, {plural(clients, 'client')}"
+            self._line(what + (f", resuming after round {done}" if done else ""))
+
+    def seen(self, client: str | None, name: str, value: Json) -> None:
+        """Show a loss, or a warning."""
+        if name == JUMPED:
+            self._line(jump_warning(client, value))
+        if client is None or not name.startswith("loss/"):
+            return
+        self.updates += 1
+        self.losses[client] = value
+        status = f"{self.round + 1}/{self.rounds} {client:<10.10} loss {value:.3f} {self._speed()}"
+        self.live.update(self.task, status=status)
+
+    def worked(self, round: int, client: str) -> None:
+        """Move the bar."""
+        self.round = round
+        self.live.advance(self.task)
+
+    def round_over(self, round: int, note: str) -> None:
+        """A plain line where there is no terminal, if there is something to tell."""
+        self.round = round + 1
+        if self.console.is_terminal or not (self.losses or note):
+            return
+        figures = [f"round {round + 1}/{self.rounds}"]
+        if self.losses:
+            figures += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
+        elapsed = time.monotonic() - self.began
+        left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
+        figures += [f"{_clock(left)} left" if left else f"took {_clock(elapsed)}", note.strip()]
+        self._line(f"{self.title}: {'  '.join(figures).rstrip()}")
+
+    def _speed(self) -> str:
+        elapsed = time.monotonic() - self.began
+        return f"{self.updates * self.tokens / elapsed:,.0f} tokens/s"
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take the bar away."""
+        self.live.stop()
+        for task in self.live.task_ids:
+            self.live.remove_task(task)
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,252 @@
+"""The rounds of a run: Algorithm 1 of most papers, wherever the clients work.
+
+Every message goes through its bytes and its checks, as it would between machines, so that nothing
+is rounded or let through here that is not there. Uploads wait on disk and are counted by the order
+of names, so the order of work is irrelevant.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import gettempdir
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.bases import Base
+from coterie.config import RunConfig
+from coterie.data.windows import tokens_per_sample
+from coterie.engines.runtime import close, restore, result, score_server, server_states
+from coterie.engines.uploads import Uploads
+from coterie.errors import Diverged, no_client_left
+from coterie.evaluation.metrics import metric_of
+from coterie.federation import Participant, server_context
+from coterie.messages import Json, State
+from coterie.messages.envelope import TOLD
+from coterie.messages.names import BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
+from coterie.runs import Recorder, RunFolder, Watch
+from coterie.training.context import ClientId
+
+Download = Callable[[ClientId], bytes]
+"""Returns what the server sends to a client now."""
+
+
+class Clients(Protocol):
+    """The clients of a run: where they work, and what they keep between rounds."""
+
+    in_process: ClassVar[bool]
+    """Whether they are made in this process, and so can join before they are at work."""
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """Return a block within which the clients can work."""
+        ...
+
+    def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        """Make every client as it is at the run's start; yield its first message."""
+        ...
+
+    def step(
+        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+    ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
+        """Train clients for a round; yield their uploads, once their entries are recorded.
+
+        A client that diverged has no upload, and its state from before the round.
+
+        Args:
+            round: the round, 0 for the first.
+            names: the clients of the round.
+            download: returns what the server sends to a client.
+            lost: clients whose last upload did not count because they diverged.
+        """
+        ...
+
+    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
+        """Let every client receive the download after the last round; see `step`."""
+
+    def stops(self, name: ClientId, rounds: int) -> bool:
+        """Return whether a client takes no part in rounds after so many."""
+        ...
+
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """Yield what a checkpoint has of the clients; see `ClientPart.states`."""
+        ...
+
+    def restore(self) -> None:
+        """Take every client back to the newest checkpoint."""
+
+    def covered(self) -> set[tuple[str, ...]]:
+        """Return the layers of the bases that clients' adapters modify."""
+        ...
+
+
+C = TypeVar("C", bound=Clients)
+MakeClients = Callable[[RunConfig, Base, Sequence[Participant], RunFolder, Recorder], C]
+
+
+class Rounds(Generic[C]):
+    """One method on one federation, from its newest checkpoint (or the start) to its result.
+
+    Args:
+        clients: makes the clients.
+        config: the run.
+        base: the run's base.
+        participants: what the clients hold.
+        folder: the run's folder.
+        watch: what follows the run.
+        own: what a server with a model of its own holds.
+        rule: what makes one of many uploads.
+    """
+
+    def __init__(
+        self,
+        clients: MakeClients[C],
+        config: RunConfig,
+        base: Base,
+        participants: Sequence[Participant],
+        folder: RunFolder,
+        watch: Watch,
+        own: Participant | None = None,
+        rule: Rule = weighted_mean,
+    ) -> None:
+        self.config, self.folder, self.watch, self.own = config, folder, watch, own
+        self.names = [p.name for p in participants]
+        self.lost: set[ClientId] = set()
+        """Clients that have diverged in the last round that they took part in."""
+        self.tokens = _tokens(config, participants)
+        self.recorder = Recorder(folder, watch.seen)
+        self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
+        self.schema = self.aggregation.schema
+        log = partial(self.recorder.log, None)
+        context = server_context(config, base.model, self.names, own, log)
+        self.server = config.method.server(context)
+        self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
+        self.clients = clients(config, base, participants, folder, self.recorder)
+        if self.clients.in_process:
+            self._join()
+
+    def _join(self) -> None:
+        for name, data in sorted(self.clients.hellos()):
+            hello = self.schema.receive("hello", data)
+            self.aggregation.join(name, hello)
+            self.server.prepare(name, hello)
+            self.server.join(name, hello)
+
+    def run(self) -> None:
+        """Run all rounds that are left; the folder then holds the result."""
+        config = self.config
+        with self.clients.at_work():
+            if not self.clients.in_process:
+                self._join()
+            done = self._restore()
+            with self.watch as watch:
+                watch.start(config.label, config.exchanges, done, len(self.names), self.tokens)
+                for round in range(done, config.exchanges):
+                    if not (names := self._left(round)):
+                        break
+                    self._round(round, names)
+            self.folder.finish(result(config, self.folder))
+            self.folder.drop(self.folder.checkpoints()[:-1])
+
+    def exchange(self, round: int, names: Sequence[ClientId]) -> None:
+        """Carry out Algorithm 1 of most papers: download, training, upload, aggregation."""
+        self.server.open(round, sorted(names))
+        self.uploads.begin()
+        errors: list[Diverged] = []
+        for name, upload in self.clients.step(round, names, self.download, self.lost):
+            if isinstance(upload, Diverged):
+                errors.append(upload)
+                self.uploads.diverge(name)
+                self.watch.warn(f"Round {round + 1} goes on without {name}: {TOLD['diverged']}.")
+            else:
+                self.uploads.take(name, upload)
+                self.watch.worked(round, name)
+        if len(errors) == len(names):
+            raise no_client_left(round, errors[0])
+        self.lost = self.lost - {*names} | self.uploads.diverged
+        mean = self.uploads.mean(round)
+        self.uploads.record(self.recorder.log)
+        close(self.server, self.aggregation, mean)
+
+    def download(self, name: ClientId) -> bytes:
+        """Return what the server sends to a client now."""
+        return self.schema.send("down", self.server.download(name))
+
+    def _round(self, round: int, names: Sequence[ClientId]) -> None:
+        """Carry out a round, score what is due, and save."""
+        began = time.monotonic()
+        self.recorder.round = round
+        self.exchange(round, names)
+        last = round + 1 == self.config.exchanges or not self._left(round + 1)
+        score_server(self.config, self.server, self.own, round, self.recorder.log, last=last)
+        if last:
+            self.clients.finish(round, self.download, self.lost)
+        self.recorder.log(None, SECONDS, time.monotonic() - began)
+        entries = self.recorder.take()
+        self.folder.append(entries)
+        self.folder.save(round + 1, self._states())
+        self.watch.round_over(round, note(self.config, round, entries))
+
+    def _left(self, rounds: int) -> list[ClientId]:
+        """Return the clients that still train after so many rounds."""
+        if self.config.evaluation.patience is None:
+            return self.names
+        return [name for name in self.names if not self.clients.stops(name, rounds)]
+
+    def _states(self) -> Iterator[tuple[str, State | None]]:
+        yield from server_states(self.server, self.aggregation)
+        yield from self.clients.states()
+
+    def _restore(self) -> int:
+        """Go back to the newest checkpoint; return how many rounds it has."""
+        done = self.folder.rounds()
+        self.folder.forget_from(done)
+        if done:
+            restore(self.server, self.aggregation, self.folder)
+            self.clients.restore()
+            self.lost = _lost(self.folder)
+        return done
+
+
+def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
+    """Return how many tokens a training step reads."""
+    window = config.data.window
+    sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
+    texts = sum(len(p.tests) for p in participants) if config.pooled else 1
+    return int(config.training.batch * sample * texts)
+
+
+def _lost(folder: RunFolder) -> set[ClientId]:
+    """Return the clients that diverged in the last round that they took part in."""
+    lost: set[ClientId] = set()
+    for line in folder.metrics():
+        if line["name"] == LEFT_OUT and line["value"] == TOLD["diverged"]:
+            lost.add(line["client"])
+        elif line["name"] == BYTES_UP:
+            lost.discard(line["client"])
+    return lost
+
+
+def note(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
+    """Return the mean score over texts, if models were scored in a round.
+
+    Once the best models are known, the mean is theirs and the last round's is named.
+    """
+    lines = [line for line in entries if line["name"] == f"{TEST}{config.method.reports}"]
+    last = max((line["round"] for line in lines), default=round)
+    found = {line["client"]: line["value"] for line in lines if line["round"] == last}
+    best = {line["client"]: line["value"] for line in entries if line["name"] == KEPT_SCORE}
+    if not found:
+        return ""
+    metric = metric_of(list(found.values()), config.evaluation.metric)
+    unit = " %" if metric.share else ""
+
+    def mean(scores: Mapping[str, Any]) -> str:
+        total = sum(score[metric.key] for score in scores.values())
+        return f"{metric.cell(total / len(scores))}{unit}"
+
+    after = "" if last == round else f" after round {last + 1}"
+    if (headline := mean(found | best)) != mean(found):
+        after = f" (last round {mean(found)})"
+    return f"{config.evaluation.split} {metric.name} {headline}{after}  "

@@ -1,0 +1,1 @@
+"""FedAMoLE: the method, its settings, its two sides, and how experts are named."""

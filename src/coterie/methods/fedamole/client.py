@@ -1,0 +1,143 @@
+"""FedAMoLE's clients: they train the experts that chose them, and say how these see their text."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.adapters import AmoleAdapter, Part, Role
+from coterie.bases.sites import chosen_linears
+from coterie.messages import Message, MessageError, State, check_shapes
+from coterie.methods.adapter import copied, copy, shapes_of
+from coterie.methods.contract import ClientContext, ClientSide
+from coterie.methods.fedamole.experts import Held, expert_name, values_of
+from coterie.methods.fedamole.settings import FedAMoLESettings
+from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
+from coterie.privacy.secrets import Secrets
+from coterie.seeding import generator
+from coterie.training.apart import set_apart
+from coterie.training.embeddings import mean_embeddings
+from coterie.training.local import LocalTraining
+from coterie.training.schedule import Level, learning_rate
+
+log = logging.getLogger(__name__)
+TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
+MOST_EXPERTS = 2**16
+"""Per layer, that a client believes a server to have."""
+
+
+class FedAMoLEClient(ClientSide):
+    """Holds other experts every round, so its optimiser begins anew with each (as released)."""
+
+    def __init__(self, settings: FedAMoLESettings, context: ClientContext) -> None:
+        self.settings = settings
+        if settings.chooses:
+            share, most = settings.embeddings.share, settings.embeddings.samples
+            context, self.samples = set_apart(context, "embedding", share, most)
+        self.context = context
+        base = context.base.model
+        self.paths = list(chosen_linears(base, settings.attention.targets))
+        self.held: Held = {path: [] for path in self.paths}
+        self.adapter = self._holding(self.held, 1)
+        self.secrets = Secrets()
+        """What noise is drawn from: the server knows the run's seed, and could take it off."""
+        self.means: dict[str, dict[str, Tensor]] = {}
+        """What the last round's samples say: `experts` and `tokens`, groups of the upload."""
+
+    def _holding(self, held: Held, experts: int) -> AmoleAdapter:
+        layout = self.settings.layout(experts)
+        return AmoleAdapter(self.context.base.model, layout, self.context.seed, held)
+
+    def take(self, download: Message) -> None:
+        """Hold the experts that the server hands out."""
+        self.held, count = self._told(download)
+        self.adapter = self._holding(self.held, count)
+        check_shapes(download["adapter"], shapes_of(values_of(self.adapter)))
+        copy(download["adapter"], values_of(self.adapter))
+        self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
+
+    def _told(self, download: Message) -> tuple[Held, int]:
+        """The experts held, and how many there are, as the server says."""
+        count, held = download.values.get("count"), download.values.get("held")
+        if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
+            raise MessageError("The server did not send the number of experts.")
+        if (
+            not isinstance(held, dict)
+            or held.keys() != set(self.paths)
+            or not all(_are_experts(experts, count) for experts in held.values())
+        ):
+            raise MessageError("The server did not send the experts that this client holds.")
+        return held, count
+
+    def train(self, round: int) -> None:
+        """Train the experts, and see some samples with them."""
+        context, adapter = self.context, self.adapter
+        rate = learning_rate(context.training, context.rounds)
+        penalty = self._load_balance if adapter.balances else None
+        level = Level("joint", TRAINED, "train", rate, penalty=penalty)
+        LocalTraining(context, adapter, [level]).round(round)
+        for layer, weights in adapter.routing().items():
+            context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
+        self.means = self._means(round) if self.settings.chooses else {}
+
+    def upload(self, round: int) -> Message:
+        """What was trained, and how it sees some samples."""
+        return Message(round, {"adapter": copied(values_of(self.adapter)), **self.means})
+
+    def _load_balance(self) -> Tensor:
+        return self.settings.router.load_balance_weight * self.adapter.load_balance()
+
+    def _means(self, round: int) -> dict[str, dict[str, Tensor]]:
+        """Means over the embedding set, each (r,): by layer and expert, and by layer."""
+        context, privacy = self.context, self.settings.embeddings.privacy
+        private = None
+        if privacy is not None:
+            noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
+            # A round may be opened again with other experts: equal noise would cancel out.
+            secret = self.secrets.of(round)
+            chance = generator(secret, "embedding noise", self.digest)
+            private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
+            release = generator(secret, "release", self.digest).initial_seed()
+            if not context.ledger.spend(f"{release:016x}", noise, context.rounds):
+                log.warning("round %d: the privacy budget is spent, only noise is sent", round + 1)
+                private = partial(only_noise, clip=privacy.clip, noise=noise, chance=chance)
+        at_once = context.training.at_once
+        means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)
+        experts = {
+            expert_name(path, j): mean.clone()
+            for path, held in self.held.items()
+            for j, mean in zip(held, means[path][:-1], strict=True)
+        }
+        return {"experts": experts, "tokens": {p: mean[-1].clone() for p, mean in means.items()}}
+
+    def model(self) -> PreTrainedModel:
+        """The base with the experts that are held."""
+        return self.adapter.attach(self.context.base.model)
+
+    def parts(self) -> Mapping[str, Part]:
+        """The adapter's."""
+        return self.adapter.parts()
+
+    def state(self) -> State:
+        """The experts held, copied, and the noise's secrets."""
+        values: dict[str, Any] = {"count": self.adapter.layout.experts, "held": self.held}
+        if self.settings.embeddings.privacy is not None:
+            values["secrets"] = self.secrets.state()
+        return State({"adapter": copied(values_of(self.adapter))}, values)
+
+    def restore(self, state: State) -> None:
+        """Hold the experts of a state."""
+        self.held = state.values["held"]
+        self.adapter = self._holding(self.held, state.values["count"])
+        copy(state["adapter"], values_of(self.adapter))
+        self.secrets.restore(state.values.get("secrets", self.secrets.state()))
+
+
+def _are_experts(numbers: Any, count: int) -> bool:
+    """Whether a value holds different numbers of experts, ascending."""
+    whole = isinstance(numbers, list) and all(type(n) is int for n in numbers)
+    return whole and numbers == sorted({n for n in numbers if 0 <= n < count})

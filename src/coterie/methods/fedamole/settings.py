@@ -1,0 +1,163 @@
+"""The settings of FedAMoLE: who assigns experts, within which bounds, and by what."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from coterie.adapters import AmoleLayout
+from coterie.aggregation.assignment import Bounds
+from coterie.bases.sites import QUERY_VALUE
+from coterie.methods.settings import Attention, LoraAlpha, Settings, refuse_unused
+from coterie.privacy.mechanisms import MOST_EPSILON
+
+
+class Privacy(Settings):
+    """Differential privacy of the samples of which a client sends mean embeddings.
+
+    It says nothing of the samples that adapters are trained on: those are others.
+    """
+
+    epsilon: float = Field(
+        gt=0,
+        le=MOST_EPSILON,
+        description="privacy budget over all rounds, per sample of the embedding set",
+    )
+    delta: float = Field(
+        default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
+    )
+    clip: float = Field(
+        default=1.0,
+        gt=0,
+        description="maximum l2 norm of a sample's embeddings, all layers together",
+    )
+
+
+class Embeddings(Settings):
+    """Mean embeddings of samples set apart from training, by which experts choose clients."""
+
+    share: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="fraction of the training samples to set apart for them",
+    )
+    samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
+    privacy: Privacy | None = Field(
+        default=None, description="differential privacy of the mean embeddings"
+    )
+
+
+class AmoleRouter(Settings):
+    """Routing of tokens to the domain experts that a client holds."""
+
+    kind: Literal["token", "vanilla"] = Field(
+        default="token",
+        description="scores from the experts' own embeddings, or from a gate with one row per "
+        "expert",
+    )
+    top_k: int = Field(default=2, ge=1, description="domain experts per token (k)")
+    score_scale: Literal["rank", "dim"] = Field(
+        default="rank",
+        description="divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper",
+    )
+    renormalise: bool = Field(
+        default=True, description="normalise each token's weights to sum to 1 (unlike the paper)"
+    )
+    load_balance_weight: float = Field(
+        default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
+    )
+    load: Literal["top_k", "first"] = Field(
+        default="top_k",
+        description="tokens that count as an expert's load: all that it works on, or those whose "
+        "best expert it is, as in the paper",
+    )
+
+    @model_validator(mode="after")
+    def _acts(self) -> Self:
+        if self.kind == "vanilla":
+            refuse_unused(self, "kind: vanilla", "score_scale")
+        if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
+            refuse_unused(self, "top_k: 1", "renormalise")
+        return self
+
+
+class FedAMoLESettings(Settings):
+    """Settings of FedAMoLE; defaults are the paper's, 30 domain experts for its 10 clients."""
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: LoraAlpha = LoraAlpha()
+    router: AmoleRouter = AmoleRouter()
+    experts: int | None = Field(
+        default=None, ge=1, description="domain experts per layer (E); default: three per client"
+    )
+    clients_per_expert: int = Field(
+        default=2, ge=1, description="clients that each expert chooses (k_c)"
+    )
+    min_experts: int = Field(
+        default=2, ge=0, description="fewest experts per client and layer (k_e)"
+    )
+    max_experts: int = Field(default=8, ge=1, description="most experts per client and layer (b)")
+    assignment: Literal["rsea", "homogeneous", "random", "random-once"] = Field(
+        default="rsea",
+        description="who assigns experts to clients: the experts (rsea), the experts with as many "
+        "for each client (homogeneous), chance in every round, or chance once",
+    )
+    shared_expert: bool = Field(default=True, description="add one expert shared by all clients")
+    embeddings: Embeddings = Embeddings()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.router.kind == "vanilla" and self.chooses:
+            raise ValueError(
+                "a vanilla router has no embeddings for experts to choose by; set `assignment` "
+                "to random or random-once"
+            )
+        if not self.chooses:
+            refuse_unused(self, f"assignment: {self.assignment}", "embeddings")
+        if self.assignment == "homogeneous":
+            refuse_unused(self, "assignment: homogeneous", "min_experts", "max_experts")
+        if self.experts is not None and self.router.top_k > self.experts:
+            raise ValueError(
+                f"router.top_k is {self.router.top_k}, but there are only {self.experts} "
+                "experts; lower router.top_k"
+            )
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether assignments depend on embeddings."""
+        return self.assignment in ("rsea", "homogeneous")
+
+    def count(self, clients: int) -> int:
+        """E, the number of domain experts per layer."""
+        return 3 * clients if self.experts is None else self.experts
+
+    def layout(self, experts: int) -> AmoleLayout:
+        """What stands on the layers."""
+        return AmoleLayout(
+            experts=experts,
+            rank=self.attention.rank,
+            alpha=self.lora.alpha,
+            dropout=self.lora.dropout,
+            top_k=self.router.top_k,
+            targets=self.attention.targets,
+            shared=self.shared_expert,
+            router=self.router.kind,
+            score_scale=self.router.score_scale,
+            renormalise=self.router.renormalise,
+            load=self.router.load,
+        )
+
+    def bounds(self, experts: int, clients: int) -> Bounds:
+        """How many clients and experts get each other; where clients are missing, relaxed."""
+        relaxed, even = self._bounds().relaxed(experts, clients), self.assignment == "homogeneous"
+        return relaxed.homogeneous(experts, clients) if even else relaxed
+
+    def _bounds(self) -> Bounds:
+        return Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
+
+    def check_bounds(self, clients: int) -> None:
+        """Raise CoterieError if no assignment of experts to clients is within the bounds."""
+        bounds, experts = self._bounds(), self.count(clients)
+        even = self.assignment == "homogeneous"
+        (bounds.homogeneous(experts, clients) if even else bounds).refuse(experts, clients)

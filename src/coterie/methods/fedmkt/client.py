@@ -1,0 +1,90 @@
+"""FedMKT's clients: they learn from the server's predictions and offer their own."""
+
+import logging
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from coterie.alignment.knowledge import Knowledge
+from coterie.alignment.vocabulary import Vocabulary
+from coterie.messages import Message
+from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.contract import ClientContext
+from coterie.methods.fedmkt.distillation import Distiller, keys_of
+from coterie.methods.fedmkt.settings import FedMKTSettings
+from coterie.methods.fedmkt.vocabulary import spelt
+
+log = logging.getLogger(__name__)
+
+
+class FedMKTClient(AdapterClient):
+    """Learns from the server, trains on private samples, and offers what it knows."""
+
+    def __init__(
+        self, method: AdapterMethod, settings: FedMKTSettings, context: ClientContext
+    ) -> None:
+        super().__init__(method, context)
+        self.settings = settings
+
+    @cached_property
+    def distiller(self) -> Distiller:
+        """What learns; made when it is first needed: a model that is only loaded has no samples."""
+        return Distiller(self.settings, self.context, self.adapter)
+
+    @cached_property
+    def private(self) -> Tensor:
+        """Keys of this client's own samples, of which no prediction leaves it: (any,) int64."""
+        data = self.context.data
+        keys = keys_of(data.train, data.validation, data.test)
+        if both := int(torch.isin(self.distiller.positions.samples, keys).sum()):
+            log.warning(
+                "%s has %d of the public samples in its own data; it keeps its predictions on "
+                "them, so the server can tell which they are",
+                self.context.name,
+                both,
+            )
+        return keys
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """This client's tokens."""
+        return Vocabulary.of(self.context.base.tokenizer)
+
+    def hello(self) -> Message:
+        """This client's vocabulary."""
+        values = {**super().hello().values, "roles": dict(self.vocabulary.roles)}
+        return Message(0, {"vocabulary": spelt(self.vocabulary)}, values)
+
+    def take(self, download: Message) -> None:
+        """Learn from what the server predicts better; before the first round it tells nothing.
+
+        Where adapters are averaged, their mean comes with the other downloads.
+        """
+        if self.settings.averages(download.round - 1):
+            super().take(download)
+        if not download["knowledge"]:
+            return
+        size, distiller = len(self.vocabulary.tokens), self.distiller
+        theirs = Knowledge.received(download["knowledge"], size, self.settings.logits)
+        distiller.begin(distiller.knowledge())
+        distiller.offer(0, theirs)
+        done = download.round // self.settings.per_round
+        loss, quality = distiller.distil(done), distiller.quality()
+        self.context.log("taught", {"after": download.round, "loss": loss, **quality})
+
+    def train(self, round: int) -> None:
+        """The local steps, before predictions are exchanged."""
+        if not self.settings.averages(round):
+            super().train(round // self.settings.per_round)
+
+    def upload(self, round: int) -> Message:
+        """What is known now, of samples that are not this client's own; or the adapter."""
+        if self.settings.averages(round):
+            return super().upload(round)
+        private = self.private  # a warning, too, where nothing is taught
+        if not self.settings.teaches:
+            return Message(round)
+        known = self.distiller.knowledge()
+        known = known.only(~torch.isin(known.samples, private))
+        return Message(round, {"knowledge": known.tensors()})
