@@ -1,8 +1,13 @@
-"""Filled-in tables of papers as figures: dots, lines, a heat map, or curves over rounds."""
+"""Filled-in tables of papers as figures: dots, lines, a heat map, or curves over rounds.
+
+`python -m reproduce.drawing` draws the pictures in docs/results, and writes its pages and the list
+in its index, from the result files there.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +23,7 @@ from coterie.files import write_bytes, writing
 from coterie.report.plots import SPREAD, heat_map, line, over_rounds, plain_log, scale_of
 from coterie.report.style import LIGHT, Canvas, Picture, looks
 from reproduce.figures import HOLLOW, compared, figures, kind_of
-from reproduce.pages import IMAGES, page_name
+from reproduce.pages import IMAGES, page_name, read_result, write_pages
 
 OURS, PAPER = 2, 3
 """Places among a theme's colours."""
@@ -108,22 +113,20 @@ def _dots(summary: Summary) -> Drawn:
         height = 0.22 * len(rows) + (1.05 if paper else 0.75)
         figure, axes = canvas.panels(len(columns), height, across, x, sharey=True)
         for axis, column, label in zip(axes, columns, labels, strict=True):
-            found, ticks = _of_rows(column), 4 if across < 4 else 3
+            found = _of_rows(column)
             axis.set_title(column["name"])
             axis.set_yticks(range(len(rows)), rows)
             if not x:
                 axis.set_xlabel(label)
             shift, share = 0.14 * paper, _metric(column).share
             ours = found[["mean", "std"]].to_numpy()
-            _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], "ours", -shift, share, ticks)
+            _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], "ours", -shift, share)
             if paper:
-                theirs, colour = (
-                    found[["paper", "paper_std"]].to_numpy(),
-                    canvas.theme.colours[PAPER],
-                )
+                theirs = found[["paper", "paper_std"]].to_numpy()
+                colour = canvas.theme.colours[PAPER]
                 above = axis.twiny()
                 above.grid(False)
-                _row_of_dots(above, theirs, "D", colour, "the paper's", shift, share, ticks)
+                _row_of_dots(above, theirs, "D", colour, "the paper's", shift, share)
                 axis.plot([], [], "D", color=colour, mfc="none", mew=1.4, label="the paper's")
             axis.margins(y=0.6 / len(rows))
         axes[0].invert_yaxis()
@@ -142,7 +145,6 @@ def _row_of_dots(
     label: str,
     shift: float,
     share: bool,
-    ticks: int,
 ) -> None:
     """Means with bars of one deviation, figures: (rows, 2), on a scale in the dots' colour."""
     places = np.arange(len(figures)) + shift
@@ -155,7 +157,7 @@ def _row_of_dots(
     axis.tick_params(axis="x", colors=colour)
     if not share and not np.isnan(figures[:, 0]).all():
         axis.set_xscale("log")
-        plain_log(axis.xaxis, ticks)
+        plain_log(axis.xaxis)
 
 
 def _lines(summary: Summary) -> Drawn:
@@ -170,26 +172,26 @@ def _lines(summary: Summary) -> Drawn:
         figure = canvas.figure(4.0)
         axis = figure.subplots()
         places = np.arange(len(names))
+        hollow: dict[str, Any] = {
+            "linestyle": (0, (1, 2)),
+            "linewidth": 1,
+            "markerfacecolor": canvas.theme.paper,
+            "markeredgewidth": 1.2,
+        }
         for row in rows:
             found: Frame = pd.DataFrame([frame.loc[row] for frame in frames], places)
             if found["mean"].notna().any():
                 line(canvas, axis, places, found["mean"], found["std"].fillna(0.0), look[row], row)
-            axis.plot(
-                places, found["paper"], color=canvas.colour(look[row]), marker=look[row].marker,
-                linestyle=(0, (1, 2)), linewidth=1, markerfacecolor=canvas.theme.paper,
-                markeredgewidth=1.2,
-            )  # fmt: skip
+            marks = {"color": canvas.colour(look[row]), "marker": look[row].marker}
+            axis.plot(places, found["paper"], **marks, **hollow)
         if compared(summary):
-            axis.plot(
-                [], [], color=canvas.theme.quiet, marker="o", linestyle=(0, (1, 2)), linewidth=1,
-                markerfacecolor=canvas.theme.paper, markeredgewidth=1.2, label="the paper's",
-            )  # fmt: skip
+            axis.plot([], [], color=canvas.theme.quiet, marker="o", label="the paper's", **hollow)
         axis.set_xticks(places, names)
         axis.set_xlabel(summary["figure"]["x"])
         axis.set_ylabel(f"{summary['split']} {metric.label}")
         if not metric.share:
             axis.set_yscale("log")
-            plain_log(axis.yaxis, 5)
+            plain_log(axis.yaxis)
         canvas.legend(figure, axis)
         return figure
 
@@ -239,3 +241,10 @@ def _curves(summary: Summary, column: Summary) -> Drawn:
 
     what = f"{y.capitalize()} of each client's model after every evaluated round"
     return f"{what}{scale_of(metric)}. {SPREAD} {metric.better}", draw
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parents[1] / "docs" / "results"
+    for path in sorted(folder.glob("*.json")):
+        write_pictures(read_result(path), folder)
+    write_pages(folder)

@@ -1,9 +1,7 @@
 """How much the clients' texts have in common: the Jaccard index of their tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 import torch
 
@@ -43,35 +41,8 @@ def ranges(shares: Shares, mixtures: Mapping[ClientId, Mapping[str, float]]) -> 
     return {what: (min(alike[end]), max(alike[end])) for what, end in ends.items() if alike}
 
 
-@dataclass(frozen=True)
-class OverlapTable:
-    """The matrix of a table's every column; with the paper's ranges and ours, by column."""
-
-    title: str
-    columns: Mapping[str, Shares]
-    command: str = ""
-    """What fills the table in."""
-    ranges: Mapping[str, Ranges] = field(default_factory=dict)
-    paper: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "table": self.title,
-            "shows": "jaccard",
-            "command": self.command,
-            "columns": dict(self.columns),
-            "ranges": dict(self.ranges),
-            "paper": dict(self.paper),
-        }
-
-    def tables(self) -> list[Table]:
-        """For the screen."""
-        return overlap_tables(self.summary())
-
-
 def overlap_tables(summary: Summary) -> list[Table]:
-    """Of `OverlapTable.summary`: the ranges; then, per column, a row and a column per client."""
+    """Show the ranges, then the index of every two clients for each column."""
     ours = {name: found for name, found in summary.get("ranges", {}).items() if found}
     matrices = [
         Table(

@@ -35,7 +35,8 @@ class PaperTable:
     all rows that have results.
     """
 
-    title: str
+    head: Summary
+    """How the summary begins: the table's title, file, regime and command."""
     paper: str
     split: str
     """Which text the models are scored on: test or validation."""
@@ -45,8 +46,6 @@ class PaperTable:
     """The same rows in every column, of which some may have no result yet."""
     asked: Mapping[str, str | None] = field(default_factory=dict)
     """By column, what is asked for of the scores; see `metric_of`."""
-    command: str = ""
-    """What fills the table in."""
     against: str | None = None
     """The row from which the others' differences are told; default: the best of each column."""
     deviations: Mapping[str, Figures] = field(default_factory=dict)
@@ -67,18 +66,12 @@ class PaperTable:
         `rounds` are the scores by round, where results have them; see `rounds.curves`.
         """
         return {
-            "table": self.title,
-            "shows": "scores",
-            "command": self.command,
+            **self.head,
             "paper": self.paper,
             "split": self.split,
             **({"figure": dict(self.figure)} if self.figure else {}),
             "columns": [self._column(name) for name in self.results],
         }
-
-    def tables(self) -> list[Table]:
-        """For the screen."""
-        return score_tables(self.summary())
 
     @property
     def _floored(self) -> bool:
@@ -155,7 +148,7 @@ def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float |
 
 
 def score_tables(summary: Summary) -> list[Table]:
-    """Of `PaperTable.summary`: the paper's layout; then, per column, each client's scores.
+    """Show a summary in the paper's layout; then, per column, each client's scores.
 
     Where rows could be compared, a table says by how much they differ.
     """

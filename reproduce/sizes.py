@@ -1,8 +1,6 @@
 """How many tokens each client's splits have (CoMiGS, arXiv 2409.13931, table 3)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from coterie.analysis.tables import Summary, Table
 from coterie.data.kinds.text import Tokens
@@ -25,33 +23,8 @@ def sizes(participants: Sequence[Participant]) -> Sizes:
     return found
 
 
-@dataclass(frozen=True)
-class SizesTable:
-    """The sizes of a table's every column; with the paper's, as text, by client."""
-
-    title: str
-    columns: Mapping[str, Sizes]
-    command: str = ""
-    """What fills the table in."""
-    paper: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    def summary(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "table": self.title,
-            "shows": "tokens",
-            "command": self.command,
-            "columns": dict(self.columns),
-            "paper": dict(self.paper),
-        }
-
-    def tables(self) -> list[Table]:
-        """For the screen."""
-        return size_tables(self.summary())
-
-
 def size_tables(summary: Summary) -> list[Table]:
-    """Of `SizesTable.summary`: a table per column, with a row per client."""
+    """Show a table for each column, with a row for each client."""
     return [_table(summary, name) for name in summary["columns"]]
 
 

@@ -18,6 +18,8 @@ from coterie.config.values import apply_setting, located, place_data, read_mappi
 from coterie.errors import CoterieError
 from coterie.files import path_part
 
+MEASURED = ("jaccard", "messages", "tokens")
+"""What a table may show that is measured on the data, without runs or scores."""
 Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages", "tokens"]
 
 
@@ -124,7 +126,7 @@ class TableSpec(_Spec):
     def _fits_together(self) -> Self:
         if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
-        if self.figure is not None and self.shows in ("jaccard", "messages", "tokens"):
+        if self.figure is not None and self.shows in MEASURED:
             raise ValueError(f"a table of {self.shows} has no `figure`")
         for what, names in (
             ("rows", [row.label for row in self.rows]),
@@ -150,7 +152,7 @@ class TableSpec(_Spec):
         if self.against is not None and self.against not in known:
             raise ValueError(f"`against` names no row: {self.against!r} (rows: {', '.join(known)})")
         for column in self.columns:
-            if column.paper and self.shows not in ("jaccard", "messages", "tokens"):
+            if column.paper and self.shows not in MEASURED:
                 raise ValueError(
                     f"the column {column.name!r} has `paper`, which is for tables that show "
                     "jaccard, messages or tokens; give the paper's scores in `rows`"

@@ -5,26 +5,28 @@ Every cell is a run folder as `compare` makes them, so a stopped table is contin
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coterie.analysis.cells import Cells
 from coterie.analysis.comparison import check_against
+from coterie.analysis.tables import Summary
 from coterie.analysis.tuning import Tuner
 from coterie.config.run import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
 from coterie.runs import Watch
-from reproduce.message_sizes import MessagesTable, traffic
-from reproduce.overlap import OverlapTable, jaccard, ranges
+from reproduce.messages import fields, traffic
+from reproduce.overlap import jaccard, ranges
 from reproduce.pages import markdown, page_name, read_result
 from reproduce.paper import PaperTable
 from reproduce.rounds import by_round
-from reproduce.sizes import SizesTable, sizes
+from reproduce.sizes import sizes
 from reproduce.table_file import (
+    MEASURED,
     ColumnRuns,
     ColumnSpec,
     TableSpec,
@@ -37,8 +39,6 @@ from reproduce.table_file import (
 
 Tune = Mapping[str, Sequence[Any]]
 """Values by dotted key; see `coterie.compare`."""
-Shown = PaperTable | OverlapTable | MessagesTable | SizesTable
-"""What fills a table; each has `tables()` for the screen and `summary()` for JSON."""
 
 
 @dataclass(frozen=True)
@@ -94,42 +94,57 @@ def compare_table(
     out: str | Path | None = None,
     watch: Callable[[], Watch] = Watch,
     report: Callable[[str], None] = lambda text: None,
-) -> Shown:
+) -> Summary:
     """Fill a paper's table in: run what is not there yet, and set it beside the paper's figures.
 
     `settings`, `methods`, `columns` and `regime` as in `read_table`; `seeds`, `tune` and `against`
     in place of the file's. Runs are in `out/COLUMN` (see `table_folder` for the default).
     The table is left in `out` as table.md and table.json, anew after every cell.
+
+    Returns:
+        What table.json holds; `reproduce.pages.shown` makes tables of it.
     """
     path = Path(path)
     spec, found = load_table(path, settings, methods, columns, tune, regime)
     check_against(against, found[0].cells)
     folder = Path(out) if out is not None else table_folder(path, regime)
     _check_folder(folder, in_regime(path.stem, regime))
-    options = _options(settings, methods, columns, seeds, tune, against, regime)
-    command = shlex.join(["coterie", "compare", str(path), *options])
+    head: Summary = {
+        "table": spec.table,
+        "shows": spec.shows if spec.shows in MEASURED else "scores",
+        "file": path.as_posix(),
+        "regime": regime,
+        "command": _command(path, settings, methods, columns, seeds, tune, against, regime),
+    }
     sessions = _sessions(found)
-    figures = {column.spec.name: column.spec.paper for column, _ in sessions}
-    match spec.shows:
-        case "jaccard":
-            shares = {c.spec.name: jaccard(s.participants(c.run)) for c, s in sessions}
-            known = {c.spec.name: c.run.divide.mixtures or {} for c, _ in sessions if c.run.divide}
-            found = {name: ranges(shares[name], mixtures) for name, mixtures in known.items()}
-            shown = OverlapTable(spec.table, shares, command, found, figures)
-        case "tokens":
-            counts = {c.spec.name: sizes(s.participants(c.run)) for c, s in sessions}
-            shown = SizesTable(spec.table, counts, command, figures)
-        case "messages":
-            weights = {
-                c.spec.name: {name: traffic(s, cell) for name, cell in c.cells.items()}
-                for c, s in sessions
-            }
-            shown = MessagesTable(spec.table, weights, command, figures)
-        case _:
-            shown = _empty(spec, sessions, command, against)
-            _fill_in(shown, spec, sessions, seeds or spec.seeds, folder, watch, report)
-    write_table(shown, folder)
-    return shown
+    if head["shows"] in MEASURED:
+        summary = {**head, **_measured(head["shows"], sessions)}
+        write_table(summary, folder)
+        return summary
+    scores = _empty(head, spec, sessions, against)
+    _fill_in(scores, spec, sessions, seeds or spec.seeds, folder, watch, report)
+    write_table(scores.summary(), folder)
+    return scores.summary()
+
+
+def _measured(shows: str, sessions: Sequence[tuple[Column, Session]]) -> Summary:
+    """Measure the data or the messages of each column, without any run."""
+    columns: dict[str, Any] = {}
+    more: Summary = {}
+    for column, session in sessions:
+        name = column.spec.name
+        match shows:
+            case "jaccard":
+                columns[name] = jaccard(session.participants(column.run))
+                if column.run.divide:
+                    mixtures = column.run.divide.mixtures or {}
+                    more.setdefault("ranges", {})[name] = ranges(columns[name], mixtures)
+            case "tokens":
+                columns[name] = sizes(session.participants(column.run))
+            case _:
+                cells = column.cells.items()
+                columns[name] = {row: fields(traffic(session, cell)) for row, cell in cells}
+    return {"columns": columns, **more, "paper": {c.spec.name: c.spec.paper for c, _ in sessions}}
 
 
 def _check_folder(folder: Path, name: str) -> None:
@@ -139,15 +154,15 @@ def _check_folder(folder: Path, name: str) -> None:
         raise CoterieError(f"{folder} holds the table {other}; choose another --out for {name}.")
 
 
-def write_table(shown: Shown, folder: Path) -> None:
+def write_table(summary: Summary, folder: Path) -> None:
     """Leave a table in a folder, as Markdown and JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    summary = shown.summary()
     write_text(folder / "table.md", markdown(summary))
     write_json(folder / "table.json", summary)
 
 
-def _options(
+def _command(
+    path: Path,
     settings: Sequence[str],
     methods: Sequence[str],
     columns: Sequence[str],
@@ -155,19 +170,20 @@ def _options(
     tune: Tune | None,
     against: str | None,
     regime: str | None,
-) -> Iterator[str]:
-    """Of the command that fills a table in; the folder of the data, which differs, is DATA."""
+) -> str:
+    """Return the command that fills a table in; the folder of the data, which differs, is DATA."""
+    words = ["python", "-m", "reproduce", str(path)]
     if regime:
-        yield from ("--regime", regime)
+        words += ["--regime", regime]
     for setting in settings:
-        yield from ("--set", "data_root=DATA" if setting.startswith("data_root=") else setting)
+        words += ["--set", "data_root=DATA" if setting.startswith("data_root=") else setting]
     for key, values in (tune or {}).items():
         texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
-        yield from ("--tune", f"{key}={','.join(texts)}")
+        words += ["--tune", f"{key}={','.join(texts)}"]
     chosen = {"--methods": ",".join(methods), "--columns": ",".join(columns), "--seeds": seeds}
-    chosen["--against"] = against
-    for option, value in chosen.items():
-        yield from (option, str(value)) if value else ()
+    for option, value in {**chosen, "--against": against}.items():
+        words += [option, str(value)] if value else []
+    return shlex.join(words)
 
 
 def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
@@ -179,11 +195,8 @@ def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
             if _precision(other.run) == _precision(column.run):
                 session.bases = earlier.bases
         for name, cell in column.cells.items():
-            try:
+            with told_where(f"column {column.spec.name!r}, row {name!r}"):
                 session.check(cell)
-            except CoterieError as error:
-                where = f"column {column.spec.name!r}, row {name!r}"
-                raise CoterieError(f"In {where}: {error}") from error
         sessions.append((column, session))
     return sessions
 
@@ -194,14 +207,14 @@ def _precision(run: RunConfig) -> tuple[object, ...]:
 
 
 def _empty(
+    head: Summary,
     spec: TableSpec,
     sessions: Sequence[tuple[Column, Session]],
-    command: str,
     against: str | None,
 ) -> PaperTable:
     """A table of scores in which nothing has been run."""
     return PaperTable(
-        title=spec.table,
+        head=head,
         paper=spec.paper,
         split=sessions[0][0].run.evaluation.split,
         figures={
@@ -215,7 +228,6 @@ def _empty(
         notes={column.spec.name: column.spec.note for column, _ in sessions},
         results={c.spec.name: {name: [] for name in c.cells} for c, _ in sessions},
         asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
-        command=command,
         against=against or spec.against,
         tuned={column.spec.name: {} for column, _ in sessions},
         floors={column.spec.name: [] for column, _ in sessions},
@@ -266,5 +278,5 @@ def _fill_in(
                     outcome["rounds"] = by_round(result.metrics(), point)
                 shown.results[name][row].append({**outcome, "reports": point})
                 if cells.worked_on > written:
-                    write_table(shown, folder)
+                    write_table(shown.summary(), folder)
                     written = cells.worked_on

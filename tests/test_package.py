@@ -65,7 +65,7 @@ def _imported(path: Path) -> set[str]:
             modules.add(node.module.split(".")[0])
     found = {
         canonicalize_name(DISTRIBUTIONS[module][0])
-        for module in modules - sys.stdlib_module_names - {"coterie", "reproduce"}
+        for module in modules - sys.stdlib_module_names - {"coterie"}
     }
     return {PARTS.get(name, name) for name in found}
 

@@ -1,42 +1,8 @@
-"""What an exchange weighs, against the sizes of the tensors that travel."""
+"""What an audit says that a message weighs."""
 
 import pytest
 
 from coterie.analysis.audit import WHOLE, audit_run
-from coterie.analysis.trial import first_exchange, start
-from coterie.engines.session import Session
-from reproduce.message_sizes import MessagesTable, traffic
-
-
-def total(config, client: str, *roles: str) -> int:
-    """Bytes of a client's fp32 parameters of some roles, counted on its adapter."""
-    run = start(Session(config), config)
-    adapter = run.clients[client].adapter  # pyright: ignore[reportAttributeAccessIssue]
-    return sum(4 * p.numel() for p in adapter.parameters(*roles).values())
-
-
-@pytest.mark.slow
-def test_fields_weigh_what_their_tensors_do(config) -> None:
-    run = config()
-    weights = traffic(Session(run), run)
-    found = {(w.client, w.way, w.field): w.bytes for w in weights}
-    for client in ("diarist", "poet", "whaler"):
-        for way in ("up", "down"):
-            assert found[client, way, "adapter"] == total(run, client, "dense", "generalist")
-            whole = found[client, way, WHOLE]
-            assert whole > total(run, client, "dense", "generalist")
-
-
-def test_a_method_that_begins_alone_is_waited_for(config) -> None:
-    run = config(method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
-    found = {(w.client, w.way, w.field): w.bytes for w in traffic(Session(run), run)}
-    adapter = total(run, "poet", "dense", "generalist")
-    assert found["poet", "up", "adapter"] == found["poet", "up", "update"] == adapter
-    # The other two clients' come down, each field in its own place.
-    down = {
-        field: size for (name, way, field), size in found.items() if (name, way) == ("poet", "down")
-    }
-    assert down["adapter"] == down["update"] == 2 * adapter
 
 
 def per_sample(tables, way: str) -> dict[str, int]:
@@ -55,33 +21,3 @@ def test_an_audit_says_what_a_public_sample_costs(method, teaches, teachers) -> 
     assert per_sample(tables, "from the server to the client, every round")
     assert bool(per_sample(tables, "from the client to the server, every round")) is teaches
     assert not per_sample(tables, "from the client to the server, once")
-
-
-@pytest.mark.parametrize(
-    "method", ["local", {"name": "pcl-2", "warmup": 9}], ids=["local", "pcl-2"]
-)
-def test_where_nothing_is_exchanged_nothing_weighs(method, config) -> None:
-    run = config(method=method, rounds=2)
-    weights = traffic(Session(run), run)
-    assert {w.bytes for w in weights if w.field != WHOLE} <= {0}
-    assert all(
-        not list(m["up"].tensors()) for m in first_exchange(start(Session(run), run)).values()
-    )
-
-
-def test_clients_that_differ_are_shown_by_least_and_most(config) -> None:
-    run = config(method={"name": "flexlora", "mlp": {"rank": {"poet": 2, "others": 4}}})
-    weights = traffic(Session(run), run)
-    (table,) = MessagesTable("T", {"X": {"FlexLoRA": weights}}).tables()
-    (row,) = [row for row in table.rows if row[1:3] == ("up", "experts")]
-    least, most = (total(run, client, "generalist") for client in ("poet", "whaler"))
-    assert row[4] == f"{least:,} to {most:,}"
-
-
-def test_the_papers_figures_stand_beside_what_is_uploaded(config) -> None:
-    run = config()
-    shown = MessagesTable(
-        "T", {"X": {"R": traffic(Session(run), run)}}, "", {"X": {"adapter": "9 MB"}}
-    )
-    (table,) = shown.tables()
-    assert [(row[1], row[5]) for row in table.rows if row[5]] == [("up", "9 MB")]

@@ -165,26 +165,6 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     assert rows[note - 2 : note] == ["pretrained", "local"]
 
 
-def test_compare_fills_a_table_in(values, tmp_path, coterie_command) -> None:
-    run = values(rounds=1)
-    del run["method"]
-    table = {"table": "T", "run": run, "columns": [{"name": "A"}, {"name": "B"}]}
-    rows = [{"method": "pretrained", "paper": [9, 8]}, {"method": "local", "paper": [7, 6]}]
-    file = tmp_path / "table.yaml"
-    file.write_text(yaml.safe_dump({**table, "rows": rows}))
-    out = tmp_path / "out"
-    said = coterie_command("compare", file, "--out", out, "--columns", "b", "--methods", "local")
-    assert said.code == 0
-    assert "local-seed0" in "".join(p.name for p in (out / "b").iterdir())
-    assert not (out / "a").exists()
-    said = coterie_command("compare", file, "--out", out, "--set", "seed=3")
-    assert said.code == 0
-    assert max(map(len, said.out.splitlines())) <= max(80, len(str(out)) + 40)
-    heads = [line.split() for line in said.out.splitlines() if line.startswith("method")]
-    assert heads[0] == ["method", "A", "rank", "paper", "rank", "B", "rank", "paper", "rank"]
-    assert f"Saved to {out}/table.md and table.json." in said.out
-
-
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:
     ask = ["generate", finished, "--client", "poet", "--prompt", "I sing of", "--tokens", 5]
     one, same, other = (coterie_command(*ask, "--seed", seed) for seed in (0, 0, 1))
@@ -305,7 +285,6 @@ def test_bad_input_of_other_commands(finished, run_file, tmp_path, coterie_comma
         (["run", run_file, "--out", foreign, "--force"], "is not a run folder"),
         (["compare", run_file, "--methods", "local,fedavgg"], "Did you mean 'fedavg'?"),
         (["compare", run_file, "--methods", ","], "Name at least one method"),
-        (["compare", run_file, "--columns", "x"], "this is a run file"),
         (["compare", "gone.yaml"], "There is no run file"),
         (["audit", "gone.yaml"], "There is no run file"),
     ]:

@@ -13,7 +13,7 @@ FOLDER = ROOT / "docs" / "research"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
 TEXT = "\n".join(PAGES.values())
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
-CLAIMS = yaml.safe_load((ROOT / "scripts" / "claims.yaml").read_text(encoding="utf-8"))
+CLAIMS = yaml.safe_load((ROOT / "reproduce" / "claims.yaml").read_text(encoding="utf-8"))
 BUILT_IN = set(available())  # before any test registers a plugin
 TABLES = {"comigs": 6, "pcl": 5, "fedamole": 4}
 FIGURES = {"comigs": 19, "pcl": 8, "fedamole": 10}

@@ -84,7 +84,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             ) from None
 
 
-def main() -> None:
+def main(app: typer.Typer = app) -> None:
     """Run a command; an error that the user can mend is one sentence and exit code 2.
 
     What is written is for this user alone: models, losses and logs are personal.

@@ -1,6 +1,7 @@
 """The commands that look at methods, runs and tokenizers, and change none of them."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from coterie.errors import CoterieError, plural
 if TYPE_CHECKING:
     from coterie.alignment import Vocabulary, VocabularyMap
     from coterie.analysis.tables import Table
+    from coterie.report.page import Section
 
 LONGEST = 32
 """Characters of a token that a table shows."""
@@ -98,17 +100,28 @@ Samples = Annotated[
 ]
 Reported = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="RUN",
-        help="Run folders, folders that contain them, or result files of tables (JSON).",
-    ),
+    typer.Argument(metavar="RUN", help="Run folders, or folders that contain them."),
 ]
 ReportFolder = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of the report. Default: `report` in the first RUN, or beside it if it is a "
-        "file.",
+        help="Folder of the report. Default: `report` in the first RUN.", show_default=False
+    ),
+]
+Layer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|first|middle|last",
+        help="Layer whose experts are shown with --texts and --samples. Default: first, "
+        "middle and last.",
         show_default=False,
+    ),
+]
+Texts = Annotated[
+    bool,
+    typer.Option(
+        "--texts/--no-texts",
+        help="Include clients' texts, with each token coloured by its expert.",
     ),
 ]
 
@@ -116,22 +129,8 @@ ReportFolder = Annotated[
 def report(
     runs: Reported,
     out: ReportFolder = None,
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|first|middle|last",
-            help="Layer whose experts are shown with --texts and --samples. Default: first, "
-            "middle and last.",
-            show_default=False,
-        ),
-    ] = None,
-    texts: Annotated[
-        bool,
-        typer.Option(
-            "--texts/--no-texts",
-            help="Include clients' texts, with each token coloured by its expert.",
-        ),
-    ] = False,
+    layer: Layer = None,
+    texts: Texts = False,
     samples: Samples = False,
     texts_from: TextsFrom = None,
     plugins: Plugins = None,
@@ -139,21 +138,28 @@ def report(
 ) -> None:
     """Plot the metrics of runs: one self-contained HTML page, and each figure as SVG and PNG.
 
-    Unfinished runs are included. Runs of a method that differ only in their seed are averaged. A
-    table of a paper is drawn as its file says (`figure`), or as dots.
+    Unfinished runs are included. Runs of a method that differ only in their seed are averaged.
 
-    Examples:
+    Example:
 
         coterie report runs/compare-mine --out report
-
-        coterie report docs/results/comigs-table4.json --out report
     """
     for run in runs:
-        if not run.is_dir() and not (run.suffix == ".json" and run.exists()):
-            raise CoterieError(
-                f"{run} is neither a run's folder, nor one that holds runs, nor a table's result "
-                "file (.json)."
-            )
+        if not run.is_dir():
+            raise CoterieError(f"{run} is neither a run's folder nor one that holds runs.")
+    draw(runs, out or runs[0] / "report", layer, texts, samples, texts_from)
+
+
+def draw(
+    runs: Sequence[Path],
+    out: Path,
+    layer: str | None,
+    texts: bool,
+    samples: bool,
+    texts_from: Path | None,
+    sections: Callable[[], Sequence["Section"]] = tuple,
+) -> None:
+    """Write a report and say what it contains; sections: makes what stands before the runs."""
     try:
         from coterie.report.page import PRIVATE, SINGLE, write_report
     except ModuleNotFoundError as error:
@@ -163,8 +169,7 @@ def report(
             f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
         ) from None
 
-    first = runs[0] if runs[0].is_dir() else runs[0].parent
-    written = write_report(runs, out or first / "report", texts, layer, samples, texts_from)
+    written = write_report(runs, out, texts, layer, samples, texts_from, sections())
     for section in written.sections:
         terminal.say(f"{section.name}: {plural(len(section.pictures), 'figure')}")
         for item in section.left_out:

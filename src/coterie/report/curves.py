@@ -135,7 +135,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             axis.margins(x=0.12, y=0.12)
             if not metric.share:
                 axis.set_xscale("log")
-                plain_log(axis.xaxis, 3)
+                plain_log(axis.xaxis)
         axes[0].invert_yaxis()
         return figure
 

@@ -12,10 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.experiments import Experiment, experiments
 from coterie.analysis.relevance import sample_relevance
-from coterie.analysis.tables import Summary, Table, listed
+from coterie.analysis.tables import Table, listed
 from coterie.analysis.texts import coloured_texts
 from coterie.engines.floor import floor_in
-from coterie.errors import CoterieError
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
@@ -37,8 +36,6 @@ from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
 from coterie.report.uploads import uploads
-from reproduce.drawing import pictures
-from reproduce.pages import TABLES, read_result, runs_name
 
 FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
     curves,
@@ -61,7 +58,7 @@ SINGLE = (
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment, or one table of a paper, on the page."""
+    """One experiment on the page, or whatever else a caller of `write_report` adds to it."""
 
     name: str
     tables: Sequence[Table]
@@ -85,25 +82,22 @@ def write_report(
     layer: str | None = None,
     with_samples: bool = False,
     texts_from: Path | None = None,
+    sections: Sequence[Section] = (),
 ) -> Report:
     """Write report.html and figures/ for the runs in these folders into `out`.
 
     with_texts: with clients' texts, coloured; texts_from: with those of a folder.
-    A path may also be a result file of a table of a paper; the folder of such a table has one, too.
+    sections: what stands on the page before the runs.
     Clients' texts, and points that stand for single samples, are in it where asked for. Figures
     that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
     run.
     """
     shown = with_texts or texts_from is not None
-    for path in paths:
-        refuse_links(path, "table.json")
-    results = [path / "table.json" if path.is_dir() else path for path in paths]
-    sections = [_table(read_result(path)) for path in results if path.exists()]
-    folders = experiments(path for path in paths if path.is_dir())
-    for one in folders:
+    found = list(sections)
+    for one in experiments(paths):
         points = relevance(sample_relevance(one, layer)) if with_samples else ()
         grids = texts(coloured_texts(one, layer, texts_from)) if shown else ()
-        sections.append(_section(one, [*points, *grids]))
+        found.append(_section(one, [*points, *grids]))
     figures = out / "figures"
     refuse_links(out, figures.name)
     if out.parent in paths:  # a folder of runs, and not the user's choice
@@ -113,30 +107,20 @@ def write_report(
         for theme in THEMES:
             for old in figures.glob(f"*-{theme.name}.[ps][nv]g"):
                 old.unlink()
-    for section in sections:
+    for section in found:
         for picture in section.pictures:
             for theme in THEMES:
-                name = f"{_prefix(section, sections)}{picture.name}-{theme.name}"
+                name = f"{_prefix(section, found)}{picture.name}-{theme.name}"
                 write_bytes(figures / f"{name}.svg", _svg(picture, theme))
                 write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
     notes = [PRIVATE] * (with_texts and texts_from is None) + [SINGLE] * with_samples
-    write_text(page, _html(sections, " ".join(notes)))
-    return Report(page, figures, sections)
+    write_text(page, _html(found, " ".join(notes)))
+    return Report(page, figures, found)
 
 
 def _prefix(section: Section, sections: Sequence[Section]) -> str:
     return f"{path_part(section.name)}-" if len(sections) > 1 else ""
-
-
-def _table(summary: Summary) -> Section:
-    shown, *_ = TABLES[summary["shows"]](summary)
-    drawn, left_out = list[Picture](), list[LeftOut]()
-    try:
-        drawn = pictures(summary)
-    except CoterieError as error:
-        left_out.append(LeftOut(summary["table"], str(error)))
-    return Section(runs_name(summary), [shown], drawn, left_out)
 
 
 def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Section:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import AutoLocator, LogLocator, NullLocator
 
 from coterie.analysis.frame import Column, Frame
 from coterie.evaluation.metrics import Metric
@@ -22,14 +22,10 @@ def scale_of(metric: Metric) -> str:
     return "" if metric.share else "; logarithmic scale"
 
 
-def plain_log(axis: Axis, count: int) -> None:
-    """A few evenly spaced round numbers on a logarithmic axis that holds its data already."""
+def plain_log(axis: Axis) -> None:
+    """Label a logarithmic axis that holds its data already with a few round numbers."""
     low, high = axis.get_view_interval()
-    edge = (high / low) ** 0.12
-    exact = np.geomspace(low * edge, high / edge, count)
-    least = 2 if high > 1.5 * low else 3
-    rounded = ({float(f"{tick:.{n}g}") for tick in exact} for n in range(least, 7))
-    axis.set_ticks(sorted(max(rounded, key=len)))  # as few digits as tell them apart
+    axis.set_major_locator(AutoLocator() if high < 10 * low else LogLocator(subs=(1, 3)))
     axis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.6g}")
     axis.set_minor_locator(NullLocator())
 
@@ -82,7 +78,7 @@ def over_rounds(
         axis.set_title(panel)
         if not metric.share:
             axis.set_yscale("log")
-            plain_log(axis.yaxis, 4)
+            plain_log(axis.yaxis)
     canvas.legend(figure, axes[0])
     return figure
 

@@ -53,7 +53,7 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
                 axis.plot(out.index, out["ratio"], "x", color=canvas.theme.ink, ms=9, mew=1.8)
             axis.set_title(label)
             axis.set_yscale("log", nonpositive="mask")
-        plain_log(axes[0].yaxis, 4)
+        plain_log(axes[0].yaxis)
         canvas.legend(figure, axes[0])
         return figure
 

@@ -22,7 +22,7 @@ def result(*perplexities: float) -> dict[str, Any]:
 
 def table(results: dict[str, Any], **figures: Mapping[str, float | None]) -> PaperTable:
     notes = {name: "other texts" if name == "X" else "" for name in results}
-    return PaperTable("Table 4", "GPT-2", "test", figures, notes, results)
+    return PaperTable({"table": "Table 4"}, "GPT-2", "test", figures, notes, results)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     assert found == {"a": (1, 1), "b": (3, 2), "c": (2, 3)}
     assert column["rows"][0]["accuracy"] == pytest.approx(0.8)
     assert column["correlation"] == pytest.approx(1 - 6 * (0 + 1 + 1) / (3 * 8))
-    layout, clients = example.tables()
+    layout, clients = score_tables(example.summary())
     assert layout.rows[0] == ["a", "80.00 (7.07)", "1", "83.06", "1"]
     assert layout.note.startswith("Mean test accuracy (%) over clients (standard deviation), 1 to")
     assert "Higher is better." in layout.note
@@ -122,14 +122,17 @@ def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:
     results = {"X": {"a": [result(3)], "b": [result(2)]},
                "Y": {"a": [accurate(0.3)], "b": [accurate(0.2)]}}  # fmt: skip
     example = table(results, X={}, Y={})
-    layout = example.tables()[0]
+    layout = score_tables(example.summary())[0]
     assert layout.rows == [["a", "3.00", "2", "30.00", "1"], ["b", "2.00", "1", "20.00", "2"]]
     assert layout.note == (
         "Means over clients, 1 seed. X: test perplexity. Lower is better. Y: test accuracy (%). "
         "Higher is better. X: other texts."
     )
     asked = replace(example, asked=dict.fromkeys("XY", "perplexity"))
-    assert [row[3:] for row in asked.tables()[0].rows] == [["2.70", "2"], ["1.80", "1"]]
+    assert [row[3:] for row in score_tables(asked.summary())[0].rows] == [
+        ["2.70", "2"],
+        ["1.80", "1"],
+    ]
 
 
 def test_a_column_that_has_not_run_is_no_perplexity() -> None:
@@ -139,7 +142,7 @@ def test_a_column_that_has_not_run_is_no_perplexity() -> None:
 
 
 def test_the_layout(example) -> None:
-    layout, x, _ = example.tables()
+    layout, x, _ = score_tables(example.summary())
     assert layout.columns == ["method", "X", "rank", "paper", "rank", "Y", "rank", "paper", "rank"]
     rows = {row[0]: row[1:] for row in layout.rows}
     assert rows["a"] == ["12.00 (2.83)", "1", "5.00", "1", "2.00", "3", "3.00", "1"]
@@ -156,7 +159,7 @@ def test_the_layout(example) -> None:
 
 def test_the_papers_deviations_stand_beside_its_figures(example) -> None:
     with_them = replace(example, deviations={"X": {"a": 0.3, "b": None}})
-    rows = {row[0]: row[1:] for row in with_them.tables()[0].rows}
+    rows = {row[0]: row[1:] for row in score_tables(with_them.summary())[0].rows}
     assert rows["a"][:4] == ["12.00 (2.83)", "1", "5.00 (0.30)", "1"]
     assert [rows[name][2] for name in "bd"] == ["7.00", ""]
     found = with_them.summary()["columns"][0]["rows"]
@@ -184,7 +187,7 @@ def test_differences_follow_each_columns_scores(example) -> None:
 
 def test_without_any_figure_of_the_paper_there_are_ours_alone() -> None:
     results = {"X": {"a": [result(3)], "b": [result(2)]}}
-    layout = table(results, X={}).tables()[0]
+    layout = score_tables(table(results, X={}).summary())[0]
     assert layout.columns == ["method", "X", "rank"]
     assert layout.rows == [["a", "3.00", "2"], ["b", "2.00", "1"]]
     assert "paper" not in layout.note
@@ -196,7 +199,9 @@ def test_a_columns_figures_stay_side_by_side(width, parts) -> None:
     rows = {"comigs-1g1s": [result(1111.11), result(999)], "local": [result(5), result(6)]}
     figures = {name: {"comigs-1g1s": 47.19, "local": 54.38} for name in names}
     out = io.StringIO()
-    Console(file=out, width=width).print(table(dict.fromkeys(names, rows), **figures).tables()[0])
+    Console(file=out, width=width).print(
+        score_tables(table(dict.fromkeys(names, rows), **figures).summary())[0]
+    )
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     heads = [line for line in lines if line.startswith("method")]

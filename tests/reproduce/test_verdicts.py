@@ -1,9 +1,7 @@
 """The script that tests the papers' claims on runs, on results made up here."""
 
-import importlib.util
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,11 @@ import yaml
 
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.runs import RunFolder
+from reproduce import verdicts
 from reproduce.table_file import read_table
 from tests.written_runs import DESCRIPTION
 
-ROOT = Path(__file__).parents[1]
-SPEC = importlib.util.spec_from_file_location("verdicts", ROOT / "scripts" / "verdicts.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-verdicts: Any = importlib.util.module_from_spec(SPEC)
-sys.modules["verdicts"] = verdicts
-SPEC.loader.exec_module(verdicts)
-
+ROOT = Path(__file__).parents[2]
 CLAIMS = [
     verdicts.Claim.model_validate(claim)
     for claims in yaml.safe_load(verdicts.CLAIMS.read_text()).values()

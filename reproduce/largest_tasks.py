@@ -1,6 +1,6 @@
 """Write the largest training tasks of Natural Instructions as one file, for FedAMoLE's tables.
 
-    python scripts/largest_tasks.py NATURAL_INSTRUCTIONS_FOLDER natural-instructions.jsonl
+    python -m reproduce.largest_tasks NATURAL_INSTRUCTIONS_FOLDER natural-instructions.jsonl
 
 The folder is a copy of github.com/allenai/natural-instructions, version 2.8, with tasks/ and
 splits/. Of the tasks in splits/default/train_tasks.txt, those with the most instances are written,
@@ -9,10 +9,11 @@ the largest), `instruction`, `input` and `output` (the first of the instance's).
 `divide: {by: label, label: task, where: rank <= 10}`, each of ten clients has a task.
 """
 
-import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 
 def largest(folder: Path, count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -28,17 +29,14 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "tasks" / f"{name}.json").read_text("utf-8"))
 
 
-def main() -> None:
-    """Write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tasks", type=int, default=50, help="number of tasks (default: 50)")
-    args = parser.parse_args()
-    with args.out.open("w", encoding="utf-8") as file:
-        for rank, (name, task) in enumerate(largest(args.folder, args.tasks), 1):
+def main(
+    folder: Annotated[Path, typer.Argument(help="Copy of natural-instructions.")],
+    out: Annotated[Path, typer.Argument(help="File to write, JSON lines.")],
+    tasks: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 50,
+) -> None:
+    """Write the largest training tasks of Natural Instructions as one file."""
+    with out.open("w", encoding="utf-8") as file:
+        for rank, (name, task) in enumerate(largest(folder, tasks), 1):
             instruction = " ".join(task["Definition"])
             for instance in task["Instances"]:
                 record = {
@@ -52,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

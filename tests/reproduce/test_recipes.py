@@ -17,7 +17,7 @@ from coterie.methods.registry import available
 from reproduce.table_file import is_table
 from reproduce.tables import load_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 TABLES = [path for path in RECIPES if is_table(path)]
 RUNS = [path for path in RECIPES if path not in TABLES]

@@ -1,7 +1,7 @@
-"""What the messages of an exchange weigh, by field, measured on real encoded ones."""
+"""Tables of what the messages of an exchange weigh, by field (PCL, arXiv 2404.09753, table 5)."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from coterie.analysis.audit import WHOLE, size
@@ -46,37 +46,8 @@ def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iter
     yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
 
 
-@dataclass(frozen=True)
-class MessagesTable:
-    """What an exchange weighs: by column and row of a table, the weights of all clients."""
-
-    title: str
-    weights: Mapping[str, Mapping[str, list[Weight]]]
-    command: str = ""
-    """What fills the table in."""
-    paper: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By column, the paper's figures for fields of an upload."""
-
-    def summary(self) -> dict[str, Any]:
-        """By column and row: every field of a message, with its bytes by client."""
-        columns = {
-            column: {row: _fields(weights) for row, weights in rows.items()}
-            for column, rows in self.weights.items()
-        }
-        return {
-            "table": self.title,
-            "shows": "messages",
-            "command": self.command,
-            "columns": columns,
-            "paper": dict(self.paper),
-        }
-
-    def tables(self) -> list[Table]:
-        """For the screen."""
-        return message_tables(self.summary())
-
-
-def _fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
+def fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
+    """List every field of a message with its bytes by client."""
     found: dict[tuple[str, str, str], dict[ClientId, int]] = {}
     for weight in weights:
         sizes = found.setdefault((weight.way, weight.field, weight.what), {})
@@ -88,7 +59,7 @@ def _fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
 
 
 def message_tables(summary: Summary) -> list[Table]:
-    """Of `MessagesTable.summary`: a table per column; where clients differ, from least to most."""
+    """Show each column as a table of fields; where clients differ, from least to most bytes."""
     paper = summary.get("paper", {})
     return [_messages(summary, column, paper.get(column, {})) for column in summary["columns"]]
 

@@ -214,7 +214,7 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     assert folder.result is not None
     compare_table(path, out=out, seeds=2)
     assert len(counted) == len([*runs[:2], *runs[1:], *runs])
-    columns = shown.summary()["columns"]
+    columns = shown["columns"]
     ours = columns[0]["rows"][0]
     cells = (out / "all-three").glob("pretrained-seed*")
     scores = [
@@ -241,9 +241,9 @@ def test_what_cannot_run_is_refused_before_anything_is(table, tmp_path, counted)
 @pytest.mark.slow
 def test_the_point_of_evaluation_can_be_chosen(table, tmp_path) -> None:
     rows = [{"method": "fedavg"}]
-    own = compare_table(table(rows=rows), out=tmp_path / "out").summary()
+    own = compare_table(table(rows=rows), out=tmp_path / "out")
     path = table(rows=rows, point="trained")
-    trained = compare_table(path, out=tmp_path / "out").summary()
+    trained = compare_table(path, out=tmp_path / "out")
     row, other = own["columns"][0]["rows"][0], trained["columns"][0]["rows"][0]
     assert row["perplexity"] == pytest.approx(row["aggregated"])
     assert other["perplexity"] == pytest.approx(row["trained"])
@@ -258,7 +258,7 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
     every = ["evaluation.every=1", "rounds=2"]
     shown = compare_table(path, settings=every, columns=["two"], out=tmp_path / "out")
     assert counted == ["averaged-seed0"]
-    averaged, tuned = shown.summary()["columns"][0]["rows"]
+    averaged, tuned = shown["columns"][0]["rows"]
     for row in (averaged, tuned):  # of each row the scores at its own point
         assert row["rounds"]["round"] == [1, 2]
         last = {client: scores[1] for client, scores in row["rounds"]["mean"].items()}
@@ -277,10 +277,11 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
 def test_a_text_has_no_accuracy_to_show(table, tmp_path) -> None:
     rows = [{"method": "pretrained", "paper": [9, None], "paper_std": [0.5, None]}]
     path = table(rows=rows, shows="accuracy", regimes={"two": {"seed": 2}}, against="pretrained")
-    shown = compare_table(path, regime="two", out=tmp_path / "out").summary()
+    shown = compare_table(path, regime="two", out=tmp_path / "out")
     assert [column["metric"] for column in shown["columns"]] == ["perplexity"] * 2
     assert [column["rows"][0]["paper_std"] for column in shown["columns"]] == [0.5, None]
-    assert shown["command"] == f"coterie compare {path} --regime two"
+    assert (shown["file"], shown["regime"]) == (str(path), "two")
+    assert shown["command"] == f"python -m reproduce {path} --regime two"
     assert [path.name[:13] for path in (tmp_path / "out" / "two").iterdir()] == ["pretrained-se"]
     with pytest.raises(CoterieError, match=rf"holds the table {path.stem}-two; choose another"):
         compare_table(path, out=tmp_path / "out")
@@ -297,7 +298,7 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
     shown = compare_table(path, columns=["two"], out=out, report=said.append)
     assert counted == ["local-trial1", "local-trial2", "local-seed0", "pretrained-seed0"]
     assert said[-1] == "Run 4 of 4: pretrained-seed0"
-    local, pretrained = shown.summary()["columns"][0]["rows"]
+    local, pretrained = shown["columns"][0]["rows"]
     figures = {str(t["settings"]): t["perplexity"] for t in local["tuned"]["trials"]}
     assert str(local["tuned"]["settings"]) == min(figures, key=figures.__getitem__)
     assert "tuned" not in pretrained
@@ -307,9 +308,9 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
     tune["training.learning_rate"] = [0.01, 0.02]
     more = compare_table(path, columns=["two"], out=out, tune=tune, against="local")
     assert counted[4] == "local-trial2"
-    command = more.summary()["command"]
+    command = more["command"]
     assert "--tune training.learning_rate=0.01,0.02 --columns two --against local" in command
-    assert more.summary()["columns"][0]["rows"][1]["difference"]["from"] == "local"
+    assert more["columns"][0]["rows"][1]["difference"]["from"] == "local"
 
 
 def test_what_a_table_cannot_be_tuned_by_is_told_with_its_column(table) -> None:
@@ -329,7 +330,7 @@ def test_a_row_has_values_of_its_own_to_be_tried_with(table, tmp_path, counted) 
     rows = [{"method": "hetlora", "tune": {"method.gamma": [0.5, 0.9]}}, {"method": "local"}]
     shown = compare_table(table(rows=rows), columns=["two"], out=tmp_path / "out")
     assert counted == ["hetlora-trial1", "hetlora-trial2", "hetlora-seed0", "local-seed0"]
-    hetlora, local = shown.summary()["columns"][0]["rows"]
+    hetlora, local = shown["columns"][0]["rows"]
     assert hetlora["tuned"]["settings"].keys() == {"method.gamma"}
     assert "tuned" not in local
 
@@ -344,7 +345,7 @@ def test_the_papers_figures_of_columns_are_not_scores(table) -> None:
 def test_the_overlap_of_texts_needs_no_rows(table, tmp_path) -> None:
     shown = compare_table(table(shows="jaccard", rows=[]), out=tmp_path / "out")
     columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
-    assert columns == shown.summary()["columns"]
+    assert columns == shown["columns"]
     assert columns["two"].keys() == {"diarist", "poet"}
     assert columns["two"]["poet"]["diarist"] == columns["All Three"]["diarist"]["poet"]
     assert 0 < columns["two"]["poet"]["diarist"] < 1
@@ -355,7 +356,7 @@ def test_tokens_are_counted_without_rows_or_runs(table, tmp_path) -> None:
     path = table(shows="tokens", rows=[])
     shown = compare_table(path, settings=["data.limits.train=90"], out=tmp_path / "out")
     columns = json.loads((tmp_path / "out" / "table.json").read_text())["columns"]
-    assert columns == shown.summary()["columns"]
+    assert columns == shown["columns"]
     assert columns["two"].keys() == {"diarist", "poet"}
     assert {splits["train"] for splits in columns["All Three"].values()} == {90}
     assert "| poet | 90 |" in (tmp_path / "out" / "table.md").read_text()
@@ -366,12 +367,12 @@ def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
     rows = [{"method": "local"}, {"method": {"name": "pcl-2", "warmup": 2, "every": 1}}]
     path = table(shows="messages", rows=rows)
     shown = compare_table(path, settings=["rounds=3"], out=tmp_path / "out")
-    assert shown.summary()["columns"]["two"].keys() == {"local", "pcl-2"}
+    assert shown["columns"]["two"].keys() == {"local", "pcl-2"}
     assert "| pcl-2 | up | update |" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_the_pages_example_is_a_table(tmp_path) -> None:
-    page = Path(__file__).parents[1] / "docs" / "tables.md"
+    page = Path(__file__).parents[2] / "docs" / "tables.md"
     (example,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "table.yaml"
     path.write_text(example)

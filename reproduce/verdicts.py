@@ -1,9 +1,9 @@
 """Test the papers' claims (claims.yaml) on finished runs, and write their tables in docs/research.
 
-`python scripts/verdicts.py DATA` reads the runs that `coterie compare` or measure_tables.py left in
-runs/, in every regime; tests without runs are left out. DATA is the folder of data that they had.
-Where answers are chosen from a list, rows that are not better than always giving the commonest
-answer get no verdict.
+`python -m reproduce.verdicts DATA` reads the runs that `python -m reproduce` or `reproduce.measure`
+left in runs/, in every regime; tests without runs are left out. DATA is the folder of data that
+they had. Where answers are chosen from a list, rows that are not better than always giving the
+commonest answer get no verdict.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from reproduce.tables import load_table
 ROOT = Path(__file__).parents[1]
 CLAIMS = Path(__file__).with_name("claims.yaml")
 PAGES = ROOT / "docs" / "research"
-START = "<!-- Written by scripts/verdicts.py from runs; do not edit the table below. -->"
+START = "<!-- Written by reproduce/verdicts.py from runs; do not edit the table below. -->"
 END = "<!-- End of the table. -->"
 SEEDS = 3
 """The most that a table may have."""

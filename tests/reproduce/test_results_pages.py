@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.pages import page_name, pages, table_file
+from reproduce.pages import page_name, pages
 from reproduce.table_file import is_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "results"
 PAGES = pages(FOLDER)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_page_is_what_its_result_file_gives(path) -> None:
-    behind = "the page is not what its result file gives; run scripts/write_results.py"
+    behind = "the page is not what its result file gives; run `python -m reproduce.drawing`"
     assert path.exists(), behind
     assert path.read_text(encoding="utf-8") == PAGES[path], behind
 
@@ -28,4 +28,4 @@ def test_every_page_has_a_result_file() -> None:
 def test_a_result_file_is_named_after_its_table_file(path) -> None:
     summary = json.loads(path.read_text(encoding="utf-8"))
     assert page_name(summary) == path.stem
-    assert is_table(ROOT / table_file(summary))
+    assert is_table(ROOT / summary["file"])

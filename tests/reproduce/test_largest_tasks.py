@@ -1,11 +1,9 @@
-"""The script that picks Natural Instructions' largest tasks, on tasks made up here."""
+"""The command that picks Natural Instructions' largest tasks, on tasks made up here."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "largest_tasks.py"
+from reproduce.largest_tasks import main
 
 
 def test_the_largest_training_tasks_are_written_in_order(tmp_path: Path) -> None:
@@ -19,7 +17,7 @@ def test_the_largest_training_tasks_are_written_in_order(tmp_path: Path) -> None
     trained = [name for name in sizes if name != "task4_test"]
     (tmp_path / "splits" / "default" / "train_tasks.txt").write_text("\n".join(trained) + "\n")
     out = tmp_path / "out.jsonl"
-    subprocess.run([sys.executable, SCRIPT, tmp_path, out, "--tasks", "2"], check=True)
+    main(tmp_path, out, 2)
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["task"], r["rank"]) for r in records] == [("task2_b", 1)] * 3 + [("task3_c", 2)] * 3
     assert records[0] == {

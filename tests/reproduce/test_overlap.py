@@ -6,7 +6,7 @@ import torch
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
 from coterie.federation import Participant
-from reproduce.overlap import OverlapTable, jaccard, ranges
+from reproduce.overlap import jaccard, overlap_tables, ranges
 
 
 def participant(name: str, *ids: int) -> Participant:
@@ -20,7 +20,7 @@ def test_jaccard_by_hand() -> None:
     shares = jaccard([participant(name, *ids) for name, ids in texts.items()])
     assert shares["a"] == pytest.approx({"a": 4 / 8, "b": 3 / 9, "c": 0})
     assert shares["b"] == pytest.approx({"a": 3 / 9, "b": 5 / 10, "c": 0})
-    (table,) = OverlapTable("T", {"X": shares}).tables()
+    (table,) = overlap_tables({"table": "T", "columns": {"X": shares}})
     assert table.rows[0] == ("a", "0.50", "0.33", "0.00")
 
 
@@ -34,6 +34,7 @@ def test_ranges_are_of_the_clients_with_the_most_and_the_least_topics_in_common(
     }
     found = ranges(shares, mixtures)
     assert found == {"most": (0.4, 0.4), "least": (0.1, 0.2)}
-    shown = OverlapTable("T", {"X": shares}, "", {"X": found}, {"X": {"most": "0.42"}})
-    ours, _ = shown.tables()
+    paper = {"X": {"most": "0.42"}}
+    summary = {"table": "T", "columns": {"X": shares}, "ranges": {"X": found}, "paper": paper}
+    ours, _ = overlap_tables(summary)
     assert ours.rows == [["X", "0.40 to 0.40", "0.42", "0.10 to 0.20", ""]]

@@ -1,16 +1,21 @@
 """Figures of filled-in tables: what they draw is what the result file holds."""
 
+import re
 from typing import Any
 
 import pytest
-from drawing import drawn
+import yaml
+from typer.testing import CliRunner
 
 from coterie import CoterieError
 from coterie.analysis.experiments import MEAN
 from coterie.report.page import write_report
 from coterie.report.style import LIGHT, Canvas
 from reproduce.drawing import pictures, write_pictures
-from reproduce.pages import IMAGES, pages, write_docs
+from reproduce.pages import IMAGES, pages, runs_name, write_docs
+from reproduce.report import app, sections
+from reproduce.tables import compare_table
+from tests.report.drawing import drawn
 
 ROWS = ("local", "fedavg", "not run")
 
@@ -33,7 +38,9 @@ def summary(kind: str | None = None, paper: bool = True, **row: Any) -> dict[str
     return {
         "table": "T",
         "shows": "scores",
-        "command": "coterie compare recipes/one.yaml",
+        "file": "recipes/one.yaml",
+        "regime": None,
+        "command": "python -m reproduce recipes/one.yaml",
         "paper": "",
         "split": "test",
         **figure,
@@ -122,16 +129,17 @@ def test_a_page_shows_its_picture_until_there_are_other_results(tmp_path) -> Non
 
 def test_a_report_draws_a_result_file_and_a_folder_that_has_one(tmp_path) -> None:
     file = write_docs(summary(), tmp_path / "docs").with_suffix(".json")
-    found = write_report([file], tmp_path / "report")
+    found = write_report([], tmp_path / "report", sections=sections([file]))
     assert [section.name for section in found.sections] == ["recipes-one"]
     names = {path.name for path in found.figures.iterdir()}
     assert names == {f"scores-{t}.{k}" for t in ("light", "dark") for k in ("svg", "png")}
     assert "<caption>T</caption>" in found.page.read_text()
-    other = {**summary(), "command": "coterie compare other/one.yaml"}
-    nothing = {**summary(), "command": "coterie compare recipes/none.yaml", "shows": "jaccard"}
+    other = {**summary(), "file": "other/one.yaml"}
+    nothing = {**summary(), "file": "recipes/none.yaml", "shows": "jaccard"}
     nothing |= {"columns": {"AG News": {"anna": {"anna": 0.5}}}}
     paths = [write_docs(s, tmp_path / str(n)) for n, s in enumerate((other, nothing))]
-    found = write_report([file, *(p.with_suffix(".json") for p in paths)], tmp_path / "report")
+    files = [file, *(p.with_suffix(".json") for p in paths)]
+    found = write_report([], tmp_path / "report", sections=sections(files))
     assert [section.name for section in found.sections] == [
         "recipes-one",
         "other-one",
@@ -143,4 +151,24 @@ def test_a_report_draws_a_result_file_and_a_folder_that_has_one(tmp_path) -> Non
     ]
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(CoterieError, match=r"run\.json is not the result file of a table"):
-        write_report([tmp_path / "run.json"], tmp_path / "report")
+        sections([tmp_path / "run.json"])
+
+
+def test_the_command_draws_a_tables_folder_and_its_runs(values, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.cli.terminal.say", print)
+    run = values(rounds=1)
+    del run["method"]
+    table = {"table": "T", "run": run, "columns": [{"name": "A"}], "rows": [{"method": "local"}]}
+    file, out = tmp_path / "mine.yaml", tmp_path / "runs"
+    file.write_text(yaml.safe_dump(table))
+    compare_table(file, out=out)
+    said = CliRunner().invoke(app, [str(out)], catch_exceptions=False).output
+    folder = runs_name({"file": str(file), "regime": None})
+    assert re.search(rf"^{folder}: 1 figure$", said, re.MULTILINE)
+    assert re.search(r"^a: [0-9]+ figures$", said, re.MULTILINE)
+    assert f"Report: {out / 'report' / 'report.html'}" in said
+    (out / "table.json").write_text("{}")
+    with pytest.raises(CoterieError, match=r"table\.json is not the result file of a table"):
+        CliRunner().invoke(app, [str(out)], catch_exceptions=False)
+    with pytest.raises(CoterieError, match="nor a table's result file"):
+        CliRunner().invoke(app, [str(tmp_path / "no.json")], catch_exceptions=False)

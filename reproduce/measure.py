@@ -1,6 +1,6 @@
 """Measure all small tables again, in every regime, smallest first, and write their pages.
 
-`python scripts/measure_tables.py DATA` can be stopped at any time; started again, it keeps the
+`python -m reproduce.measure DATA` can be stopped at any time; started again, it keeps the
 cells that are finished. What a table prints goes to runs/NAME.log.
 """
 
@@ -39,7 +39,7 @@ class Job:
 
     def run(self, data: Path, seeds: int) -> bool:
         """Fill it in on one thread; whether that succeeded."""
-        command = [sys.executable, "-m", "coterie", "compare", str(self.path.relative_to(ROOT))]
+        command = [sys.executable, "-m", "reproduce", str(self.path.relative_to(ROOT))]
         command += ["--set", f"data_root={data.resolve()}", "--seeds", str(seeds)]
         command += ["--regime", self.regime] if self.regime else []
         command += ["--write-docs", "docs/results"]
