@@ -14,7 +14,7 @@ from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
-from coterie.methods import fedamole
+from coterie.methods.fedamole import client as fedamole
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
 from coterie.testing.loop import RUN, deploy, site
