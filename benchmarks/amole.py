@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from coterie.adapters import AmoleAdapter, AmoleLayout
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.bases.sites import chosen_linears
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 
 BATCHES, TIME = (8, 1), 128
 EXPERTS, TOP_K, RANK, ALPHA = 8, 2, 8, 16.0

@@ -35,8 +35,8 @@ from coterie.bases import Base, BaseSpec, load_base, load_tokenizer
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
-from coterie.federation import Participant, client_context
-from coterie.losses import language_model_loss
+from coterie.federation.participants import Participant, client_context
+from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.seeding import generator
 

@@ -28,7 +28,7 @@ from coterie.adapters import Adapter, Layout
 from coterie.analysis.tables import Table
 from coterie.bases.precision import autocast, prepare
 from coterie.data.batch import Batch
-from coterie.losses import soft_target_loss
+from coterie.losses.tokens import soft_target_loss
 from coterie.seeding import generator
 
 MIB = 2**20

@@ -37,8 +37,8 @@ from coterie.data.batch import Batch
 from coterie.data.examples import Examples
 from coterie.evaluation.answers import answer_losses, with_choices
 from coterie.evaluation.generation import generate_answers
-from coterie.federation import participants_of
-from coterie.losses import PIECE_PRICE, language_model_loss
+from coterie.federation.participants import participants_of
+from coterie.losses.tokens import PIECE_PRICE, language_model_loss
 from coterie.seeding import generator
 
 RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"

@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import Precision, autocast, prepare
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 
 BATCH, TIME = 8, 128
 RANK, ALPHA = 8, 16.0

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import Precision, autocast, prepare
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.training.checkpointing import checkpointing
 
 MIB = 2**20

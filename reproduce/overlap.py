@@ -6,7 +6,7 @@ from itertools import combinations
 import torch
 
 from coterie.analysis.tables import Summary, Table
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.training.context import ClientId
 
 Shares = dict[ClientId, dict[ClientId, float]]

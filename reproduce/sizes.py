@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from coterie.analysis.tables import Summary, Table
 from coterie.data.kinds.text import Tokens
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.training.context import ClientId
 
 SPLITS = ("train", "validation", "test")

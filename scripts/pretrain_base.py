@@ -36,7 +36,7 @@ from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import Score, evaluate
 from coterie.files import write_bytes, write_folder
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.messages import State
 from coterie.seeding import generator
 

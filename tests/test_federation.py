@@ -16,7 +16,13 @@ from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session
-from coterie.federation import EVERYONE, Participant, client_context, gathered, participants_of
+from coterie.federation.participants import (
+    EVERYONE,
+    Participant,
+    client_context,
+    gathered,
+    participants_of,
+)
 from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 

@@ -23,7 +23,7 @@ from coterie.bases.sites import (
     mlp_shape,
 )
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 LAYOUTS = {

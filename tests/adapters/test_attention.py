@@ -17,7 +17,7 @@ from transformers import (
 
 from coterie.adapters import Adapter, Layout
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss, token_losses
+from coterie.losses.tokens import language_model_loss, token_losses
 
 CONFIGS = {
     "opt": OPTConfig(

@@ -12,7 +12,7 @@ from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, BaseSpec, load_base, load_skeleton
 from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 

@@ -9,7 +9,7 @@ from coterie.bases import load_tokenizer
 from coterie.config.run import parse
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
-from coterie.federation import check, client_data, participants_of
+from coterie.federation.participants import check, client_data, participants_of
 from coterie.messages.envelope import Order
 from coterie.testing.loop import site
 

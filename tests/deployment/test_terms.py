@@ -17,7 +17,7 @@ from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
 from coterie.deployment.terms import agreed_in, asked_by, differences
 from coterie.errors import CoterieError
-from coterie.federation import public_digest
+from coterie.federation.participants import public_digest
 from coterie.messages import MessageError
 from coterie.messages.envelope import TOLD, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed

@@ -19,7 +19,7 @@ from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import evaluate
-from coterie.federation import EVERYONE, gathered, served
+from coterie.federation.participants import EVERYONE, gathered, served
 from coterie.methods.contract import Setting
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import RunFolder, Watch, describe
@@ -156,7 +156,7 @@ def test_the_simulation_gives_the_same_bits(method, with_server, tmp_path) -> No
 def test_the_public_text_is_read_once_and_tokenised_once_for_each_base(
     with_server, monkeypatch
 ) -> None:
-    import coterie.federation as module
+    import coterie.federation.participants as module
 
     read: list[str] = []
 

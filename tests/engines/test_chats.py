@@ -18,7 +18,7 @@ from coterie.data.chat import OURS
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling
-from coterie.federation import digest_of, participants_of, public_digest
+from coterie.federation.participants import digest_of, participants_of, public_digest
 from coterie.runs import RunFolder, Watch
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy, folder
 

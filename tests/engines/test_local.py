@@ -116,7 +116,7 @@ from coterie.bases import load_base
 from coterie.config.read import load_config
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
-from coterie.federation import Participant, client_context, client_data
+from coterie.federation.participants import Participant, client_context, client_data
 
 run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 torch.set_num_threads(1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import coterie
-from coterie import losses as loss
 from coterie.config.run import parse
 from coterie.engines.session import Session
 from coterie.evaluation import evaluate as evaluation
 from coterie.evaluation.answers import WORST
 from coterie.evaluation.evaluate import evaluate
 from coterie.evaluation.metrics import PERPLEXITY
+from coterie.losses import tokens as loss
 from coterie.messages import Json
 from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder

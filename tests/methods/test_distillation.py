@@ -19,7 +19,7 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import ClientData, bare_encoder
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss, soft_target_loss
+from coterie.losses.tokens import language_model_loss, soft_target_loss
 from coterie.methods.contract import ClientContext
 from coterie.methods.fedmkt.distillation import NOBODY, Distiller
 from coterie.methods.fedmkt.method import FedMKT

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.messages import Message, State
 from coterie.methods.fdlora import FDLora
 from coterie.methods.fedit import FedIT

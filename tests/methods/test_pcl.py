@@ -13,7 +13,7 @@ from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import top_logits
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing.rounds import down, joined, one_round, take

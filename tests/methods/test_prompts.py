@@ -11,7 +11,7 @@ from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss, token_losses
+from coterie.losses.tokens import language_model_loss, token_losses
 from coterie.methods.contract import ServerContext
 from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPTuning

@@ -8,7 +8,7 @@ import torch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.losses import language_model_loss
+from coterie.losses.tokens import language_model_loss
 from coterie.testing.rounds import down, joined, one_round
 
 

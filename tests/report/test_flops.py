@@ -10,7 +10,7 @@ from coterie.analysis.flops import counting_base, round_cost, step_flops
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
-from coterie.federation import Participant, client_context
+from coterie.federation.participants import Participant, client_context
 from coterie.report.cost import operations
 from coterie.report.style import LeftOut, Picture
 

@@ -11,8 +11,8 @@ from coterie.bases import load_base
 from coterie.bases.precision import autocast
 from coterie.config.run import parse
 from coterie.data.tokens import ClientData
-from coterie.federation import NOTHING, Participant, client_context
-from coterie.losses import language_model_loss
+from coterie.federation.participants import NOTHING, Participant, client_context
+from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.registry import available
 

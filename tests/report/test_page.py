@@ -19,7 +19,7 @@ from coterie.config.run import parse
 from coterie.data.examples import Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.text import Tokens
-from coterie.federation import participants_of
+from coterie.federation.participants import participants_of
 from coterie.report import page
 from coterie.report.cost import traffic
 from coterie.report.page import write_report

@@ -19,7 +19,7 @@ from coterie.analysis.relevance import (
 )
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
-from coterie.federation import participants_of
+from coterie.federation.participants import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.report import page
 from coterie.report.page import write_report

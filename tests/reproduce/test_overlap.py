@@ -5,7 +5,7 @@ import torch
 
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from reproduce.overlap import jaccard, overlap_tables, ranges
 
 

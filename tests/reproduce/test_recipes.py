@@ -11,7 +11,7 @@ from coterie.data.files import Record
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import instructions
 from coterie.data.templates import holds
-from coterie.federation import check, participants_of
+from coterie.federation.participants import check, participants_of
 from coterie.methods.contract import Setting
 from coterie.methods.registry import available
 from reproduce.table_file import is_table

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie import losses as loss_module
 from coterie.data.batch import Batch
 from coterie.data.kinds.preferences import PairBatch
-from coterie.training.dpo import Rewards, dpo_loss, figures, reference_of, rewards
+from coterie.inference.reference import reference_of
+from coterie.losses import tokens as loss_module
+from coterie.losses.preferences import Rewards, dpo_loss, figures, rewards
 from coterie.training.spec import DPOSpec
 
 ROWS = [

@@ -12,10 +12,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie import losses as loss_module
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import autocast, cast_frozen
-from coterie.losses import language_model_loss, token_losses
+from coterie.losses import tokens as loss_module
+from coterie.losses.tokens import language_model_loss, token_losses
 
 
 def gpt2() -> PreTrainedModel:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie import losses as loss_module
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
 from coterie.data.examples import Examples
@@ -14,6 +13,7 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
 from coterie.evaluation.evaluate import evaluate
+from coterie.losses import tokens as loss_module
 from coterie.training.predictions import predictions
 
 ITEMS = [

@@ -12,11 +12,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie import losses as loss_module
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
-from coterie.losses import language_model_loss, logits_in_pieces, soft_target_loss
+from coterie.losses import tokens as loss_module
+from coterie.losses.tokens import language_model_loss, logits_in_pieces, soft_target_loss
 
 VOCABULARY = 61
 

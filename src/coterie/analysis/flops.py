@@ -17,8 +17,8 @@ from coterie.analysis.need import side_without_texts
 from coterie.bases import Base, load_base
 from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE
-from coterie.losses import language_model_loss
+from coterie.federation.participants import EVERYONE
+from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
 

@@ -24,8 +24,8 @@ from coterie.bases.weights import DTYPES
 from coterie.config.run import RunConfig
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
-from coterie.federation import NOTHING, Participant, client_context
-from coterie.losses import language_model_loss, token_losses
+from coterie.federation.participants import NOTHING, Participant, client_context
+from coterie.losses.tokens import language_model_loss, token_losses
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId

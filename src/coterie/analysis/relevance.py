@@ -21,7 +21,7 @@ from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
 from coterie.errors import CoterieError
-from coterie.federation import participants_of, server_context
+from coterie.federation.participants import participants_of, server_context
 from coterie.inference.finished import Loader, tokenizer
 from coterie.messages import Message
 from coterie.methods.fedamole.client import FedAMoLEClient

@@ -14,7 +14,7 @@ from rich.text import Text
 from coterie.analysis.floor import COMMONEST, has_floor
 from coterie.analysis.frame import Column, Frame, Result, scores, std
 from coterie.evaluation.metrics import PERPLEXITY, Metric, metric_of
-from coterie.federation import EVERYONE
+from coterie.federation.participants import EVERYONE
 
 Summary = Mapping[str, Any]
 """What a table shows, or a part of it, as plain data that JSON can hold."""

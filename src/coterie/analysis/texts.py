@@ -19,7 +19,7 @@ from coterie.data.kinds.preferences import Pairs
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
 from coterie.errors import CoterieError
-from coterie.federation import participants_of
+from coterie.federation.participants import participants_of
 from coterie.inference.finished import load, tokenizer
 
 LENGTH = 90

@@ -32,7 +32,7 @@ def check_server(
     from coterie.cli.console import size
     from coterie.config.deployed import load_with_any_text
     from coterie.engines.session import Session
-    from coterie.federation import served
+    from coterie.federation.participants import served
     from coterie.network.door_process import listen
 
     names = [client.name for client in config.clients]

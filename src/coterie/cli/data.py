@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from coterie.analysis.tables import Table
     from coterie.data.quality import Copy, Place, Quality
-    from coterie.reading import Reading
+    from coterie.federation.reading import Reading
 
 EXAMPLES = 2
 """Shown of each kind of copy."""
@@ -57,7 +57,7 @@ def data(
 
     config = load_here(read_values(file, settings or ()))
     from coterie.bases import load_tokenizer
-    from coterie.federation import gathered
+    from coterie.federation.participants import gathered
     from coterie.files import write_json
 
     readings: list[Reading] = []

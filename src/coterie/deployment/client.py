@@ -28,7 +28,8 @@ from coterie.deployment.site import Site, ledger_of, run_folder
 from coterie.deployment.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.runtime import ClientPart, result
 from coterie.errors import CoterieError, Diverged, Unwritable
-from coterie.federation import Participant, described_templates, participants_of
+from coterie.federation.participants import Participant, described_templates, participants_of
+from coterie.federation.reading import Reading
 from coterie.files import parse_json
 from coterie.messages import MessageError
 from coterie.messages.envelope import Entry, Fault, Order, Reply, seal, unseal
@@ -36,7 +37,6 @@ from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import SECONDS
 from coterie.network.link import Seen
 from coterie.privacy.ledger import Ledger
-from coterie.reading import Reading
 from coterie.runs import Recorder, RunFolder, describe, read
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
 from coterie.engines.runtime import close, restore, result, score_server, server_states
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
-from coterie.federation import Participant, public_digest, server_context
+from coterie.federation.participants import Participant, public_digest, server_context
 from coterie.messages import Message, State
 from coterie.messages.envelope import LEAVES, TOLD, Kind, Reply, seal
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS

@@ -17,7 +17,7 @@ from coterie.deployment.forgetting import known
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
-from coterie.federation import Participant, check, served
+from coterie.federation.participants import Participant, check, served
 from coterie.files import LogFile
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER

@@ -7,7 +7,7 @@ from typing import Any
 
 from coterie.config.plugins import plugin_of
 from coterie.config.run import RunConfig
-from coterie.federation import public_digest
+from coterie.federation.participants import public_digest
 from coterie.messages.envelope import Order
 from coterie.messages.formats import PROTOCOL
 from coterie.methods.registry import kind_of, names

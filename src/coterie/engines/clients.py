@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import ClientPart, LogFor
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.files import read_inside, write_bytes, writing
 from coterie.messages import State
 from coterie.runs import RunFolder

@@ -7,7 +7,7 @@ from typing import Any
 from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.evaluation.commonest import commonest
-from coterie.federation import Participant, text_digest
+from coterie.federation.participants import Participant, text_digest
 
 FLOOR = "commonest"
 """The point under which a run folder keeps the floor's scores by sample."""

@@ -16,7 +16,7 @@ from coterie.engines.rounds import Download, Rounds
 from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.inference.kept import best_of, stops
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN

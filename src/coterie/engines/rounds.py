@@ -22,7 +22,7 @@ from coterie.engines.runtime import close, restore, result, score_server, server
 from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
-from coterie.federation import Participant, server_context
+from coterie.federation.participants import Participant, server_context
 from coterie.messages import Json, State
 from coterie.messages.envelope import TOLD
 from coterie.messages.names import BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST

@@ -13,7 +13,7 @@ from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.evaluate import Score, evaluate
-from coterie.federation import Participant, client_context, text_digest
+from coterie.federation.participants import Participant, client_context, text_digest
 from coterie.inference.kept import Keeper, compares_aggregated, kept_model, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State

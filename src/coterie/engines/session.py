@@ -16,17 +16,17 @@ from coterie.engines.floor import floor_of
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
-from coterie.federation import (
+from coterie.federation.participants import (
     Federation,
     Participant,
     check,
     described_templates,
     gathered,
 )
+from coterie.federation.reading import Reading
 from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import is_installed
-from coterie.reading import Reading
 from coterie.runs import RunFolder, Watch, describe
 
 Engine = Literal["local", "flower-simulation"]

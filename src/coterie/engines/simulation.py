@@ -45,7 +45,7 @@ from coterie.engines.clients import NewStates, begin
 from coterie.engines.rounds import Download
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged
-from coterie.federation import Participant, participants_of
+from coterie.federation.participants import Participant, participants_of
 from coterie.files import LogFile
 from coterie.inference.kept import best_of, stops
 from coterie.messages import Json, State

@@ -17,7 +17,7 @@ from coterie.data.kinds.preferences import Pairs, Parts
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
-from coterie.losses import token_losses
+from coterie.losses.tokens import token_losses
 
 EQUAL = 1e-6
 """Relative difference of two losses per token up to which they are equal: 8 times the machine

@@ -29,8 +29,8 @@ from coterie.evaluation.answers import (
     won,
 )
 from coterie.evaluation.generation import generate_answers
-from coterie.losses import logits_in_pieces, token_losses
-from coterie.training.dpo import Rewards, dpo_loss, preference_losses, rewards
+from coterie.losses.preferences import Rewards, dpo_loss, preference_losses, rewards
+from coterie.losses.tokens import logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,13 @@ from coterie.config.run import RunConfig, parse
 from coterie.data.chat import chat_template
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
-from coterie.federation import EVERYONE, NOTHING, Participant, client_context, server_context
+from coterie.federation.participants import (
+    EVERYONE,
+    NOTHING,
+    Participant,
+    client_context,
+    server_context,
+)
 from coterie.inference.kept import bring_back
 from coterie.methods.contract import SERVER, ClientSide, Method
 from coterie.runs import RunFolder

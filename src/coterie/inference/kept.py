@@ -22,7 +22,7 @@ from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
 from coterie.data.windows import even, even_windows
 from coterie.evaluation.evaluate import PairScore, evaluate, mean_loss
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare

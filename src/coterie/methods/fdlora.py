@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from coterie.bases.precision import autocast
 from coterie.bases.sites import QUERY_VALUE
 from coterie.errors import CoterieError
+from coterie.losses.preferences import batch_loss
 from coterie.messages import Message, State
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext, Setting
@@ -31,7 +32,6 @@ from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.seeding import generator
 from coterie.training.apart import set_apart
 from coterie.training.local import LocalTraining
-from coterie.training.objective import batch_loss
 from coterie.training.schedule import Level, learning_rate
 
 BATCHES = 5

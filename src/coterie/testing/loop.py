@@ -12,7 +12,7 @@ from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
-from coterie.federation import served
+from coterie.federation.participants import served
 from coterie.messages import Message, State
 from coterie.messages.envelope import Order, unseal
 from coterie.runs import RunFolder, describe

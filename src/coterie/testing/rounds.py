@@ -7,7 +7,7 @@ from coterie.config.run import RunConfig
 from coterie.engines import runtime as part
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
-from coterie.federation import Participant
+from coterie.federation.participants import Participant
 from coterie.messages import Message
 from coterie.runs import RunFolder, Watch
 

@@ -13,7 +13,7 @@ from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.kinds.preferences import AnyBatch, PairBatch
-from coterie.losses import hidden_states
+from coterie.losses.tokens import hidden_states
 
 
 @torch.no_grad()

@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 from coterie.adapters import Role, Trainable
 from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
+from coterie.losses.preferences import Rewards, batch_loss, figures
 from coterie.messages import State
 from coterie.seeding import generator
 from coterie.training.context import ClientContext
-from coterie.training.dpo import Rewards, figures
-from coterie.training.objective import batch_loss
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater

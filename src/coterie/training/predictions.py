@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.examples import Examples
-from coterie.losses import logits_in_pieces
+from coterie.losses.tokens import logits_in_pieces
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.data.examples import Examples
 from coterie.data.tokens import Split
 from coterie.errors import Diverged
-from coterie.losses import soft_target_loss
+from coterie.losses.tokens import soft_target_loss
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.seeding import generator
 from coterie.training.context import ClientContext

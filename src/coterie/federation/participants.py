@@ -21,9 +21,9 @@ from coterie.data.quality import without_held_out
 from coterie.data.texts import Texts, client_texts, whole_text
 from coterie.data.tokens import ClientData, Split, encoded, pooled, tokenise
 from coterie.errors import CoterieError
+from coterie.federation.reading import PUBLIC, Reading
 from coterie.methods.contract import SERVER, Log, ServerContext, Setting
 from coterie.privacy.ledger import Ledger
-from coterie.reading import PUBLIC, Reading
 from coterie.training.context import ClientContext, ClientId
 
 EVERYONE = "everyone"

@@ -13,15 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.bases.precision import Precision
-from coterie.data.kinds.preferences import PairBatch, Reference
-from coterie.losses import sample_losses
-from coterie.training.spec import DPOSpec
-
-ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}
-"""How far rounding may move a token's log-likelihood, relative to the log-likelihood: about 32
-and 3 times the machine epsilon. Untrained adapters on the bases that come with the package stay
-below 0.3 and 0.6 of the bound that follows."""
+from coterie.data.kinds.preferences import AnyBatch, PairBatch, Reference
+from coterie.losses.tokens import language_model_loss, sample_losses
 
 
 class Rewards(NamedTuple):
@@ -45,17 +38,6 @@ class Rewards(NamedTuple):
         """
         margins = self.margins
         return (1 + margins.sign() * (margins.abs() > self.rounding.to(margins.device))) / 2
-
-
-def reference_of(
-    logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
-) -> Reference:
-    """Return the reference of pairs from its log-likelihoods and the answers' tokens, both (n, 2).
-
-    The rounding errors of an answer's tokens add up as the steps of a random walk do.
-    """
-    rounding = dpo.beta * ROUNDING[precision] * (logprobs.square() / lengths).sum(1).sqrt()
-    return Reference(logprobs, dpo.beta, dpo.label_smoothing, rounding)
 
 
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
@@ -96,3 +78,13 @@ def figures(parts: Sequence[Rewards]) -> dict[str, float]:
         "margin": fmean(whole.margins.tolist()),
         "accuracy": fmean(whole.preferred.tolist()),
     }
+
+
+def batch_loss(model: PreTrainedModel, batch: AnyBatch) -> tuple[Tensor, Rewards | None]:
+    """Return the loss of a batch, a scalar with a gradient; and the rewards of pairs.
+
+    The loss of text and of samples is in nats per token, the loss of pairs is DPO's.
+    """
+    if isinstance(batch, PairBatch):
+        return dpo_loss(model, batch)
+    return language_model_loss(model, *batch), None

@@ -1,0 +1,1 @@
+"""The participants of a run, and the data that they hold."""

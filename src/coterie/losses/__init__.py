@@ -1,0 +1,1 @@
+"""Losses of tokens and of preferences, and their reductions."""
