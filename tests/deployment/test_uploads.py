@@ -2,6 +2,7 @@
 trace in what the others make together."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from coterie.messages.formats import PROTOCOL
 from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, assert_as_local, deploy, flat, server, workers
+from coterie.testing.rounds import joined, step
 
 NAMES = ("diarist", "poet", "whaler")
 Change = Callable[[str, bytes], bytes]
@@ -269,3 +271,20 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
         waiting.take("poet", Message(round).encode())
         assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it
     assert waiting.counted == ["poet"]
+
+
+def test_uploads_that_are_sent_again_take_no_more_space(config, tmp_path) -> None:
+    run = weighted(config)
+    local = joined(run)
+    local.server.open(0, sorted(local.clients))
+    uploads = Uploads(tmp_path, local.server, local.aggregation)
+    sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}
+    for number in range(40):
+        for name in NAMES if number % 7 == 0 else ("poet",):
+            uploads.take(name, sent[name])
+            waiting = sum(len(sent[each]) for each in uploads.counted)
+            assert os.fstat(uploads._file.fileno()).st_size <= 3 * waiting + len(sent[name])
+            for each in uploads.counted:
+                assert uploads.message(each).encode() == sent[each]
+    uploads.begin()
+    assert os.fstat(uploads._file.fileno()).st_size == 0

@@ -65,9 +65,24 @@ class Uploads:
         self._measures[name] = self.aggregation.measure(name, message, reference)
         with writing(self.folder):
             start = self._file.seek(0, os.SEEK_END)
+            if start > 2 * (len(body) + sum(length for _, length in self._places.values())):
+                start = self._compact()
             self._file.write(body)
             self._file.flush()
         self._places[name] = start, len(body)
+
+    def _compact(self) -> int:
+        """Close the gaps that replaced uploads have left; return where the last one ends."""
+        end = 0
+        for name, (start, length) in sorted(self._places.items(), key=lambda item: item[1]):
+            self._file.seek(start)
+            body = self._file.read(length)
+            self._file.seek(end)
+            self._file.write(body)
+            self._places[name] = end, length
+            end += length
+        self._file.truncate(end)
+        return self._file.seek(end)
 
     def message(self, name: str) -> Message:
         """Return an upload that waits."""
