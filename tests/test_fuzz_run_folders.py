@@ -140,5 +140,10 @@ def test_some_damaged_run_folders_are_read_or_refused_in_a_sentence(finished, tm
 
 
 @pytest.mark.slow
+def test_more_damaged_run_folders_are_read_or_refused(finished, tmp_path) -> None:
+    check(finished, tmp_path, seed=1, count=200)
+
+
+@pytest.mark.thorough
 def test_many_more_damaged_run_folders_are_read_or_refused(finished, tmp_path) -> None:
-    check(finished, tmp_path, seed=1, count=1000)
+    check(finished, tmp_path, seed=2, count=1000)
