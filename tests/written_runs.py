@@ -22,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "divide": None,
     "training": {"steps": 2, "batch": 2},
     "evaluation": {"every": None, "split": "test"},
+    "deployment": {"anyone": False},
 }
 """The keys of a run's configuration that are read without validating the whole of it."""
 DESCRIPTION: dict[str, Any] = {"clients": {}, "threads": 1, "config": CONFIG}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coterie import CoterieError
+from coterie.deployment.forgetting import known
 from coterie.files import write_json, write_text
 from coterie.messages import State
 from coterie.messages.formats import stamp
@@ -198,6 +199,13 @@ def test_a_configuration_without_a_key_is_damaged(folder, key) -> None:
     write_json(folder.path / "run.json", {**stamp(), **DESCRIPTION, "config": kept})
     with pytest.raises(CoterieError, match=rf"run.json is damaged: config.{key}: Field required;"):
         _ = folder.description
+
+
+def test_a_configuration_that_does_not_say_who_may_take_part_is_damaged(folder) -> None:
+    described = {**DESCRIPTION, "run": "0", "config": CONFIG | {"deployment": {}}}
+    write_json(folder.path / "run.json", {**stamp(), **described})
+    with pytest.raises(CoterieError, match=r"damaged: config.deployment.anyone: Field required;"):
+        known(folder, "poet")
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:

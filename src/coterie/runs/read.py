@@ -38,7 +38,7 @@ class _Training(_Part):
 
 
 class _Deployment(_Part):
-    anyone: bool = False
+    anyone: bool
 
 
 class _Config(_Part):
@@ -54,7 +54,7 @@ class _Config(_Part):
     clients: list[_Named]
     training: _Training
     evaluation: _Evaluation
-    deployment: _Deployment = _Deployment()
+    deployment: _Deployment
 
 
 class _Plugin(_Part):
