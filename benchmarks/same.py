@@ -46,7 +46,7 @@ class Row:
     engine: str
     differences: list[str]
     seconds: tuple[float, float]
-    """Of the old commit and of the new one."""
+    """Seconds that the run took, with the old commit and with the new one."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the figures of a filled-in table show, in words; `reproduce.drawing` draws them."""
+"""Captions of the figures of a filled-in table; `reproduce.drawing` draws them."""
 
 from coterie.analysis.tables import Summary, listed
 from coterie.evaluation.metrics import METRICS

@@ -16,7 +16,7 @@ from coterie.training.context import ClientId
 
 @dataclass(frozen=True)
 class Weight:
-    """What one declared field, or a whole message, weighs for one client and exchange."""
+    """The size of one declared field, or of a whole message, for one client and exchange."""
 
     client: ClientId
     way: Way
