@@ -15,7 +15,6 @@ def base(
         typer.Argument(
             metavar="NAME|RUN.yaml",
             help="A base (built-in, a folder, or a name on the Hugging Face hub), or a run file.",
-            show_default=False,
         ),
     ],
     settings: Settings = None,

@@ -22,7 +22,6 @@ Others = Annotated[
         help="Models that answer beside it, comma-separated: `base` (without adapter), NAME "
         "(another client), METHOD:NAME (a client in a baseline, or in a run beside this one in a "
         "comparison), FOLDER:NAME (a client of any run).",
-        show_default=False,
     ),
 ]
 
@@ -31,9 +30,7 @@ def chat(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     client: Annotated[str, typer.Option(help="Client whose model to talk with.")],
     others: Others = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System prompt.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")
     ] = 120,

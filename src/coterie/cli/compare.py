@@ -14,9 +14,7 @@ METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 MethodNames = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated method names (see `coterie methods`). Default: "
-        f"{', '.join(METHODS)}.",
-        show_default=False,
+        help=f"Comma-separated method names (see `coterie methods`). Default: {', '.join(METHODS)}."
     ),
 ]
 Tune = Annotated[
@@ -26,15 +24,12 @@ Tune = Annotated[
         help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The one "
         "that does best on the validation text, with the first seed, is then scored on the test "
         "text. Repeatable; all combinations are tried.",
-        show_default=False,
     ),
 ]
 Against = Annotated[
     str | None,
     typer.Option(
-        metavar="METHOD",
-        help="Row that the others are compared with. Default: the best.",
-        show_default=False,
+        metavar="METHOD", help="Row that the others are compared with. Default: the best."
     ),
 ]
 
@@ -51,7 +46,7 @@ def compare(
     settings: Settings = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs. Default: runs/compare-NAME.", show_default=False),
+        typer.Option(help="Folder of the runs. Default: runs/compare-NAME."),
     ] = None,
     plugins: Plugins = None,
     debug: Debug = False,

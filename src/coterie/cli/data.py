@@ -31,9 +31,7 @@ def data(
     settings: Settings = None,
     json: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write the results, texts included, to this JSON file.", show_default=False
-        ),
+        typer.Option(help="Also write the results, texts included, to this JSON file."),
     ] = None,
     plugins: Plugins = None,
     debug: Debug = False,

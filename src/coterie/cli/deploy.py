@@ -47,40 +47,35 @@ Address = Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")]
 KitFile = Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")]
 Name = Annotated[
     str | None,
-    typer.Option(help="The client's name. Default: the kit's.", show_default=False),
+    typer.Option(help="The client's name. Default: the kit's."),
 ]
 Data = Annotated[
     str | None,
-    typer.Option(
-        help="File or folder of .txt, .jsonl or .parquet, split on this machine.",
-        show_default=False,
-    ),
+    typer.Option(help="File or folder of .txt, .jsonl or .parquet, split on this machine."),
 ]
 Train = Annotated[
     str | None,
-    typer.Option(help="Training text, instead of --data.", show_default=False),
+    typer.Option(help="Training text, instead of --data."),
 ]
 Validation = Annotated[
     str | None,
-    typer.Option(help="Validation text, with --train.", show_default=False),
+    typer.Option(help="Validation text, with --train."),
 ]
 Test = Annotated[
     str | None,
-    typer.Option(help="Test text, with --train.", show_default=False),
+    typer.Option(help="Test text, with --train."),
 ]
 OwnBase = Annotated[
     str | None,
-    typer.Option(help="Local path of the run's base.", show_default=False),
+    typer.Option(help="Local path of the run's base."),
 ]
 OwnPublic = Annotated[
     str | None,
-    typer.Option(help="Local path of the run's public text.", show_default=False),
+    typer.Option(help="Local path of the run's public text."),
 ]
 Agreed = Annotated[
     Path | None,
-    typer.Option(
-        help="The run file that you agree to; any other run is refused.", show_default=False
-    ),
+    typer.Option(help="The run file that you agree to; any other run is refused."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
 Without = Annotated[
@@ -88,7 +83,6 @@ Without = Annotated[
     typer.Option(
         metavar="NAME",
         help="Run without a client of the run file; with --resume, expel it. Repeatable.",
-        show_default=False,
     ),
 ]
 Epsilon = Annotated[
@@ -98,7 +92,6 @@ Epsilon = Annotated[
         max=1e9,
         help="Privacy budget of all this client's runs in --out together, for FedAMoLE's mean "
         "embeddings (epsilon; delta is 1e-5). Default: that of the --run file.",
-        show_default=False,
     ),
 ]
 ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
@@ -107,7 +100,7 @@ ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
 def server(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A run file (YAML). Its clients need no path.", show_default=False),
+        typer.Argument(help="A run file (YAML). Its clients need no path."),
     ] = None,
     keys: Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")] = Path(
         "keys"

@@ -25,8 +25,7 @@ Tokenizer = Annotated[
     str,
     typer.Argument(
         help="A tokenizer.json or vocab.json; a folder that contains one, or a tokenizer.model; or "
-        "the name of a built-in base or a model on the hub.",
-        show_default=False,
+        "the name of a built-in base or a model on the hub."
     ),
 ]
 
@@ -34,17 +33,13 @@ Tokenizer = Annotated[
 TextsFrom = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER",
-        help="Colour the .txt files of this folder, in place of clients' texts.",
-        show_default=False,
+        metavar="FOLDER", help="Colour the .txt files of this folder, in place of clients' texts."
     ),
 ]
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="Show the settings of this method.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Show the settings of this method.")] = None,
     plugins: Plugins = None,
     debug: Debug = False,
 ) -> None:
@@ -104,9 +99,7 @@ Reported = Annotated[
 ]
 ReportFolder = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder of the report. Default: `report` in the first RUN.", show_default=False
-    ),
+    typer.Option(help="Folder of the report. Default: `report` in the first RUN."),
 ]
 Layer = Annotated[
     str | None,
@@ -114,7 +107,6 @@ Layer = Annotated[
         metavar="N|first|middle|last",
         help="Layer whose experts are shown with --texts and --samples. Default: first, "
         "middle and last.",
-        show_default=False,
     ),
 ]
 Texts = Annotated[
@@ -185,7 +177,7 @@ def align(
     worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to show.")] = 10,
     json: Annotated[
         Path | None,
-        typer.Option(help="Also write the results to this JSON file.", show_default=False),
+        typer.Option(help="Also write the results to this JSON file."),
     ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute the maps again, and do not cache them.")

@@ -28,14 +28,13 @@ Hosts = Annotated[
         "--host",
         metavar="NAME|ADDRESS",
         help="Host name or IP address of the server: coterie.example.org, 192.0.2.7. Repeatable.",
-        show_default=False,
     ),
 ]
 Kit = Annotated[
     Path | None,
-    typer.Option("--out", help="File of the kit. Default: NAME.key.", show_default=False),
+    typer.Option("--out", help="File of the kit. Default: NAME.key."),
 ]
-Name = Annotated[str, typer.Argument(help="The client's name.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The client's name.")]
 
 
 @app.command()

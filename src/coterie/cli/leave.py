@@ -9,8 +9,8 @@ from coterie.cli import terminal
 from coterie.cli.options import check_run
 from coterie.errors import plural
 
-Run = Annotated[Path, typer.Argument(help="The server's run folder.", show_default=False)]
-Client = Annotated[str, typer.Option(help="The client's name.", show_default=False)]
+Run = Annotated[Path, typer.Argument(help="The server's run folder.")]
+Client = Annotated[str, typer.Option(help="The client's name.")]
 
 
 def expel(run: Run, client: Client) -> None:

@@ -77,8 +77,7 @@ ServersDevice = Annotated[
     str | None,
     typer.Option(
         help="Where the server's own model is computed; as `device` of the run file, which it "
-        "overrides.",
-        show_default=False,
+        "overrides."
     ),
 ]
 Settings = Annotated[
@@ -91,12 +90,9 @@ FromRound = Annotated[
         min=1,
         metavar="N",
         help="With --resume: go back to the state after N rounds, if it is kept.",
-        show_default=False,
     ),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.", show_default=False)
-]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.")]
 Plugins = Annotated[
     list[Path] | None,
     typer.Option(
@@ -104,7 +100,6 @@ Plugins = Annotated[
         metavar="FILE.py",
         callback=_load,
         help="Register the methods defined in this Python file. Repeatable.",
-        show_default=False,
     ),
 ]
 Debug = Annotated[

@@ -27,8 +27,7 @@ Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
     typer.Option(
         help="local: clients run one after another in this process. flower-simulation: clients run "
-        "in parallel processes on this machine. Default: local, or the engine of the resumed run.",
-        show_default=False,
+        "in parallel processes on this machine. Default: local, or the engine of the resumed run."
     ),
 ]
 
@@ -39,7 +38,7 @@ def run(
     out: Out = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Resume the interrupted run in this folder.", show_default=False),
+        typer.Option(help="Resume the interrupted run in this folder."),
     ] = None,
     from_round: FromRound = None,
     force: Annotated[

@@ -15,9 +15,7 @@ from coterie.errors import CoterieError
 def generate(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     client: Annotated[str, typer.Option(help="Client whose model to use.")],
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,7 +30,6 @@ def generate(
         typer.Option(
             min=0.0,
             help="Sampling temperature; 0 is greedy decoding. Default: 0.8, or 0 with --field.",
-            show_default=False,
         ),
     ] = None,
     top_p: Annotated[
