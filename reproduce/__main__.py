@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli import main, terminal
-from coterie.cli.compare import Against, Tune, listed
-from coterie.cli.options import Debug, Plugins, Settings
+from coterie.cli.options import Debug, Plugins, Settings, listed
+from coterie.cli.run import Against, Tune
 from coterie.errors import CoterieError
 
 Methods = Annotated[

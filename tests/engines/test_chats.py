@@ -12,7 +12,7 @@ import pytest
 
 import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
-from coterie.cli.writing import answer
+from coterie.cli.use import answer
 from coterie.config.run import parse
 from coterie.data.chat import OURS
 from coterie.data.examples import Examples

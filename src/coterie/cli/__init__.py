@@ -12,20 +12,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import (
-    base,
-    chat,
-    compare,
-    data,
-    deploy,
-    inspect,
-    keys,
-    leave,
-    options,
-    run,
-    terminal,
-    use,
-)
+from coterie.cli import deploy, inspect, keys, options, run, terminal, use
 from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
@@ -56,19 +43,19 @@ def coterie(
 
 
 app.command()(run.run)
-app.command()(compare.compare)
-app.command()(data.data)
+app.command()(run.compare)
+app.command()(inspect.data)
 app.command()(inspect.methods)
 app.command()(inspect.audit)
-app.command()(base.base)
+app.command()(inspect.base)
 app.command()(inspect.report)
 app.command()(use.generate)
-app.command()(chat.chat)
+app.command()(use.chat)
 app.command()(inspect.align)
 app.command()(deploy.server)
 app.command()(deploy.client)
-app.command()(leave.expel)
-app.command()(leave.forget)
+app.command()(deploy.expel)
+app.command()(deploy.forget)
 app.add_typer(keys.app, name="keys")
 
 

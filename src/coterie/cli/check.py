@@ -5,36 +5,34 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from coterie.analysis import trial
 from coterie.cli import terminal
+from coterie.cli.console import size
+from coterie.config.deployed import load_with_any_text
+from coterie.config.run import RunConfig
+from coterie.deployment.orders import Orders
+from coterie.deployment.site import Site, ledger_of, run_folder
+from coterie.deployment.terms import not_agreed, other_text, too_much, unlike
+from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
-
-if TYPE_CHECKING:
-    from coterie.config.run import RunConfig
-    from coterie.deployment.site import Site
-    from coterie.network.keys import Keys, Kit
+from coterie.federation.participants import served
+from coterie.network.door_process import listen
+from coterie.network.flower import fleet
+from coterie.network.keys import Keys, Kit
 
 ASKED_WITHIN = 30.0
 """Seconds that a client waits for the server to ask it to join."""
 
 
-def check_server(
-    values: Mapping[str, Any], config: "RunConfig", keys: "Keys", address: str
-) -> None:
+def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str) -> None:
     """Check keys, address, models, and a step of the run with a text of the demo.
 
     values: the plain data of the run file.
     """
-    from coterie.analysis.trial import tried
-    from coterie.cli.console import size
-    from coterie.config.deployed import load_with_any_text
-    from coterie.engines.session import Session
-    from coterie.federation.participants import served
-    from coterie.network.door_process import listen
-
     names = [client.name for client in config.clients]
     with _checking("keys") as found:
         remarks = "".join(f"; {remark}" for remark in keys.remarks())
@@ -57,32 +55,24 @@ def check_server(
             found(f"the server's own: {config.server.base or config.base}")
     try:
         short = load_with_any_text(values)
-        trial = tried(Session(short), short)
+        step = trial.tried(Session(short), short)
     except CoterieError as error:  # about that text, and not the clients' own
         _line("messages", "-", f"not measured, as a text of the demo does not do ({error})")
     else:
-        held = size(len(names) * (trial.up + trial.down))
-        ways = f"{size(trial.up)} up and {size(trial.down)} down per client and round"
+        held = size(len(names) * (step.up + step.down))
+        ways = f"{size(step.up)} up and {size(step.down)} down per client and round"
         _line("messages", "ok", f"{ways}; Flower may hold {held} of them at once")
     with _checking("disk") as found:
         found(f"{size(shutil.disk_usage(Path()).free)} free here")
     terminal.say("\nThe server can start.")
 
 
-def check_client(server: str, kit: "Kit", site: "Site") -> None:
+def check_client(server: str, kit: Kit, site: Site) -> None:
     """Kit, connection, and a step of the run that the server asks this client to join."""
-    from coterie.analysis.trial import tried
-    from coterie.cli.console import size
-    from coterie.deployment.orders import Orders
-    from coterie.deployment.site import ledger_of, run_folder
-    from coterie.deployment.terms import not_agreed, other_text, too_much, unlike
-    from coterie.engines.session import Session
-    from coterie.network.flower.fleet import first_order
-
     with _checking("kit") as found:
         found(f"{kit.name}, until {kit.expires:%Y-%m-%d}")
     with _checking("connection") as found:
-        order = first_order(server, kit, ASKED_WITHIN)
+        order = fleet.first_order(server, kit, ASKED_WITHIN)
         found(f"{server} lets {kit.name} in and asks it to join a run")
     with _checking("run") as found:
         if why := unlike(order) or (site.agreed and not_agreed(site.agreed, order)):
@@ -103,16 +93,16 @@ def check_client(server: str, kit: "Kit", site: "Site") -> None:
             f"validation, {len(test.ids):,} for the test"
         )
     try:
-        trial = tried(session, config)
+        step = trial.tried(session, config)
     except CoterieError as error:  # about the run as a whole, of which this client knows its part
         _line("step", "-", f"not tried, as it needs the other side, too ({error})")
     else:
-        _line("memory", "ok", f"{size(trial.peak)} at most, in a step")
+        _line("memory", "ok", f"{size(step.peak)} at most, in a step")
         fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
-        _line("sent", "ok", f"{size(trial.up)} a round ({fields}); {size(trial.down)} come back")
-        round = trial.step * config.training.steps
+        _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")
+        round = step.step * config.training.steps
         run = timedelta(seconds=int(round * config.exchanges))
-        took = f"a step takes {trial.step:.2f} s: a round {timedelta(seconds=int(round))}"
+        took = f"a step takes {step.step:.2f} s: a round {timedelta(seconds=int(round))}"
         _line("time", "ok", f"{took}, all {run}, without transfers and scores")
     terminal.say("\nThis client can take part; nothing of its own was sent. Now without --check.")
 

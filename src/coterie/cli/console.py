@@ -1,10 +1,10 @@
 """What a server or a client of a deployment shows while it works, on a terminal or in a log."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime, timedelta
-from types import TracebackType
-from typing import Any, Self
+from datetime import datetime
+from typing import Any, Generic, Self, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -14,54 +14,48 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.cli.agreement import in_words
-from coterie.cli.progress import jump_warning
+from coterie.cli.progress import clock, jump_warning
+from coterie.cli.terminal import tell
 from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.errors import plural
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED
 
+Drawn = TypeVar("Drawn", Live, Status)
 
-class LiveDisplay:
+
+class LiveDisplay(Generic[Drawn]):
     """What lives on a terminal within its block; elsewhere there are lines alone."""
 
-    def __init__(self, console: Console, live: Live | Status) -> None:
-        self.console, self._live = console, live
+    def __init__(self, console: Console, live: Drawn) -> None:
+        self.console, self.live = console, live
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        tell(self.console, text)
 
     def __enter__(self) -> Self:
         """Begin to draw, on a terminal."""
         if self.console.is_terminal:
-            self._live.start()
+            self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take away what was drawn."""
-        self._live.stop()
+        self.live.stop()
 
 
-class Board(LiveDisplay, ServerWatch):
+class Board(LiveDisplay[Live], ServerWatch):
     """A table that lives on a terminal: the round, who is in, what each is doing, and its bytes.
 
     Elsewhere (a file, a pipe, a service's log) a line for every event and round.
     """
 
     def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, auto_refresh=False, transient=True)
-        super().__init__(console, self.live)
-        self.title, self.rounds, self.done, self.first = "", 0, 0, 0
-        self.states: dict[str, str] = {}
-        self.up: dict[str, int] = {}
-        self.down: dict[str, int] = {}
-        self.last: dict[str, datetime] = {}
-        self.began = time.monotonic()
+        super().__init__(console, Live(console=console, auto_refresh=False, transient=True))
+        self.up: Counter[str] = Counter()
+        self.down: Counter[str] = Counter()
+        self.last: dict[str, str] = {}
 
     def start(self, title: str, rounds: int, done: int) -> None:
         """Note what runs."""
@@ -73,17 +67,17 @@ class Board(LiveDisplay, ServerWatch):
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
         """Draw the table anew."""
-        busy = set(working)
-        self.states = {name: _state(seat, name in busy) for name, seat in seats.items()}
         if self.console.is_terminal:
-            self.live.update(self._table(), refresh=True)
+            busy = set(working)
+            states = {name: _state(seat, name in busy) for name, seat in sorted(seats.items())}
+            self.live.update(self._table(states), refresh=True)
 
     def moved(self, client: str, up: int, down: int) -> None:
         """Count bytes."""
-        self.up[client] = self.up.get(client, 0) + up
-        self.down[client] = self.down.get(client, 0) + down
+        self.up[client] += up
+        self.down[client] += down
         if up:
-            self.last[client] = datetime.now()
+            self.last[client] = f"{datetime.now():%H:%M:%S}"
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -92,43 +86,36 @@ class Board(LiveDisplay, ServerWatch):
     def round_over(self, round: int, counted: int) -> None:
         """A line for every round."""
         self.done = round + 1
-        left = self._left()
-        rest = f", about {left} left" if left else ""
-        self.note(f"round {self.done}/{self.rounds}: {plural(counted, 'upload')} counted{rest}")
+        counts = f"{plural(counted, 'upload')} counted"
+        self.note(f"round {self.done}/{self.rounds}: {counts}{self._left()}")
 
     def _left(self) -> str:
         finished = self.done - self.first
         if not finished or self.done == self.rounds:
             return ""
         seconds = (time.monotonic() - self.began) / finished * (self.rounds - self.done)
-        return str(timedelta(seconds=round(seconds)))
+        return f", about {clock(seconds)} left"
 
-    def _table(self) -> Table:
-        left = self._left()
+    def _table(self, states: Mapping[str, str]) -> Table:
         title = f"{self.title}: round {min(self.done + 1, self.rounds)} of {self.rounds}"
-        table = Table(title=title + (f", about {left} left" if left else ""), title_justify="left")
-        for head in ("client", "state"):
-            table.add_column(head)
+        table = Table("client", "state", title=title + self._left(), title_justify="left")
         for head in ("last upload", "up", "down"):
             table.add_column(head, justify="right")
-        for name, state in sorted(self.states.items()):
-            last = f"{self.last[name]:%H:%M:%S}" if name in self.last else ""
-            moved = (size(self.up.get(name, 0)), size(self.down.get(name, 0)))
-            table.add_row(name, state, last, *moved)
+        for name, state in states.items():
+            moved = (size(self.up[name]), size(self.down[name]))
+            table.add_row(name, state, self.last.get(name, ""), *moved)
         return table
 
 
-class ClientBoard(LiveDisplay):
+class ClientBoard(LiveDisplay[Status]):
     """A line for every event of a client's part, and on a terminal one that lives."""
 
     def __init__(
         self, console: Console, estimate: Callable[[RunConfig], int | None] = lambda _: None
     ) -> None:
         """estimate: returns the bytes of memory that a run takes, if it can tell."""
+        super().__init__(console, Status("connecting to the server", console=console))
         self.estimate = estimate
-        self.live = Status("connecting to the server", console=console)
-        super().__init__(console, self.live)
-        self.rounds, self.done, self.began = 0, 0, time.monotonic()
         self.losses: list[float] = []
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
@@ -169,7 +156,7 @@ class ClientBoard(LiveDisplay):
 
     def agrees(self, order: Order, config: RunConfig) -> bool:
         """Show what the server asks for, and ask whoever is at the terminal."""
-        self._live.stop()
+        self.live.stop()
         table = Table.grid(padding=(0, 2))
         for what, text in in_words(order, config, self.estimate(config)):
             table.add_row(what, Text(text))
@@ -185,7 +172,7 @@ class ClientBoard(LiveDisplay):
         figures = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         figures += [f"{size(self.bytes[way])} {way[6:]}" for way in self.bytes]
         seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
-        figures += [f"about {timedelta(seconds=int(seconds))} left"] if seconds else []
+        figures += [f"about {clock(seconds)} left"] if seconds else []
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
         self.losses = []
         self.live.update("waiting for the server")

@@ -1,4 +1,4 @@
-"""The commands of a deployment: `coterie server` and `coterie client`."""
+"""The commands of a deployment: `coterie server`, `client`, `expel` and `forget`."""
 
 import math
 import re
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.check import check_client, check_server
 from coterie.cli.options import (
     Device,
     FromRound,
@@ -23,11 +22,12 @@ from coterie.cli.options import (
     Plugins,
     ServersDevice,
     Settings,
+    check_run,
     devices,
     needs_resume,
     with_device,
 )
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.network.flower import imports_for
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ Epsilon = Annotated[
     ),
 ]
 ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
+ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
+ClientName = Annotated[str, typer.Option(help="The client's name.")]
 
 
 def server(
@@ -145,6 +147,8 @@ def server(
     with imports_for("A deployment", "flower"):
         from coterie.deployment import start as deploy
     if check:
+        from coterie.cli.check import check_server
+
         return check_server(values, config, folder_of_keys, address)
     from coterie.cli.console import Board
 
@@ -199,6 +203,8 @@ def client(
     own = {"base": _place(base), "public": _place(public), "device": devices(device)}
     site = deploy.Site(kit.name, texts, out, agreed=agreed, limit=limit, **own)
     if check:
+        from coterie.cli.check import check_client
+
         return check_client(server, kit, site)
     if not (run or yes or sys.stdin.isatty()):
         raise CoterieError(
@@ -217,6 +223,57 @@ def client(
         raise CoterieError(worker.error)
     if worker.run is not None:
         _show(worker.run, kit.name)
+
+
+def expel(run: ServersRun, client: ClientName) -> None:
+    """Expel a client from a deployed run, also while the server is working.
+
+    The round in progress begins anew, and the run continues without it: with a quorum of all
+    clients, all others are enough. The server drops what the method keeps of this client alone.
+
+        coterie expel runs/us --client mallory
+    """
+    check_run(run)
+    from coterie.deployment.forgetting import known
+    from coterie.runs import RunFolder
+
+    folder = RunFolder(run)
+    known(folder, client)
+    folder.expel(client)
+    terminal.say(
+        f"{client} takes no further part in {run}.",
+        f"Its kit can still connect; `coterie keys remove {client}` ends that.",
+        f"To delete what the server keeps of it: `coterie forget {run} --client {client}`",
+    )
+
+
+def forget(run: ServersRun, client: ClientName) -> None:
+    """Delete what a server keeps of a client that leaves: its state, figures and log lines.
+
+    The server must have stopped; resume it afterwards. What was averaged into the model cannot be
+    taken out again: this says in which rounds, and how to train without the client.
+
+        coterie forget runs/us --client mallory
+    """
+    check_run(run)
+    from coterie.deployment.forgetting import forget as forget_in
+    from coterie.runs import RunFolder
+
+    done = forget_in(RunFolder(run), client)
+    terminal.say(
+        f"Deleted what {run} kept of {client}: what the last checkpoint had of it, all earlier "
+        f"checkpoints, {plural(done.figures, 'figure')} and {plural(done.lines, 'line')} of logs. "
+        "The name itself is still in run.json and without.json."
+    )
+    if done.rounds:
+        terminal.say(
+            f"Its uploads counted in {plural(len(done.rounds), 'round')}, the last time in round "
+            f"{done.rounds[-1]}. What they changed in the shared parameters, and in the models of "
+            "the other clients, cannot be taken back.",
+            "To train again without it, begin a new run:",
+            f"  coterie server FILE --without {client} --out FOLDER",
+        )
+    terminal.say(f"Its kit can still connect; `coterie keys remove {client}` ends that.")
 
 
 def _agreed(

@@ -1,25 +1,18 @@
-"""The commands that look at methods, runs and tokenizers, and change none of them."""
+"""The commands that look at methods, bases, texts, runs and tokenizers, and change none of them."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import Debug, Plugins, RunFile, Settings
 from coterie.errors import CoterieError, plural
+from coterie.network.flower import imports_for
 
 if TYPE_CHECKING:
-    from coterie.alignment import Vocabulary, VocabularyMap
-    from coterie.analysis.tables import Table
     from coterie.report.page import Section
-
-LONGEST = 32
-"""Characters of a token that a table shows."""
-WAYS = ("A -> B", "B -> A")
 
 Tokenizer = Annotated[
     str,
@@ -81,8 +74,7 @@ def audit(
     config = load_with_any_text(read_values(file, settings or ()))
     from coterie.analysis.audit import audit_run
 
-    for table in audit_run(config):
-        terminal.console.print(table)
+    terminal.console.print(*audit_run(config))
 
 
 Samples = Annotated[
@@ -152,14 +144,8 @@ def draw(
     sections: Callable[[], Sequence["Section"]] = tuple,
 ) -> None:
     """Write a report and say what it contains; sections: makes what stands before the runs."""
-    try:
+    with imports_for("A report", "report"):
         from coterie.report.page import PRIVATE, SINGLE, write_report
-    except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "jinja2"):
-            raise
-        raise CoterieError(
-            f"Reports need {error.name}; install the extra: pip install 'coterie[report]'."
-        ) from None
 
     written = write_report(runs, out, texts, layer, samples, texts_from, sections())
     for section in written.sections:
@@ -195,139 +181,78 @@ def align(
 
         coterie align tiny-gpt2 models/llama-2
     """
-    from coterie.alignment import read_vocabulary
-    from coterie.files import write_json
+    from coterie.cli.vocabularies import compare_vocabularies
 
-    a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
-    terminal.say(
-        f"A is {tokenizer_a}: {len(a.tokens):,} tokens\nB is {tokenizer_b}: {len(b.tokens):,} "
-        "tokens"
-    )
-    pairs = ((a, b), (b, a))
-    found = [
-        _map(source, target, way, not no_cache)
-        for (source, target), way in zip(pairs, WAYS, strict=True)
-    ]
-    maps = [result for result, _ in found]
-    ways = [
-        _described(source, target, result, seconds, worst)
-        for (source, target), (result, seconds) in zip(pairs, found, strict=True)
-    ]
-    terminal.console.print(_figures(ways))
-    for way, described in zip(WAYS, ways, strict=True):
-        if described["worst"]:
-            terminal.console.print(_worst(way, described["worst"]))
-    terminal.console.print(_roles(a, b, maps))
-    if json is not None:
-        names = {"A": tokenizer_a, "B": tokenizer_b}
-        tokens = {"A": len(a.tokens), "B": len(b.tokens)}
-        write_json(
-            json, {"tokenizers": names, "tokens": tokens, **dict(zip(WAYS, ways, strict=True))}
-        )
-        terminal.say(f"\nSaved to {json}.")
+    compare_vocabularies(tokenizer_a, tokenizer_b, worst, json, not no_cache)
 
 
-def _map(
-    source: "Vocabulary", target: "Vocabulary", way: str, cache: bool
-) -> tuple["VocabularyMap", float | None]:
-    """A map, and the seconds that it took; None: it was in the cache."""
-    from rich.progress import Progress
+def base(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|RUN.yaml",
+            help="A base (built-in, a folder, or a name on the Hugging Face hub), or a run file.",
+        ),
+    ],
+    settings: Settings = None,
+    plugins: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Show a base, where adapters stand in it and, for a run file, the memory that a client needs.
 
-    from coterie.alignment import vocabulary_map
-    from coterie.alignment.cache import keep_map, kept_map
+    Only the base's configuration, its tokenizer and, in a folder, the headers of its weights are
+    read: no weights are downloaded or loaded.
 
-    if cache and (kept := kept_map(source, target)) is not None:
-        return kept, None
-    start = time.perf_counter()
-    live = Progress(
-        console=terminal.console, disable=not terminal.console.is_terminal, transient=True
-    )
-    with live:
-        task = live.add_task(f"{way}: nearest tokens", total=1.0)
-        found = vocabulary_map(source, target, lambda share: live.update(task, completed=share))
-    seconds = time.perf_counter() - start
-    if cache:
-        keep_map(source, target, found)
-    return found, seconds
+    Example:
 
+        coterie base us.yaml --set base.weights=nf4
+    """
+    from coterie.config.deployed import load_with_any_text
+    from coterie.config.values import located, read_values
 
-def _described(
-    source: "Vocabulary",
-    target: "Vocabulary",
-    found: "VocabularyMap",
-    seconds: float | None,
-    most: int,
-) -> dict[str, Any]:
-    """A map's figures and worst cases, for JSON; seconds is None if it was in the cache."""
-    from coterie.alignment.summary import readable, summarise, worst
+    file = located(Path(what))
+    is_run = file.suffix in (".yaml", ".yml")
+    here = [] if is_run else [f"data_root={Path.cwd()}", f"base={what}"]
+    values = read_values(file if is_run else None, [*here, *(settings or ())])
+    config = load_with_any_text(values)
+    from coterie.analysis.base import base_table, need_tables, stands_table
 
-    cases = []
-    for i in worst(source, found, most):
-        nearest = int(found.ids[i])
-        token, other = source.tokens[i], target.tokens[nearest]
-        assert token is not None  # worst cases have bytes, as have their nearest
-        assert other is not None
-        cases.append(
-            {
-                "id": i,
-                "token": readable(token),
-                "nearest_id": nearest,
-                "nearest": readable(other),
-                "edited": int(found.distances[i]),
-            }
-        )
-    return {**asdict(summarise(source, found)), "seconds": seconds, "worst": cases}
+    clients = [client.name for client in config.clients] or ["a client"]
+    for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
+        stands = stands_table(spec, config, name if is_run else None)
+        terminal.console.print(base_table(spec, config), stands)
+    if is_run:
+        terminal.console.print(*need_tables(config))
 
 
-def _figures(ways: list[dict[str, Any]]) -> "Table":
-    from coterie.alignment.summary import LAST
-    from coterie.analysis.tables import Table
+def data(
+    file: RunFile = None,
+    settings: Settings = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Also write the results, texts included, to this JSON file."),
+    ] = None,
+    plugins: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Check the texts of a run: their sizes, empty and short records, and duplicates.
 
-    edits = [*map(str, range(LAST)), f"{LAST}+"]
-    return Table(
-        "Tokens by edit distance in bytes to the nearest token",
-        ["", "exact", *edits, "mean", "time"],
-        [
-            [
-                name,
-                f"{way['exact']:.1%}",
-                *(f"{count:,}" for count in way["histogram"]),
-                f"{way['mean']:.2f}",
-                "cache" if way["seconds"] is None else f"{way['seconds']:.1f} s",
-            ]
-            for name, way in zip(WAYS, ways, strict=True)
-        ],
-        "Special tokens are excluded. Exact: the other tokenizer has the same token.",
-    )
+    Compares what each client trains on with its validation and test texts, and, where this machine
+    has the texts of all clients, with theirs. Text files are compared in pieces of about two
+    thousand characters. Only this terminal shows texts; nothing leaves the machine.
 
+    Also shows what is left out (fields that are not used, skipped files) and the shares of unknown
+    and control tokens. To leave out of training what is in a client's validation or test, set
+    data.deduplicate.
 
-def _worst(way: str, cases: list[dict[str, Any]]) -> "Table":
-    from coterie.analysis.tables import Table
+    Example:
 
-    rows = [[_short(c["token"]), _short(c["nearest"]), str(c["edited"])] for c in cases]
-    return Table(f"Worst matches, {way}", ["token", "nearest", "edits"], rows)
+        coterie data mine.yaml
+    """
+    from coterie.config.read import load_here
+    from coterie.config.values import read_values
 
+    config = load_here(read_values(file, settings or ()))
+    from coterie.cli.texts import compare_texts
 
-def _roles(a: "Vocabulary", b: "Vocabulary", maps: list["VocabularyMap"]) -> "Table":
-    """The ids of special tokens in each vocabulary and where they are mapped."""
-    from coterie.alignment.vocabulary import ROLES
-    from coterie.analysis.tables import Table
-
-    rows = []
-    for role in ROLES:
-        row = [role, _id(a.roles.get(role)), _id(b.roles.get(role))]
-        for vocabulary, found in zip((a, b), maps, strict=True):
-            own = vocabulary.roles.get(role)
-            other = None if own is None or found.ids[own] < 0 else int(found.ids[own])
-            row.append("-" if own is None else f"{own} -> {_id(other)}")
-        rows.append(row)
-    note = "Only these special tokens are mapped; -: no such token."
-    return Table("Special tokens (ids)", ["role", "A", "B", *WAYS], rows, note)
-
-
-def _id(token: int | None) -> str:
-    return "-" if token is None else str(token)
-
-
-def _short(token: str) -> str:
-    return token if len(token) <= LONGEST else f'{token[: LONGEST - 2]}…"'
+    compare_texts(config, json)

@@ -47,12 +47,14 @@ def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """
     made = _keys().create(folder, host or ())
     terminal.say(
-        f"The server's keys are in {folder}. The folder contains private keys: keep it secret."
+        f"The server's keys are in {folder}. The folder contains private keys: keep it secret.",
+        f"The certificate is valid for {', '.join(made.hosts())}.",
     )
-    terminal.say(f"The certificate is valid for {', '.join(made.hosts())}.")
     if not host:
-        terminal.say("Clients on other machines cannot connect yet. Add the server's host name:")
-        terminal.say(f"  coterie keys certify {folder} --host NAME")
+        terminal.say(
+            "Clients on other machines cannot connect yet. Add the server's host name:",
+            f"  coterie keys certify {folder} --host NAME",
+        )
 
 
 @app.command()
@@ -65,16 +67,11 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """
     server = _keys()(folder)
     server.certify(host or ())
-    terminal.say(_certificate(server))
-    terminal.say("A running server uses it from now on.")
+    terminal.say(_certificate(server), "A running server uses it from now on.")
 
 
 @app.command()
-def add(
-    name: Name,
-    keys: FolderOption = DEFAULT,
-    out: Kit = None,
-) -> None:
+def add(name: Name, keys: FolderOption = DEFAULT, out: Kit = None) -> None:
     """Add a client: create its kit, a small file to transfer to the client's machine.
 
     Example:
@@ -121,10 +118,8 @@ def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
 def _tell(name: str, kit: Path) -> None:
     """What to do with a new kit."""
     terminal.say(
-        f"The kit of {name} is {kit}. It contains a private key that the server does not keep."
-    )
-    terminal.say(
-        f"Transfer it to the machine of {name} over a secure channel, then delete it here."
+        f"The kit of {name} is {kit}. It contains a private key that the server does not keep.",
+        f"Transfer it to the machine of {name} over a secure channel, then delete it here.",
     )
 
 

@@ -52,6 +52,11 @@ def with_device(settings: Sequence[str] | None, device: str | None) -> list[str]
     return [*(settings or ()), f"device=[{device}]" if "," in device else f"device={device}"]
 
 
+def listed(names: str | None) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
 def needs_resume(from_round: int | None) -> None:
     """Raise CoterieError for --from-round where no run is resumed."""
     if from_round is not None:
@@ -102,6 +107,8 @@ Plugins = Annotated[
         help="Register the methods defined in this Python file. Repeatable.",
     ),
 ]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")]
+SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
 Debug = Annotated[
     bool,
     typer.Option("--debug", callback=_remember_debug, help="Show the full traceback of an error."),

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from coterie.cli.terminal import tell
 from coterie.errors import plural
 from coterie.messages import Json
 from coterie.messages.names import JUMPED
@@ -44,12 +44,12 @@ class ConsoleWatch(Watch):
 
     def warn(self, text: str) -> None:
         """A line that stays."""
-        self._line(text)
+        tell(self.console, text)
 
     def trains(self, title: str, where: Sequence[str]) -> None:
         """A line for each kind of adapter."""
         for adapter in where:
-            self._line(f"{title}: {adapter}")
+            tell(self.console, f"{title}: {adapter}")
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """Begin a bar with a step per client and round."""
@@ -62,12 +62,12 @@ class ConsoleWatch(Watch):
         self.live.start()
         if not self.console.is_terminal:
             what = f"{title}: {plural(rounds, 'round')}, {plural(clients, 'client')}"
-            self._line(what + (f", resuming after round {done}" if done else ""))
+            tell(self.console, what + (f", resuming after round {done}" if done else ""))
 
     def seen(self, client: str | None, name: str, value: Json) -> None:
         """Show a loss, or a warning."""
         if name == JUMPED:
-            self._line(jump_warning(client, value))
+            tell(self.console, jump_warning(client, value))
         if client is None or not name.startswith("loss/"):
             return
         self.updates += 1
@@ -90,28 +90,18 @@ class ConsoleWatch(Watch):
             figures += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
         elapsed = time.monotonic() - self.began
         left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
-        figures += [f"{_clock(left)} left" if left else f"took {_clock(elapsed)}", note.strip()]
-        self._line(f"{self.title}: {'  '.join(figures).rstrip()}")
+        figures += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", note.strip()]
+        tell(self.console, f"{self.title}: {'  '.join(figures).rstrip()}")
 
     def _speed(self) -> str:
         elapsed = time.monotonic() - self.began
         return f"{self.updates * self.tokens / elapsed:,.0f} tokens/s"
 
-    def _line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the bar away."""
         self.live.stop()
-        for task in self.live.task_ids:
-            self.live.remove_task(task)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03."""
     return str(timedelta(seconds=round(seconds)))

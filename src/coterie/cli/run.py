@@ -1,5 +1,6 @@
-"""The command `coterie run`."""
+"""The commands that train: `coterie run` and `coterie compare`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +16,7 @@ from coterie.cli.options import (
     RunFile,
     Settings,
     check_run,
+    listed,
     needs_resume,
 )
 from coterie.errors import CoterieError
@@ -28,6 +30,31 @@ Engine = Annotated[
     typer.Option(
         help="local: clients run one after another in this process. flower-simulation: clients run "
         "in parallel processes on this machine. Default: local, or the engine of the resumed run."
+    ),
+]
+
+
+METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
+"""What is compared unless the command is told."""
+MethodNames = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Comma-separated method names (see `coterie methods`). Default: {', '.join(METHODS)}."
+    ),
+]
+Tune = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUES",
+        help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The one "
+        "that does best on the validation text, with the first seed, is then scored on the test "
+        "text. Repeatable; all combinations are tried.",
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD", help="Row that the others are compared with. Default: the best."
     ),
 ]
 
@@ -94,11 +121,66 @@ def run(
     _show(finished, again)
 
 
-def _again(file: Path | None, settings: list[str] | tuple[()]) -> str:
-    """A run file and settings as a command takes them."""
-    return "".join(
-        [f" {quote(str(file))}" if file else "", *(f" --set {quote(s)}" for s in settings)]
+def compare(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A run file (YAML). Default: the built-in demo."),
+    ] = None,
+    methods: MethodNames = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 1,
+    tune: Tune = None,
+    against: Against = None,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the runs. Default: runs/compare-NAME."),
+    ] = None,
+    plugins: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Compare methods on the same data and base over several seeds.
+
+    Finished runs are saved and reused: to continue after an interruption, or to add methods or
+    seeds, run the command again.
+
+    Examples:
+
+        coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
+
+        coterie compare mine.yaml --tune training.learning_rate=1e-4,5e-4,2e-3
+    """
+    import coterie
+    from coterie.config.read import load_here
+    from coterie.config.tune import read_tune
+    from coterie.config.values import read_values
+
+    values, trials = read_values(file, settings or ()), read_tune(tune or ())
+    if {"rows", "shows"} & values.keys():
+        raise CoterieError(f"{file} is a table file; fill it in with `python -m reproduce {file}`.")
+    config = load_here(values, trials)
+    folder = out or Path("runs") / f"compare-{config.name}"
+    with terminal.stoppable():
+        comparison = coterie.compare(
+            config,
+            METHODS if methods is None else listed(methods),
+            seeds=seeds,
+            tune=trials,
+            against=against,
+            out=folder,
+            watch=terminal.watch,
+            report=terminal.say,
+        )
+    terminal.console.print(*comparison.tables())
+    terminal.say(
+        f"\nSaved to {folder}/compare.md and compare.json.",
+        "To add methods or seeds, run the command again with them; finished runs are reused.",
     )
+
+
+def _again(file: Path | None, settings: Sequence[str]) -> str:
+    """A run file and settings as a command takes them."""
+    given = [] if file is None else [f" {quote(str(file))}"]
+    return "".join([*given, *(f" --set {quote(setting)}" for setting in settings)])
 
 
 def _remark(config: "RunConfig") -> None:
@@ -121,24 +203,24 @@ def _show(finished: "Run", again: str | None) -> None:
     terminal.console.print(finished.table())
     for method, result in finished.results.items():
         terminal.tell_unhelped(method, result)
+    data, plugins = finished.config.data, terminal.plugin_options(finished.config.plugins)
     if gained := finished.gains():
         terminal.say(f"\n{gained}")
-        plugins = terminal.plugin_options(finished.config.plugins)
         if again is not None:
             methods = ",".join(finished.results)
-            terminal.say("To compare them over several seeds, or with other methods:")
-            terminal.say(f"  coterie compare{again} --methods {methods} --seeds 3{plugins}")
-        terminal.say("To draw this run:")
-        terminal.say(f"  coterie report {finished.path}{plugins}")
-    data, plugins = finished.config.data, terminal.plugin_options(finished.config.plugins)
+            terminal.say(
+                "To compare them over several seeds, or with other methods:",
+                f"  coterie compare{again} --methods {methods} --seeds 3{plugins}",
+            )
+        terminal.say("To draw this run:", f"  coterie report {finished.path}{plugins}")
     where = f"{finished.path} --client {client}"
     terminal.say(f"\nThe run is saved in {finished.path}.")
     if data.chats:
-        terminal.say("To talk with a client's model:")
-        terminal.say(f"  coterie chat {where}{plugins}")
+        terminal.say("To talk with a client's model:", f"  coterie chat {where}{plugins}")
         return
     given = '--prompt "..."'
     if data.instructions is not None:
         given = " ".join(f'--field {name}="..."' for name in fields(data.instructions.template))
-    terminal.say("To generate text with a client's model:")
-    terminal.say(f"  coterie generate {where} {given}{plugins}")
+    terminal.say(
+        "To generate text with a client's model:", f"  coterie generate {where} {given}{plugins}"
+    )

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from coterie.cli import terminal
@@ -71,7 +72,7 @@ class Talk:
                 terminal.console.print(f"\n{name}", style="bold", highlight=False, markup=False)
             said = None
             try:
-                said = speaker.answer(question, terminal.write)
+                said = speaker.answer(question, partial(terminal.say, end=""))
             except KeyboardInterrupt:
                 if waiting:
                     terminal.complain(f"\nNot asked: {', '.join(waiting)}.")

@@ -16,19 +16,19 @@ console = Console()
 errors = Console(stderr=True)
 
 
-def say(text: str) -> None:
-    """Print plain text as it is, whatever the width."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def write(text: str) -> None:
-    """Print a piece of a line."""
-    console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
+def say(*lines: str, end: str = "\n") -> None:
+    """Print lines of plain text as they are, whatever the width."""
+    tell(console, *lines, end=end)
 
 
 def complain(text: str) -> None:
     """Print it where errors go."""
-    errors.print(text, highlight=False, markup=False, soft_wrap=True)
+    tell(errors, text)
+
+
+def tell(where: Console, *lines: str, end: str = "\n") -> None:
+    """Print lines of plain text on a console."""
+    where.print(*lines, sep="\n", end=end, highlight=False, markup=False, soft_wrap=True)
 
 
 def watch() -> "Watch":
@@ -39,16 +39,16 @@ def watch() -> "Watch":
 
 
 @contextmanager
-def progress() -> Iterator[tuple[Callable[[str], None], Callable[[int, int], None]]]:
-    """Show progress where errors go, if that is a terminal.
+def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[float, float], None]]]:
+    """Show progress where errors go, if that is a terminal; `first`: the name of what begins.
 
-    Yields one function for the name of what begins, and one for how much of how much is done.
+    Yields one function for the name of what begins next, and one for how much of how much is done.
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("Loading the tokenizer", total=None)
+        task = bar.add_task(escape(first), total=None)
         yield (
             lambda name: bar.reset(task, description=escape(name), total=None),
             lambda done, of: bar.update(task, completed=done, total=of),

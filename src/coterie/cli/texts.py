@@ -1,21 +1,20 @@
-"""The command `coterie data`."""
+"""The texts of a run, compared: what `coterie data` finds and shows."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from coterie.analysis.tables import Table
+from coterie.bases import load_tokenizer
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Plugins, RunFile, Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from coterie.analysis.tables import Table
-    from coterie.data.quality import Copy, Place, Quality
-    from coterie.federation.reading import Reading
+from coterie.config.run import RunConfig
+from coterie.data.files import listed_first
+from coterie.data.near import NEAR
+from coterie.data.quality import KINDS, SHORT, Copy, Place, Quality
+from coterie.federation.participants import gathered
+from coterie.federation.reading import Reading
+from coterie.files import write_json
 
 EXAMPLES = 2
 """Shown of each kind of copy."""
@@ -26,49 +25,17 @@ MOST = 50_000_000
 HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in others"}
 
 
-def data(
-    file: RunFile = None,
-    settings: Settings = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Also write the results, texts included, to this JSON file."),
-    ] = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
-) -> None:
-    """Check the texts of a run: their sizes, empty and short records, and duplicates.
-
-    Compares what each client trains on with its validation and test texts, and, where this machine
-    has the texts of all clients, with theirs. Text files are compared in pieces of about two
-    thousand characters. Only this terminal shows texts; nothing leaves the machine.
-
-    Also shows what is left out (fields that are not used, skipped files) and the shares of unknown
-    and control tokens. To leave out of training what is in a client's validation or test, set
-    data.deduplicate.
-
-    Example:
-
-        coterie data mine.yaml
-    """
-    from coterie.config.read import load_here
-    from coterie.config.values import read_values
-
-    config = load_here(read_values(file, settings or ()))
-    from coterie.bases import load_tokenizer
-    from coterie.federation.participants import gathered
-    from coterie.files import write_json
-
+def compare_texts(config: RunConfig, json: Path | None) -> None:
+    """See `coterie data`."""
     readings: list[Reading] = []
-    with terminal.progress() as (begin, progress):
+    with terminal.progress("Loading the tokenizer") as (begin, progress):
         tokenizer = load_tokenizer(config.base, config.root)
         gathered(config, tokenizer, readings.append, begin)
         [read] = readings
         begin("Comparing texts")
         found = read.quality(config, MOST, progress)
-    terminal.console.print(_splits(found))
-    terminal.console.print(_special(found))
-    if read.labels:
-        terminal.console.print(_labels(read))
+    labels = [_labels(read)] if read.labels else []
+    terminal.console.print(_splits(found), _special(found), *labels)
     _examples(found)
     _left_out(found)
     if json is not None:
@@ -76,12 +43,8 @@ def data(
         terminal.say(f"\nSaved to {json}.")
 
 
-def _splits(found: "Quality") -> "Table":
+def _splits(found: Quality) -> Table:
     """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
-    from coterie.analysis.tables import Table
-    from coterie.data.near import NEAR
-    from coterie.data.quality import KINDS, SHORT
-
     rows = []
     for split in found.splits:
         copies = [
@@ -109,10 +72,8 @@ def _copies(exact: int, near: int) -> str:
     return f"{exact:,}" + (f" + {near:,}" if near else "")
 
 
-def _special(found: "Quality") -> "Table":
+def _special(found: Quality) -> Table:
     """A row per client and split: unknown and control tokens, and what was removed."""
-    from coterie.analysis.tables import Table
-
     removed = {(s.client, s.split): f"{s.removed:,}" for s in found.splits}
     rows = [
         [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
@@ -131,7 +92,7 @@ def _special(found: "Quality") -> "Table":
     )
 
 
-def _left_out(found: "Quality") -> None:
+def _left_out(found: Quality) -> None:
     """Print the fields and files that are not read, and whose they are."""
     for field, counts in sorted(found.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
@@ -139,16 +100,12 @@ def _left_out(found: "Quality") -> None:
         terminal.say(f"Skipped {kind}: {_owners(counts)}.")
 
 
-def _owners(counts: "Mapping[str, int]") -> str:
+def _owners(counts: Mapping[str, int]) -> str:
     """The owners with their numbers, the first ones by name."""
-    from coterie.data.files import listed_first
-
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
-def _labels(read: "Reading") -> "Table":
-    from coterie.analysis.tables import Table
-
+def _labels(read: Reading) -> Table:
     labels = sorted({label for counts in read.labels.values() for label in counts})
     rows = [
         [client, *(f"{counts.get(label, 0):,}" for label in labels)]
@@ -157,11 +114,10 @@ def _labels(read: "Reading") -> "Table":
     return Table("Training records by label, before limits", ["", *labels], rows)
 
 
-def _examples(found: "Quality") -> None:
+def _examples(found: Quality) -> None:
     """Where some copies are, and how they begin."""
-    from coterie.data.quality import KINDS
 
-    def kind(copy: "Copy") -> tuple[int, bool]:
+    def kind(copy: Copy) -> tuple[int, bool]:
         return KINDS.index(copy.kind), not copy.exact
 
     for _, copies in groupby(sorted(found.copies, key=kind), key=kind):
@@ -172,5 +128,5 @@ def _examples(found: "Quality") -> None:
             terminal.say(f"{_place(copy.place)} {is_in} {_place(copy.found)}: {short}")
 
 
-def _place(place: "Place") -> str:
+def _place(place: Place) -> str:
     return f"{place.client} {place.split} {place.number}"
