@@ -176,15 +176,14 @@ def compare(
             rows[name], tuned[name] = tuner.choose(cells, tried, path)
     split, metric = config.evaluation.split, config.evaluation.metric
     floors: list[dict[str, Any]] = []
-    found = Comparison(config.name, {}, split, metric, against, tuned, floors)
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
+    results: dict[str, list[dict[str, Any]]] = {}
+    found = Comparison(config.name, results, split, metric, against, tuned, floors)
     for seed in range(config.seed, config.seed + seeds):
         floors.append(session.floor(config.model_copy(update={"seed": seed})))
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
-            results[name].append(cells.outcome(session, cell, path))
-            found = replace(found, results=_filled(results))
-            write_comparison(found, path)
+            results.setdefault(name, []).append(cells.outcome(session, cell, path))
+            write_comparison(replace(found), path)
     return found
 
 
@@ -229,14 +228,6 @@ def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict
 
 
 def _config(config: Config) -> RunConfig:
-    match config:
-        case RunConfig():
-            return config
-        case Mapping():
-            return parse(config)
-        case _:
-            return load_config(Path(config))
-
-
-def _filled(results: Mapping[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: found for name, found in results.items() if found}
+    if isinstance(config, RunConfig):
+        return config
+    return parse(config) if isinstance(config, Mapping) else load_config(Path(config))

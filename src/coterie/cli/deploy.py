@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,8 @@ from coterie.cli.options import (
     ServersDevice,
     Settings,
     check_run,
-    devices,
+    device_of,
     needs_resume,
-    with_device,
 )
 from coterie.errors import CoterieError, plural
 from coterie.network.flower import imports_for
@@ -43,39 +42,12 @@ Check = Annotated[
     bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
 ]
 
-Address = Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")]
-KitFile = Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")]
-Name = Annotated[
-    str | None,
-    typer.Option(help="The client's name. Default: the kit's."),
-]
 Data = Annotated[
     str | None,
     typer.Option(help="File or folder of .txt, .jsonl or .parquet, split on this machine."),
 ]
-Train = Annotated[
-    str | None,
-    typer.Option(help="Training text, instead of --data."),
-]
-Validation = Annotated[
-    str | None,
-    typer.Option(help="Validation text, with --train."),
-]
-Test = Annotated[
-    str | None,
-    typer.Option(help="Test text, with --train."),
-]
-OwnBase = Annotated[
-    str | None,
-    typer.Option(help="Local path of the run's base."),
-]
-OwnPublic = Annotated[
-    str | None,
-    typer.Option(help="Local path of the run's public text."),
-]
 Agreed = Annotated[
-    Path | None,
-    typer.Option(help="The run file that you agree to; any other run is refused."),
+    Path | None, typer.Option(help="The run file that you agree to; any other run is refused.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
 Without = Annotated[
@@ -94,15 +66,13 @@ Epsilon = Annotated[
         "embeddings (epsilon; delta is 1e-5). Default: that of the --run file.",
     ),
 ]
-ClientOut = Annotated[Path, typer.Option(help="Folder of this client's runs.")]
 ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
 ClientName = Annotated[str, typer.Option(help="The client's name.")]
 
 
 def server(
     file: Annotated[
-        Path | None,
-        typer.Argument(help="A run file (YAML). Its clients need no path."),
+        Path | None, typer.Argument(help="A run file (YAML). Its clients need no path.")
     ] = None,
     keys: Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")] = Path(
         "keys"
@@ -136,8 +106,9 @@ def server(
         from coterie.network.keys import Keys
 
     registered = list((folder_of_keys := Keys(keys)).clients())
-    settings = with_device(settings, device)
-    values = read_values(file, settings)
+    values = read_values(file, settings or ())
+    if device is not None:
+        values["device"] = device_of(device)
     config = load_deployment(values, registered, without or ())
     folder = out or Path("runs") / config.name
     again = resume and (folder / "run.json").exists()
@@ -145,13 +116,11 @@ def server(
         needs_resume(from_round)
         check_start(config, registered)
     with imports_for("A deployment", "flower"):
+        from coterie.cli.check import check_server
+        from coterie.cli.console import Board
         from coterie.deployment import start as deploy
     if check:
-        from coterie.cli.check import check_server
-
         return check_server(values, config, folder_of_keys, address)
-    from coterie.cli.console import Board
-
     how = "Finished rounds are saved. To resume, run the same command with --resume."
     with _stoppable(how), Board(terminal.console) as board:
         if again:
@@ -164,20 +133,20 @@ def server(
 
 
 def client(
-    server: Address,
-    key: KitFile,
-    name: Name = None,
+    server: Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")],
+    key: Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")],
+    name: Annotated[str | None, typer.Option(help="The client's name. Default: the kit's.")] = None,
     data: Data = None,
-    train: Train = None,
-    validation: Validation = None,
-    test: Test = None,
-    base: OwnBase = None,
-    public: OwnPublic = None,
+    train: Annotated[str | None, typer.Option(help="Training text, instead of --data.")] = None,
+    validation: Annotated[str | None, typer.Option(help="Validation text, with --train.")] = None,
+    test: Annotated[str | None, typer.Option(help="Test text, with --train.")] = None,
+    base: Annotated[str | None, typer.Option(help="Local path of the run's base.")] = None,
+    public: Annotated[str | None, typer.Option(help="Local path of the run's public text.")] = None,
     run: Agreed = None,
     yes: Yes = False,
     epsilon: Epsilon = None,
     device: Device = "auto",
-    out: ClientOut = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
     check: Check = False,
     plugins: Plugins = None,
 ) -> None:
@@ -194,17 +163,17 @@ def client(
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
         raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
     kit = _kit(key, name)
-    texts = _checked_texts(kit.name, path=data, train=train, validation=validation, test=test)
+    given = {"path": data, "train": train, "validation": validation, "test": test}
+    texts, place = _checked(kit.name, given, device)
     with imports_for("A deployment", "flower"):
+        from coterie.cli.check import check_client
+        from coterie.cli.console import ClientBoard
         from coterie.deployment import start as deploy
-    from coterie.cli.console import ClientBoard
 
     agreed, limit = _agreed(run, kit.name, epsilon)
-    own = {"base": _place(base), "public": _place(public), "device": devices(device)}
+    own = {"base": _place(base), "public": _place(public), "device": place}
     site = deploy.Site(kit.name, texts, out, agreed=agreed, limit=limit, **own)
     if check:
-        from coterie.cli.check import check_client
-
         return check_client(server, kit, site)
     if not (run or yes or sys.stdin.isatty()):
         raise CoterieError(
@@ -332,8 +301,11 @@ def _place(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
-    """Where a client's texts are; raises CoterieError now for an error at the first order."""
+def _checked(
+    name: str, given: Mapping[str, str | None], device: str
+) -> tuple[dict[str, str], str | tuple[str, ...]]:
+    """Where a client's texts are, and its device; raises CoterieError now for an error at the first
+    order."""
     from coterie.config.errors import validated
     from coterie.config.sections import RunFile
 
@@ -345,11 +317,12 @@ def _checked_texts(name: str, **given: str | None) -> dict[str, str]:
             "split) or --train (with --validation and --test, if there are any)."
         )
     texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
-    validated(RunFile, {"clients": [{"name": name, **texts}]})
+    run = {"clients": [{"name": name, **texts}], "device": device_of(device)}
+    checked = validated(RunFile, run)
     for path in texts.values():
         if not Path(path).exists():
             raise CoterieError(f"No such file or folder: {path}.")
-    return texts
+    return texts, checked.device
 
 
 @contextmanager

@@ -86,12 +86,10 @@ Samples = Annotated[
     ),
 ]
 Reported = Annotated[
-    list[Path],
-    typer.Argument(metavar="RUN", help="Run folders, or folders that contain them."),
+    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that contain them.")
 ]
 ReportFolder = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the report. Default: `report` in the first RUN."),
+    Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
 ]
 Layer = Annotated[
     str | None,
@@ -162,8 +160,7 @@ def align(
     tokenizer_b: Tokenizer,
     worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to show.")] = 10,
     json: Annotated[
-        Path | None,
-        typer.Option(help="Also write the results to this JSON file."),
+        Path | None, typer.Option(help="Also write the results to this JSON file.")
     ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute the maps again, and do not cache them.")
@@ -229,8 +226,7 @@ def data(
     file: RunFile = None,
     settings: Settings = None,
     json: Annotated[
-        Path | None,
-        typer.Option(help="Also write the results, texts included, to this JSON file."),
+        Path | None, typer.Option(help="Also write the results, texts included, to this JSON file.")
     ] = None,
     plugins: Plugins = None,
     debug: Debug = False,

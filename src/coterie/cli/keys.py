@@ -30,10 +30,7 @@ Hosts = Annotated[
         help="Host name or IP address of the server: coterie.example.org, 192.0.2.7. Repeatable.",
     ),
 ]
-Kit = Annotated[
-    Path | None,
-    typer.Option("--out", help="File of the kit. Default: NAME.key."),
-]
+Kit = Annotated[Path | None, typer.Option("--out", help="File of the kit. Default: NAME.key.")]
 Name = Annotated[str, typer.Argument(help="The client's name.")]
 
 

@@ -12,19 +12,17 @@ debug = False
 """Whether errors are to be shown with their traceback."""
 
 
-def _remember_debug(value: bool) -> bool:
+def _remember_debug(value: bool) -> None:
     global debug
     debug = value
-    return value
 
 
-def _load(files: Sequence[Path] | None) -> Sequence[Path] | None:
+def _load(files: Sequence[Path]) -> None:
     if files:
         from coterie.config.plugins import load_plugin
 
         for file in files:
             load_plugin(file)
-    return files
 
 
 def check_run(folder: Path) -> None:
@@ -35,21 +33,9 @@ def check_run(folder: Path) -> None:
         raise CoterieError(f"{folder} is not a run folder (it has no run.json).")
 
 
-def devices(text: str) -> str | tuple[str, ...]:
-    """What --device says, as a run file would; it is checked as such."""
-    from coterie.config.errors import validated
-    from coterie.config.sections import RunFile
-
-    given = text.split(",") if "," in text else text
-    run = {"clients": [{"name": "any", "path": "-"}], "device": given}
-    return validated(RunFile, run).device
-
-
-def with_device(settings: Sequence[str] | None, device: str | None) -> list[str]:
-    """Settings of a run file, and what --device adds to them."""
-    if device is None:
-        return list(settings or ())
-    return [*(settings or ()), f"device=[{device}]" if "," in device else f"device={device}"]
+def device_of(text: str) -> str | list[str]:
+    """What --device says, as in a run file."""
+    return text.split(",") if "," in text else text
 
 
 def listed(names: str | None) -> list[str]:

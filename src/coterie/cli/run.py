@@ -64,8 +64,7 @@ def run(
     settings: Settings = None,
     out: Out = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Resume the interrupted run in this folder."),
+        Path | None, typer.Option(help="Resume the interrupted run in this folder.")
     ] = None,
     from_round: FromRound = None,
     force: Annotated[
@@ -123,8 +122,7 @@ def run(
 
 def compare(
     file: Annotated[
-        Path | None,
-        typer.Argument(help="A run file (YAML). Default: the built-in demo."),
+        Path | None, typer.Argument(help="A run file (YAML). Default: the built-in demo.")
     ] = None,
     methods: MethodNames = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 1,
@@ -132,8 +130,7 @@ def compare(
     against: Against = None,
     settings: Settings = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the runs. Default: runs/compare-NAME."),
+        Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-NAME.")
     ] = None,
     plugins: Plugins = None,
     debug: Debug = False,

@@ -6,7 +6,7 @@ server speaks of it. What those say is its hash, which must be the same.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from inspect import getsource
 from pathlib import Path
@@ -93,12 +93,6 @@ def _methods(module: ModuleType) -> "list[type[Method]]":
 def plugin_of(kind: "type[Method]") -> Plugin | None:
     """The plugin that a method is from."""
     return _loaded.get(kind.__module__)
-
-
-def plugins_of(kinds: "list[type[Method]]") -> dict[str, dict[str, str]]:
-    """What run.json says of the methods that are from plugins: file and hash, by name."""
-    found = {kind.name: plugin_of(kind) for kind in kinds}
-    return {name: asdict(plugin) for name, plugin in found.items() if plugin is not None}
 
 
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from pydantic import field_serializer
 
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
-from coterie.config.plugins import plugins_of, version_of
+from coterie.config.plugins import plugin_of, version_of
 from coterie.config.sections import RunFile, Sections
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
@@ -86,7 +87,8 @@ class RunConfig(Sections[Method]):
     def plugins(self) -> dict[str, dict[str, str]]:
         """The plugins that its methods are from: file and hash, by the method's name."""
         baselines = (kind_of(name) for name in self.baselines if name != POOLED)
-        return plugins_of([type(self.method), *baselines])
+        found = {kind.name: plugin_of(kind) for kind in (type(self.method), *baselines)}
+        return {name: asdict(plugin) for name, plugin in found.items() if plugin is not None}
 
     def told_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of

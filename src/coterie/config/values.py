@@ -115,11 +115,9 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
     if not equals or not path:
         raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
     try:
-        value = read_yaml(text)
+        put(values, path, read_yaml(text))
     except yaml.YAMLError as error:
         raise CoterieError(f"--set {setting!r:.80}: the value is not valid YAML.") from error
-    try:
-        put(values, path, value)
     except CoterieError as error:
         raise CoterieError(f"--set {setting!r}: {error}") from error
 

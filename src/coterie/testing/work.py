@@ -70,7 +70,7 @@ def worked(
                 work.count(side, step, lambda _, name=name: name)
         also(work)
         for owner, name in ((part, "_scored"), (Keeper, "_scored")):
-            patch.setattr(owner, name, _within(work, getattr(owner, name)))
+            patch.setattr(owner, name, work.evaluation()(getattr(owner, name)))
         bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
         if who.server is not None and who.server.base is not None:
             bases[id(who.server.base)] = who.server.base.model
@@ -79,11 +79,3 @@ def worked(
         for hook in hooks:
             hook.remove()
     return work
-
-
-def _within(work: Work, function: Callable[..., Any]) -> Callable[..., Any]:
-    def scores(*args: Any) -> Any:
-        with work.evaluation():
-            return function(*args)
-
-    return scores
