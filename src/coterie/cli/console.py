@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from typing import Any, Generic, Self, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,35 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.cli.agreement import in_words
-from coterie.cli.progress import clock, jump_warning
-from coterie.cli.terminal import tell
+from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.errors import plural
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED
-
-Drawn = TypeVar("Drawn", Live, Status)
-
-
-class LiveDisplay(Generic[Drawn]):
-    """What lives on a terminal within its block; elsewhere there are lines alone."""
-
-    def __init__(self, console: Console, live: Drawn) -> None:
-        self.console, self.live = console, live
-
-    def _say(self, text: str) -> None:
-        tell(self.console, text)
-
-    def __enter__(self) -> Self:
-        """Begin to draw, on a terminal."""
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take away what was drawn."""
-        self.live.stop()
 
 
 class Board(LiveDisplay[Live], ServerWatch):

@@ -1,11 +1,14 @@
-"""What `coterie run` shows while it works: a live line on a terminal, plain lines elsewhere."""
+"""What commands show while they work: a live display on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Generic, Self, TypeVar
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 
 from coterie.cli.terminal import tell
 from coterie.errors import plural
@@ -23,15 +26,37 @@ def jump_warning(client: str | None, value: Json) -> str:
     )
 
 
-class ConsoleWatch(Watch):
+Drawn = TypeVar("Drawn", Live, Status, Progress)
+
+
+class LiveDisplay(Generic[Drawn]):
+    """What lives on a terminal within its block; elsewhere there are lines alone."""
+
+    def __init__(self, console: Console, live: Drawn) -> None:
+        self.console, self.live = console, live
+
+    def _say(self, text: str) -> None:
+        tell(self.console, text)
+
+    def __enter__(self) -> Self:
+        """Begin to draw, on a terminal."""
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take away what was drawn."""
+        self.live.stop()
+
+
+class ConsoleWatch(LiveDisplay[Progress], Watch):
     """Progress for people: round, client, loss, tokens per second and time left.
 
     A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
     """
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.live = Progress(
+        live = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),
             TextColumn("{task.fields[status]}"),
@@ -41,15 +66,16 @@ class ConsoleWatch(Watch):
             disable=not console.is_terminal,
             transient=True,
         )
+        super().__init__(console, live)
 
     def warn(self, text: str) -> None:
         """A line that stays."""
-        tell(self.console, text)
+        self._say(text)
 
     def trains(self, title: str, where: Sequence[str]) -> None:
         """A line for each kind of adapter."""
         for adapter in where:
-            tell(self.console, f"{title}: {adapter}")
+            self._say(f"{title}: {adapter}")
 
     def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
         """Begin a bar with a step per client and round."""
@@ -59,15 +85,14 @@ class ConsoleWatch(Watch):
         self.task = self.live.add_task(
             title, total=rounds * clients, completed=done * clients, status=""
         )
-        self.live.start()
         if not self.console.is_terminal:
             what = f"{title}: {plural(rounds, 'round')}, {plural(clients, 'client')}"
-            tell(self.console, what + (f", resuming after round {done}" if done else ""))
+            self._say(what + (f", resuming after round {done}" if done else ""))
 
     def seen(self, client: str | None, name: str, value: Json) -> None:
         """Show a loss, or a warning."""
         if name == JUMPED:
-            tell(self.console, jump_warning(client, value))
+            self._say(jump_warning(client, value))
         if client is None or not name.startswith("loss/"):
             return
         self.updates += 1
@@ -91,15 +116,11 @@ class ConsoleWatch(Watch):
         elapsed = time.monotonic() - self.began
         left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
         figures += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", note.strip()]
-        tell(self.console, f"{self.title}: {'  '.join(figures).rstrip()}")
+        self._say(f"{self.title}: {'  '.join(figures).rstrip()}")
 
     def _speed(self) -> str:
         elapsed = time.monotonic() - self.began
         return f"{self.updates * self.tokens / elapsed:,.0f} tokens/s"
-
-    def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
-        self.live.stop()
 
 
 def clock(seconds: float) -> str:
