@@ -108,6 +108,7 @@ def append_to(path: Path) -> IO[str]:
         OSError: It cannot be opened.
     """
     refuse_links(path.parent, path.name)
+    # Without O_NONBLOCK, opening a pipe would wait for a reader.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return open(os.open(path, flags, 0o600), "a", encoding="utf-8")
 
@@ -133,11 +134,8 @@ class LogFile(RotatingFileHandler):
 
 def open_lock(path: Path) -> IO[str]:
     """Open a file that processes lock, for its owner alone if it is new; never through a link."""
-    refuse_links(path.parent, path.name)
     with writing(path):
-        # Without O_NONBLOCK, opening a pipe would wait for a reader.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        return open(os.open(path, flags, 0o600), "w")
+        return append_to(path)
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:

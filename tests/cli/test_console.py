@@ -37,7 +37,7 @@ def test_a_server_shows_who_is_there_and_what_they_do() -> None:
     assert "round 2 of 4" in text
     rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
     assert "2.4 MB" in rows["anna"]
-    assert "512 B" in rows["anna"]
+    assert "512 bytes" in rows["anna"]
     states = {name: rows[name].split()[3] for name in seats}
     assert states == {"anna": "ready", "ben": "joining", "chloe": "away", "dan": "working"}
 
@@ -76,8 +76,8 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     assert "  trained here: experts inside A in all 2 layers\n  trained here: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
-    assert "round 1/2: loss 2.500, 999 B up, 1.5 kB down, about" in text
-    assert "round 2/2: 999 B up, 1.5 kB down\n" in text
+    assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text
+    assert "round 2/2: 999 bytes up, 1.5 kB down\n" in text
     assert text.endswith("is unreachable; retrying\n")
 
 

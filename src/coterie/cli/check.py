@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.filesize import decimal as size
 
 from coterie.analysis import trial
 from coterie.cli import terminal
-from coterie.cli.console import size
 from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
 from coterie.deployment.orders import Orders
@@ -53,15 +53,13 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
         with _checking("model") as found:
             served(config)
             found(f"the server's own: {config.server.base or config.base}")
-    try:
+    # What is wrong may be about that text, and not the clients' own.
+    with _checking("messages", "not measured, as a text of the demo does not do") as found:
         short = load_with_any_text(values)
         step = trial.tried(Session(short), short)
-    except CoterieError as error:  # about that text, and not the clients' own
-        _line("messages", "-", f"not measured, as a text of the demo does not do ({error})")
-    else:
         held = size(len(names) * (step.up + step.down))
         ways = f"{size(step.up)} up and {size(step.down)} down per client and round"
-        _line("messages", "ok", f"{ways}; Flower may hold {held} of them at once")
+        found(f"{ways}; Flower may hold {held} of them at once")
     with _checking("disk") as found:
         found(f"{size(shutil.disk_usage(Path()).free)} free here")
     terminal.say("\nThe server can start.")
@@ -92,14 +90,16 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
             f"{len(train.ids):,} tokens or samples to train on, {len(validation.ids):,} for "
             f"validation, {len(test.ids):,} for the test"
         )
-    try:
+    # What is wrong may be about the run as a whole, of which this client knows its part.
+    with _checking("step", "not tried, as it needs the other side, too"):
         step = trial.tried(session, config)
-    except CoterieError as error:  # about the run as a whole, of which this client knows its part
-        _line("step", "-", f"not tried, as it needs the other side, too ({error})")
-    else:
         _line("memory", "ok", f"{size(step.peak)} at most, in a step")
         fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
-        _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")
+        _line(
+            "sent",
+            "ok",
+            f"{size(step.up)} a round ({fields}); {size(step.down)} come back",
+        )
         round = step.step * config.training.steps
         run = timedelta(seconds=int(round * config.exchanges))
         took = f"a step takes {step.step:.2f} s: a round {timedelta(seconds=int(round))}"
@@ -108,11 +108,15 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
 
 
 @contextmanager
-def _checking(what: str) -> Iterator[Callable[[str], None]]:
-    """A line for a thing that is checked; one that will not do is the last, with exit code 1."""
+def _checking(what: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
+    """A line for a thing that is checked; one that will not do is the last, with exit code 1,
+    unless there is an excuse for it."""
     try:
         yield lambda text: _line(what, "ok", text)
     except (CoterieError, OSError) as error:
+        if excuse and isinstance(error, CoterieError):
+            _line(what, "-", f"{excuse} ({error})")
+            return
         _line(what, "NOT OK", str(error))
         terminal.say("\nWhat comes after it was not checked.")
         raise typer.Exit(1) from None

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal as size
 from rich.live import Live
 from rich.prompt import Confirm
 from rich.status import Status
@@ -163,12 +164,3 @@ def _state(seat: Seat, working: bool) -> str:
     if seat.stopped:
         return "stopped"
     return "working" if working else "ready"
-
-
-def size(count: float) -> str:
-    """Bytes for people: 2.4 MB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.1f} {unit}".replace(".0 B", " B")
-        count /= 1000
-    return f"{count:.1f} GB"

@@ -85,12 +85,6 @@ Samples = Annotated[
         "to the experts (FedAMoLE).",
     ),
 ]
-Reported = Annotated[
-    list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that contain them.")
-]
-ReportFolder = Annotated[
-    Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
-]
 Layer = Annotated[
     str | None,
     typer.Option(
@@ -109,8 +103,12 @@ Texts = Annotated[
 
 
 def report(
-    runs: Reported,
-    out: ReportFolder = None,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that contain them.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
+    ] = None,
     layer: Layer = None,
     texts: Texts = False,
     samples: Samples = False,

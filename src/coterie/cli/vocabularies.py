@@ -27,18 +27,18 @@ def compare_vocabularies(
         f"A is {tokenizer_a}: {len(a.tokens):,} tokens",
         f"B is {tokenizer_b}: {len(b.tokens):,} tokens",
     )
-    maps: list[VocabularyMap] = []
+    maps: dict[str, VocabularyMap] = {}
     ways: dict[str, dict[str, Any]] = {}
     for way, source, target in (("A -> B", a, b), ("B -> A", b, a)):
-        found, seconds = _map(source, target, way, cache)
+        maps[way], seconds = _map(source, target, way, cache)
+        found = maps[way]
         cases = [_case(source, target, found, token) for token in worst(source, found, most)]
-        maps.append(found)
         ways[way] = {**asdict(summarise(source, found)), "seconds": seconds, "worst": cases}
     terminal.console.print(_figures(ways))
     for way, about in ways.items():
         if about["worst"]:
             terminal.console.print(_worst(way, about["worst"]))
-    terminal.console.print(_roles(a, b, maps, list(ways)))
+    terminal.console.print(_roles(a, b, maps))
     if json is not None:
         names = {"A": tokenizer_a, "B": tokenizer_b}
         tokens = {"A": len(a.tokens), "B": len(b.tokens)}
@@ -101,17 +101,15 @@ def _short(token: str) -> str:
     return token if len(token) <= LONGEST else f'{token[: LONGEST - 2]}…"'
 
 
-def _roles(
-    a: Vocabulary, b: Vocabulary, maps: Sequence[VocabularyMap], ways: Sequence[str]
-) -> Table:
+def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
     """The ids of special tokens in each vocabulary and where they are mapped."""
     rows = []
     for role in ROLES:
         own = (a.roles.get(role), b.roles.get(role))
         ids = ["-" if token is None else str(token) for token in own]
-        rows.append([role, *ids, *map(_mapped, own, maps)])
+        rows.append([role, *ids, *map(_mapped, own, maps.values())])
     note = "Only these special tokens are mapped; -: no such token."
-    return Table("Special tokens (ids)", ["role", "A", "B", *ways], rows, note)
+    return Table("Special tokens (ids)", ["role", "A", "B", *maps], rows, note)
 
 
 def _mapped(token: int | None, found: VocabularyMap) -> str:
