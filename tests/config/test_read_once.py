@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app, terminal
-from coterie.config.read import read
+from coterie.config.errors import validated
 from coterie.config.run import RunConfig, parse, resolve
-from coterie.config.sections import METHOD, Sections
+from coterie.config.sections import METHOD, RunFile, Sections
+from coterie.config.values import read_values
 from coterie.errors import CoterieError
 from coterie.methods.registry import kind_of
 
@@ -94,8 +95,10 @@ def test_a_server_reads_and_validates_its_file_once(
 @pytest.mark.parametrize("name", ["demo", "who-wrote-this", "four-assistants", "teach-one-another"])
 def test_reading_imports_no_torch(name: str) -> None:
     program = (
-        "import sys; from pathlib import Path; from coterie.config.read import read;"
-        "file = read(Path(sys.argv[1]), ['method.own=3']); print(file.method);"
+        "import sys; from pathlib import Path;"
+        "from coterie.config.read import RunFile, read_values, validated;"
+        "values = read_values(Path(sys.argv[1]), ['method.own=3']);"
+        "print(validated(RunFile, values).method);"
         "print(*sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -110,7 +113,7 @@ def test_a_methods_settings_are_as_in_the_file_until_they_are_bound(values, tmp_
     file = tmp_path / FILE
     settings = {"mlp": {"rank": 3}, "exact": True}
     file.write_text(yaml.safe_dump(values(method={"name": "fedavg", **settings})))
-    found = read(file)
+    found = validated(RunFile, read_values(file))
     assert (found.method.name, found.method.settings) == ("fedavg", settings)
     config = resolve(found)
     assert isinstance(config.method, kind_of("fedavg"))

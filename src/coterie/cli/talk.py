@@ -80,16 +80,12 @@ class Talk:
             finally:
                 if said is not None:
                     terminal.say("" if said else "(no answer)")
-            self._tell_left_out(name, speaker)
-
-    def _tell_left_out(self, name: str, speaker: Speaker) -> None:
-        """Say once that a conversation has become too long for a base."""
-        if speaker.left_out and not self._told:
-            self._told = True
-            terminal.complain(
-                f"Note: the conversation no longer fits in the context of {name}'s base; from now "
-                "on, the oldest exchanges are left out. /reset begins anew."
-            )
+            if speaker.left_out and not self._told:
+                self._told = True
+                terminal.complain(
+                    f"Note: the conversation no longer fits in the context of {name}'s base; from "
+                    "now on, the oldest exchanges are left out. /reset begins anew."
+                )
 
     def _save(self, file: Path) -> None:
         speaker = next(iter(self.speakers.values()))

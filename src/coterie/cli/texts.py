@@ -47,14 +47,11 @@ def _splits(found: Quality) -> Table:
     """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
     rows = []
     for split in found.splits:
-        copies = [
-            _copies(split.exact[kind], split.near[kind])
-            if (kind, split.split) != ("in_training", "train")
-            else ""
-            for kind in KINDS
-        ]
+        copies = {kind: _copies(split.exact[kind], split.near[kind]) for kind in KINDS}
+        if split.split == "train":
+            copies["in_training"] = ""
         figures = [f"{split.tokens:,}", f"{split.texts:,}", f"{split.short:,}"]
-        rows.append([f"{split.client} {split.split}", *figures, *copies])
+        rows.append([f"{split.client} {split.split}", *figures, *copies.values()])
     looked = "" if found.compared is None else f", in {found.compared:,} characters of each split"
     return Table(
         "Texts by client and split",

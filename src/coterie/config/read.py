@@ -8,24 +8,10 @@ from coterie.config.errors import validated
 from coterie.config.sections import RunFile
 from coterie.config.tune import check_trials
 from coterie.config.values import read_values
-from coterie.data.files import find_files
-from coterie.data.files import resolve as located_in
+from coterie.data import files
 
 if TYPE_CHECKING:
     from coterie.config.run import RunConfig
-
-
-def read(path: Path | None, settings: Sequence[str] = ()) -> RunFile:
-    """Read and validate a run file without importing torch.
-
-    Args:
-        path: the file; None: the embedded demo.
-        settings: changes to it, such as `training.batch=4`.
-
-    Raises:
-        CoterieError: naming the first mistake, settings of the method apart.
-    """
-    return validated(RunFile, read_values(path, settings))
 
 
 def bind(file: RunFile) -> "RunConfig":
@@ -45,7 +31,7 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
     Raises:
         CoterieError: naming the first mistake.
     """
-    return bind(read(path, settings))
+    return bind(validated(RunFile, read_values(path, settings)))
 
 
 def load_here(
@@ -64,5 +50,6 @@ def load_here(
     for client in file.clients:
         for source in (client.path, client.train, client.validation, client.test):
             if source is not None:
-                find_files(located_in(Path(file.data_root), source), f"Client {client.name}")
+                place = files.resolve(Path(file.data_root), source)
+                files.find_files(place, f"Client {client.name}")
     return bind(file)
