@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli import main, terminal
-from coterie.cli.options import Debug, Plugins, Settings, listed
+from coterie.cli.options import Command, Settings, listed
 from coterie.cli.run import Against, Tune
 from coterie.errors import CoterieError
 
@@ -57,7 +57,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def reproduce(
     file: Annotated[Path, typer.Argument(metavar="TABLE.yaml", help="A table file.")],
     methods: Methods = None,
@@ -69,8 +69,6 @@ def reproduce(
     settings: Settings = None,
     out: Out = None,
     write_docs: WriteDocs = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Fill a paper's table in again, and set our figures beside the paper's.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import inspect, main
-from coterie.cli.options import Debug, Plugins
+from coterie.cli.options import Command
 from coterie.errors import CoterieError
 from coterie.files import refuse_links
 
@@ -33,7 +33,7 @@ ReportFolder = Annotated[
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     runs: Reported,
     out: ReportFolder = None,
@@ -41,8 +41,6 @@ def report(
     texts: inspect.Texts = False,
     samples: inspect.Samples = False,
     texts_from: inspect.TextsFrom = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Plot papers' tables, and the metrics of their runs as `coterie report` does, on one page.
 

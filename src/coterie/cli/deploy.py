@@ -19,7 +19,6 @@ from coterie.cli.options import (
     Device,
     FromRound,
     Out,
-    Plugins,
     ServersDevice,
     Settings,
     check_run,
@@ -87,7 +86,6 @@ def server(
     without: Without = None,
     device: ServersDevice = None,
     check: Check = False,
-    plugins: Plugins = None,
 ) -> None:
     """Serve a run to clients on other machines until its last round.
 
@@ -148,7 +146,6 @@ def client(
     device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
     check: Check = False,
-    plugins: Plugins = None,
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Plugins, RunFile, Settings
+from coterie.cli.options import RunFile, Settings
 from coterie.errors import CoterieError, plural
 from coterie.network.flower import imports_for
 
@@ -33,8 +33,6 @@ TextsFrom = Annotated[
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show the settings of this method.")] = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """List all methods with their papers and what they share, or show one method's settings."""
     from coterie.methods.registry import POOLED, check_name
@@ -60,8 +58,6 @@ def methods(
 def audit(
     file: RunFile = None,
     settings: Settings = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Show what leaves a client in a round, what never does, and how many bytes each takes.
 
@@ -113,8 +109,6 @@ def report(
     texts: Texts = False,
     samples: Samples = False,
     texts_from: TextsFrom = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Plot the metrics of runs: one self-contained HTML page, and each figure as SVG and PNG.
 
@@ -190,8 +184,6 @@ def base(
         ),
     ],
     settings: Settings = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Show a base, where adapters stand in it and, for a run file, the memory that a client needs.
 
@@ -226,8 +218,6 @@ def data(
     json: Annotated[
         Path | None, typer.Option(help="Also write the results, texts included, to this JSON file.")
     ] = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Check the texts of a run: their sizes, empty and short records, and duplicates.
 

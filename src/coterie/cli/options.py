@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from coterie.errors import CoterieError
 
@@ -12,17 +13,40 @@ debug = False
 """Whether errors are to be shown with their traceback."""
 
 
-def _remember_debug(value: bool) -> None:
+def _remember_debug(context: typer.Context, option: typer.CallbackParam, value: bool) -> None:
     global debug
     debug = value
 
 
-def _load(files: Sequence[Path]) -> None:
+def _load(context: typer.Context, option: typer.CallbackParam, files: Sequence[str]) -> None:
     if files:
         from coterie.config.plugins import load_plugin
 
         for file in files:
             load_plugin(file)
+
+
+class Command(TyperCommand):
+    """A command that takes --plugin and --debug beside its own options."""
+
+    def __init__(self, *, params: Sequence[Any], **named: Any) -> None:
+        plugin = TyperOption(
+            param_decls=["--plugin"],
+            metavar="FILE.py",
+            multiple=True,
+            callback=_load,
+            expose_value=False,
+            help="Register the methods defined in this Python file. Repeatable.",
+        )
+        traceback = TyperOption(
+            param_decls=["--debug"],
+            is_flag=True,
+            default=False,
+            callback=_remember_debug,
+            expose_value=False,
+            help="Show the full traceback of an error.",
+        )
+        super().__init__(params=[*params, plugin, traceback], **named)
 
 
 def check_run(folder: Path) -> None:
@@ -84,18 +108,5 @@ FromRound = Annotated[
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.")]
-Plugins = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--plugin",
-        metavar="FILE.py",
-        callback=_load,
-        help="Register the methods defined in this Python file. Repeatable.",
-    ),
-]
 TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")]
 SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", callback=_remember_debug, help="Show the full traceback of an error."),
-]

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import (
-    Debug,
-    FromRound,
-    Out,
-    Plugins,
-    RunFile,
-    Settings,
-    check_run,
-    listed,
-    needs_resume,
-)
+from coterie.cli.options import FromRound, Out, RunFile, Settings, check_run, listed, needs_resume
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -71,8 +61,6 @@ def run(
         bool, typer.Option("--force", help="Overwrite an existing run in the folder.")
     ] = False,
     engine: Engine = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Run a method and its baselines, and show each client's results.
 
@@ -132,8 +120,6 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-NAME.")
     ] = None,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Compare methods on the same data and base over several seeds.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import Debug, Plugins, SamplingSeed, TopP, check_run, listed
+from coterie.cli.options import SamplingSeed, TopP, check_run, listed
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ def generate(
     ] = None,
     top_p: TopP = 0.95,
     seed: SamplingSeed = 0,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Generate text with a client's model.
 
@@ -98,8 +96,6 @@ def chat(
             "where the template has a place for it.",
         ),
     ] = False,
-    plugins: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Talk with a client's model, or with several side by side.
 
