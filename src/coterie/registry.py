@@ -79,9 +79,8 @@ class Registry(Generic[T]):
 
 def _home(value: Any) -> tuple[str, str]:
     """Return the file that defines a class, or else its module, and the class's name there."""
-    return getattr(
-        sys.modules.get(value.__module__), "__file__", value.__module__
-    ), value.__qualname__
+    module = sys.modules.get(value.__module__)
+    return getattr(module, "__file__", value.__module__), value.__qualname__
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -76,7 +76,6 @@ def audit(
 Samples = Annotated[
     bool,
     typer.Option(
-        "--samples/--no-samples",
         help="Include a point for each of some training samples of each client, by its relevance "
         "to the experts (FedAMoLE).",
     ),
@@ -90,11 +89,7 @@ Layer = Annotated[
     ),
 ]
 Texts = Annotated[
-    bool,
-    typer.Option(
-        "--texts/--no-texts",
-        help="Include clients' texts, with each token coloured by its expert.",
-    ),
+    bool, typer.Option(help="Include clients' texts, with each token coloured by its expert.")
 ]
 
 

@@ -66,14 +66,11 @@ def _case(
 ) -> dict[str, Any]:
     """A token and its nearest, for JSON."""
     nearest = int(found.ids[number])
-    token, other = source.tokens[number], target.tokens[nearest]
-    assert token is not None  # worst cases have bytes, as have their nearest
-    assert other is not None
     return {
         "id": number,
-        "token": readable(token),
+        "token": readable(source.tokens[number] or b""),  # it has bytes, as has its nearest
         "nearest_id": nearest,
-        "nearest": readable(other),
+        "nearest": readable(target.tokens[nearest] or b""),
         "edited": int(found.distances[number]),
     }
 

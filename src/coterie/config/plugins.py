@@ -6,13 +6,12 @@ server speaks of it. What those say is its hash, which must be the same.
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from inspect import getsource
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from coterie.errors import CoterieError
 from coterie.methods.registry import kind_of, names, register
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
 
 
-@dataclass(frozen=True)
-class Plugin:
+class Plugin(NamedTuple):
     """A file that was loaded."""
 
     file: str

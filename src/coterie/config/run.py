@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ class RunConfig(Sections[Method]):
         """The plugins that its methods are from: file and hash, by the method's name."""
         baselines = (kind_of(name) for name in self.baselines if name != POOLED)
         found = {kind.name: plugin_of(kind) for kind in (type(self.method), *baselines)}
-        return {name: asdict(plugin) for name, plugin in found.items() if plugin is not None}
+        return {name: plugin._asdict() for name, plugin in found.items() if plugin is not None}
 
     def told_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of

@@ -5,9 +5,9 @@ It needs no torch, so that a mistake is told at once.
 
 import re
 from collections.abc import Mapping
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from coterie.aggregation.spec import AggregationSpec
 from coterie.bases.spec import BaseSpec
@@ -100,6 +100,29 @@ class ServerSpec(BaseModel):
     )
 
 
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        check_name("local" if name == POOLED else name)
+    return names
+
+
+def _is_a_device(device: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if isinstance(device, str):
+        right = re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", device)
+    else:
+        gpus = {name for name in device if re.fullmatch(r"cuda:[0-9]{1,3}", name)}
+        right = len(device) == len(gpus) > 1
+    if not right:
+        raise ValueError(
+            "give auto, cpu, cuda, cuda:N, mps, or a list of several GPUs, such as [cuda:0, cuda:1]"
+        )
+    return device
+
+
+def _absolute(folder: str) -> str:
+    return str(expanded(folder).resolve())
+
+
 class Sections(BaseModel, Generic[M]):
     """Every key of a run file; M is the type of its method."""
 
@@ -114,7 +137,7 @@ class Sections(BaseModel, Generic[M]):
     threads: int | None = Field(
         default=None, ge=1, description="number of CPU threads; default: all"
     )
-    device: str | tuple[str, ...] = Field(
+    device: Annotated[str | tuple[str, ...], AfterValidator(_is_a_device)] = Field(
         default="auto",
         description="where bases are computed: auto (a GPU if there is one, else the CPU), cpu, "
         "cuda, cuda:N, mps, or a list of GPUs to spread layers over, such as [cuda:0, cuda:1]; "
@@ -136,12 +159,12 @@ class Sections(BaseModel, Generic[M]):
         description="name of the method, or a mapping of `name` and its settings",
     )
     pooled: bool = Field(default=False, description="train one client on all clients' text")
-    baselines: tuple[str, ...] = Field(
+    baselines: Annotated[tuple[str, ...], AfterValidator(_known)] = Field(
         default=(),
         description="methods to run first, on the same data; the run's own method is skipped",
     )
     rounds: int = Field(default=20, ge=1, description="number of communication rounds")
-    data_root: str = Field(
+    data_root: Annotated[str, AfterValidator(_absolute)] = Field(
         default="",
         validate_default=True,
         description="folder that relative paths start from; default: the run file's folder",
@@ -189,33 +212,6 @@ class Sections(BaseModel, Generic[M]):
 
                 data["chat_template"] = inlined_chat(name, expanded(root))
         return {**values, "data": data}
-
-    @field_validator("baselines")
-    @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            check_name("local" if name == POOLED else name)
-        return names
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, device: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(device, str):
-            right = re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", device)
-        else:
-            gpus = {name for name in device if re.fullmatch(r"cuda:[0-9]{1,3}", name)}
-            right = len(device) == len(gpus) > 1
-        if not right:
-            raise ValueError(
-                "give auto, cpu, cuda, cuda:N, mps, or a list of several GPUs, such as "
-                "[cuda:0, cuda:1]"
-            )
-        return device
-
-    @field_validator("data_root")
-    @classmethod
-    def _absolute(cls, folder: str) -> str:
-        return str(expanded(folder).resolve())
 
     @model_validator(mode="after")
     def _who(self) -> Self:
