@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hostile import replace_one
 
-from coterie.cli.agreement import in_words
+from coterie.cli.console import in_words
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site

@@ -7,7 +7,7 @@ import pytest
 from test_rounds_opened_again import Recorded
 from test_terms import asked, order
 
-from coterie.cli.agreement import costs_in_words
+from coterie.cli.console import costs_in_words
 from coterie.deployment.client import Worker
 from coterie.deployment.costs import MOST_DISK, too_costly
 from coterie.deployment.orders import NEW_RUNS, TIMES, UNFINISHED

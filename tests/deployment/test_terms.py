@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coterie.cli import app
-from coterie.cli.agreement import in_words
+from coterie.cli.console import in_words
 from coterie.config.deployed import load_agreed
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker

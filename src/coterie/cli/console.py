@@ -1,5 +1,7 @@
-"""What a server or a client of a deployment shows while it works, on a terminal or in a log."""
+"""What a server or a client of a deployment shows while it works, on a terminal or in a log, and
+what a person reads before agreeing to a run."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -14,10 +16,11 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from coterie.cli.agreement import in_words
 from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
+from coterie.deployment.costs import MOST_DISK
 from coterie.deployment.seats import Seat, ServerWatch
+from coterie.deployment.terms import flat
 from coterie.errors import plural
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED
@@ -38,9 +41,8 @@ class Board(LiveDisplay[Live], ServerWatch):
     def start(self, title: str, rounds: int, done: int) -> None:
         """Note what runs."""
         self.title, self.rounds, self.done, self.first = title, rounds, done, done
-        self._say(
-            f"{title}: {plural(rounds, 'round')}" + (f", {done} already done" if done else "")
-        )
+        already = f", {done} already done" if done else ""
+        self._say(f"{title}: {plural(rounds, 'round')}{already}")
         self.began = time.monotonic()
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
@@ -164,3 +166,54 @@ def _state(seat: Seat, working: bool) -> str:
     if seat.stopped:
         return "stopped"
     return "working" if working else "ready"
+
+
+def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
+    """Return what a person should know before agreeing to a run, as (subject, text) pairs.
+
+    memory: see `costs_in_words`.
+    """
+    method, schema, training = config.method, config.method.schema(), config.training
+    settings = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in flat(method.described())
+        if key != "name"
+    ]
+    told = {
+        "run": config.name,
+        "method": f"{method.name}: {method.summary}",
+        "settings": ", ".join(settings),
+        "training": f"{plural(config.rounds, 'round')} of {plural(training.steps, 'step')} of "
+        f"{plural(training.batch, 'sample')}",
+        **costs_in_words(config, memory),
+        "base": str(config.base),
+        "sent once": "; ".join(field.what for field in schema.hello),
+        "every round": "; ".join(field.what for field in schema.up),
+        "losses": "sent, with all other metrics"
+        if config.deployment.share_metrics
+        else "stay here",
+        "public text": order.public or "",
+        "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
+    }
+    return [(what, text) for what, text in told.items() if text]
+
+
+def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
+    """Return what a person should know of the costs before agreeing to a run, by subject.
+
+    memory: estimated bytes of the client's process on a CPU; None if there is no estimate.
+    """
+    estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
+    training, evaluation = config.training, config.evaluation
+    steps = training.steps * config.exchanges
+    every = "after the last round"
+    if evaluation.every is not None:
+        every = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
+    return {
+        "computing": f"{steps:,} training steps in all, with "
+        f"{config.threads or 'the default number of'} threads; scored {every}",
+        "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
+        f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
+        "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
+        f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
+    }

@@ -40,6 +40,7 @@ Check = Annotated[
     bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
 ]
 
+KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]
 Data = Annotated[
     str | None,
     typer.Option(help="File or folder of .txt, .jsonl or .parquet, split on this machine."),
@@ -72,9 +73,7 @@ def server(
     file: Annotated[
         Path | None, typer.Argument(help="A run file (YAML). Its clients need no path.")
     ] = None,
-    keys: Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")] = Path(
-        "keys"
-    ),
+    keys: KeyFolder = Path("keys"),
     address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
     settings: Settings = None,
     out: Out = None,

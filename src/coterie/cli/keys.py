@@ -25,7 +25,6 @@ FolderOption = Annotated[Path, typer.Option("--keys", help="The server's key fol
 Hosts = Annotated[
     list[str] | None,
     typer.Option(
-        "--host",
         metavar="NAME|ADDRESS",
         help="Host name or IP address of the server: coterie.example.org, 192.0.2.7. Repeatable.",
     ),
