@@ -183,7 +183,7 @@ def compare(
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
             results.setdefault(name, []).append(cells.outcome(session, cell, path))
-            write_comparison(replace(found), path)
+            write_comparison(replace(found), path)  # a copy: it keeps the rows that it has told
     return found
 
 
