@@ -100,7 +100,8 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
         one
         for picture in texts(coloured_texts(experiment, "first"))
         if isinstance(picture, TextPicture)
-        for one in picture.texts
+        for row in picture.texts.values()
+        for one in row.values()
     ]
     read = {(one.model_of, one.text_of): one for one in found}
     assert len(read) == len(found)

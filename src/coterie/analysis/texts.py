@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -37,10 +38,11 @@ class Coloured:
     pieces: Sequence[tuple[str, int]]
     """Pieces of the text, each with its expert's number."""
 
-    def shares(self) -> dict[str, float]:
-        """The share of the pieces that goes to each expert."""
-        chosen = [expert for _, expert in self.pieces]
-        return {name: chosen.count(n) / len(chosen) for n, name in enumerate(self.experts)}
+    @property
+    def generalists(self) -> float:
+        """The share of the pieces that goes to generalists, or to expert 1 if there are none."""
+        asked = [n for n, name in enumerate(self.experts) if name.startswith("generalist")] or [0]
+        return fmean(expert in asked for _, expert in self.pieces)
 
 
 def coloured_texts(

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import ASSIGNED
+from coterie.analysis.routers import ASSIGNED, chosen_layers
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.report.plots import evenly, lines_by_client, of_pairs
@@ -52,22 +52,21 @@ class Holdings:
 def holdings(run: ReportedRun) -> Holdings:
     """What a run's server recorded; a round counts where it did so for every layer."""
     found = {name: run.by_round(name) for name in run.names(ASSIGNED)}
-    rounds = sorted(set.intersection(*(set(one) for one in found.values())))
-    every = [found[name][round] for round in rounds for name in found]
-    clients = sorted({client for one in every for client in one})
-    experts = 1 + max((n for one in every for ids in one.values() for n in ids), default=0)
+    rounds = sorted(set.intersection(*map(set, found.values())))
+    given = [layer[round] for round in rounds for layer in found.values()]
+    clients = sorted({client for one in given for client in one})
+    experts = 1 + max((n for one in given for ids in one.values() for n in ids), default=0)
     held = np.zeros((len(rounds), len(found), len(clients), experts), dtype=bool)
-    for at, round in enumerate(rounds):
-        for layer, one in enumerate(found.values()):
-            for client, ids in one[round].items():
-                held[at, layer, clients.index(client), ids] = True
+    for (at, layer), one in zip(np.ndindex(held.shape[:2]), given, strict=True):
+        for client, ids in one.items():
+            held[at, layer, clients.index(client), ids] = True
     return Holdings(clients, [name.removeprefix(ASSIGNED) for name in found], rounds, held)
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Three figures for each label whose runs assign experts, of the run with the first seed."""
-    found = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNED)}
-    found = {label: one for label, one in found.items() if one.held.size}
+    every = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNED)}
+    found = {label: one for label, one in every.items() if one.held.size}
     if not found:
         yield LeftOut("Experts of each client", "no run uses a method that assigns experts")
     for label, one in found.items():
@@ -77,22 +76,17 @@ def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _in_common(label, one)
 
 
-def _some(count: int) -> list[int]:
-    """The first, the middle and the last of so many."""
-    return sorted({0, (count - 1) // 2, count - 1})
-
-
 def _who_holds_what(label: str, one: Holdings) -> Picture:
-    layers, times = _some(len(one.layers)), _some(len(one.rounds))
+    layers, times = (chosen_layers(None, len(every)) for every in (one.layers, one.rounds))
     clients, experts = one.held.shape[2:]
     panels = [(layer, at) for layer in layers for at in times]
 
     def draw(canvas: Canvas) -> Figure:
         paper, colour, lines = canvas.theme.paper, canvas.theme.colours[2], canvas.theme.lines
         height = max(0.17 * clients, 0.5) + 0.6
-        figure, axes = canvas.panels(
-            len(panels), height, len(times), "expert", sharex=True, sharey=True
-        )
+        across = (len(times), len(times))
+        shared = {"sharex": True, "sharey": True}
+        figure, axes = canvas.panels(len(panels), height, across, "expert", **shared)
         for axis, (layer, at) in zip(axes, panels, strict=True):
             axis.pcolormesh(
                 range(experts), range(clients), one.held[at, layer], vmin=0, vmax=1,
@@ -110,10 +104,8 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
         canvas.legend(figure, axes[0])
         return figure
 
-    rows = [
-        [client, *(_ids(one.held[-1, layer, place]) for layer in layers)]
-        for place, client in enumerate(one.clients)
-    ]
+    last = zip(one.clients, one.held[-1].swapaxes(0, 1), strict=True)
+    rows = [[client, *(_ids(own[layer]) for layer in layers)] for client, own in last]
     return Picture(
         f"experts-{path_part(label)}",
         f"Experts of each client, {label}",
@@ -136,11 +128,8 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
 
 def _part(what: str, shown: Sequence[int], count: int) -> str:
     """A sentence on what is left out, if anything is."""
-    return (
-        f" Only the first, middle and last of {count} {what} are shown."
-        if len(shown) < count
-        else ""
-    )
+    left = f" Only the first, middle and last of {count} {what} are shown."
+    return left if len(shown) < count else ""
 
 
 def _ids(held: np.ndarray) -> str:
@@ -153,7 +142,7 @@ def _how_many(label: str, one: Holdings) -> Picture:
     experts = one.held.shape[3]
 
     def draw(canvas: Canvas) -> Figure:
-        figure, (axis,) = canvas.panels(1, 2.4, 1, "round", "experts held, mean over layers")
+        figure, (axis,) = canvas.panels(1, 2.4, x="round", y="experts held, mean over layers")
         lines_by_client(canvas, axis, counts)
         canvas.legend(figure, axis)
         return figure

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -23,10 +22,8 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
             score = metric.shown(mean(run.result, metric.key))
             found.append((run.method, router["every"], router["steps"], score))
     runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
-    means = {
-        method: rows.pivot_table("score", "steps", "every")
-        for method, rows in runs.groupby("method", sort=False)
-    }
+    methods = runs.groupby("method", sort=False)
+    means = {method: rows.pivot_table("score", "steps", "every") for method, rows in methods}
     swept = {method: cells for method, cells in means.items() if cells.size > 1}
     if not swept:
         why = "no finished runs of the same method differ in router.every or router.steps"
@@ -37,12 +34,10 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
     """cells: mean scores, a row per `router.steps`, a column per `router.every`."""
-    values, metric = cells.to_numpy(), experiment.metric
-    steps, every = cells.index, cells.columns
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    metric, (steps, every) = experiment.metric, cells.shape
 
     def draw(canvas: Canvas) -> Figure:
-        figure = canvas.figure(0.45 * len(steps) + 1.3)
+        figure = canvas.figure(0.45 * steps + 1.3)
         named = cells.rename_axis(
             index="router.steps: updates per phase",
             columns="router.every: steps between router phases",
@@ -55,8 +50,9 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
         f"Router schedule of {method}",
         f"Mean {experiment.split} {metric.label} over clients, seeds and all other "
         f"differences between the runs. {metric.better}",
-        f"Heat map of {len(steps)} by {len(every)} router schedules; {metric.label} ranges "
-        f"from {number(low)} to {number(high)}. The table lists all values.",
+        f"Heat map of {steps} by {every} router schedules; {metric.label} ranges from "
+        f"{number(cells.min(axis=None))} to {number(cells.max(axis=None))}. The table lists all "
+        "values.",
         draw,
         frame_table(f"Mean {metric.label}", "router.steps \\ router.every", cells, ".2f"),
     )
