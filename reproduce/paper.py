@@ -15,8 +15,8 @@ from coterie.analysis.comparison import (
     differences_table,
     with_spread,
 )
-from coterie.analysis.floor import COMMONEST, has_floor
 from coterie.analysis.frame import Frame, Result
+from coterie.analysis.significance import COMMONEST, has_floor
 from coterie.analysis.tables import Summary, Table, shown_of
 from coterie.evaluation.metrics import METRICS, PERPLEXITY, Metric
 from reproduce.figures import compared as has_paper

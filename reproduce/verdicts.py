@@ -16,9 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from coterie.analysis.floor import at_floor
 from coterie.analysis.frame import Result, of_clients, scores
-from coterie.analysis.significance import Difference, differences
+from coterie.analysis.significance import Difference, at_floor, differences
 from coterie.analysis.tables import Table, shown_of
 from coterie.config.run import RunConfig
 from coterie.engines.session import Session

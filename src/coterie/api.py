@@ -182,7 +182,7 @@ def compare(
         floors.append(session.floor(config.model_copy(update={"seed": seed})))
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
-            results[name].append(cells.outcome(session, cell, path))
+            results[name].append(cells.finished(session, cell, path)[1])
             found = replace(found, results=_filled(results))
             write_comparison(found, path)
     return found

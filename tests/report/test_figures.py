@@ -185,6 +185,19 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
     assert expert_names(run, "anna", 2) == ["expert 1", "expert 2"]  # not what the run says
 
 
+def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
+    figures = [
+        (0, client, f"routing/{layer}", [0.25, 0.75])
+        for client, layers in (("anna", ["h.0.mlp", "h.1.mlp"]), ("ben", ["layers.0.mlp"]))
+        for layer in layers
+    ]
+    table = table_of(routing(one(written("run", COMIGS, figures=figures))))
+    assert table.columns == ["client", "expert", "1", "2"]
+    assert [row[2:] for row in table.rows] == [
+        ["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""],
+    ]  # fmt: skip
+
+
 def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> None:
     rows = [
         [(1, "anna", {"anna": 0.6, "ben": 0.4}), (1, "ben", {"anna": 0.2, "ben": 0.8})],
@@ -193,11 +206,14 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     for seed, found in enumerate(rows):
         figures = [(round, client, "trust", row) for round, client, row in found]
         written(f"cmp/{seed}", LOCAL, seed, figures=figures)
-    clients, rounds, weights = trust_matrices(one(tmp_path / "cmp").all)
-    assert (clients, rounds) == (["anna", "ben"], [2, 4])
-    assert weights[0].tolist() == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
-    assert np.isnan(weights[1, 0]).all()  # anna set no weights then
-    assert weights[1, 1].tolist() == [0.5, 0.5]
+    second, fourth = trust_matrices(one(tmp_path / "cmp").all).items()
+    assert (second[0], fourth[0]) == (2, 4)
+    for _, weights in (second, fourth):
+        assert list(weights.index) == list(weights.columns) == ["anna", "ben"]
+    rows = second[1].to_numpy().tolist()
+    assert rows == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
+    assert fourth[1].loc["anna"].isna().all()  # anna set no weights then
+    assert fourth[1].loc["ben"].tolist() == [0.5, 0.5]
     heat, lines = trust(one(tmp_path / "cmp"))
     assert table_of([heat]).rows == [["anna", "", ""], ["ben", "0.500", "0.500"]]
     drawn([lines])
@@ -209,8 +225,9 @@ def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) ->
         (1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in before + after
     ]
     written("cmp/0", LOCAL, 0, figures=figures)
-    _, _, weights = trust_matrices(one(tmp_path / "cmp").all)
-    assert weights.tolist() == [[pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]]
+    (weights,) = trust_matrices(one(tmp_path / "cmp").all).values()
+    rows = weights.to_numpy().tolist()
+    assert rows == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
 
 
 def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:

@@ -128,12 +128,10 @@ def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None
         (tmp_path / "mine" / f"{name}.txt").write_text(text)
     (grid,) = texts(coloured_texts(experiment, "last", tmp_path / "mine"))
     assert isinstance(grid, TextPicture)
-    assert (grid.rows, grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
+    assert (list(grid.texts), grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
     for model in grid.columns:
         for name, text in words.items():
-            cell = grid.cell(name, model)
-            assert cell is not None
-            assert "".join(piece for piece, _ in cell.pieces) == text
+            assert "".join(piece for piece, _ in grid.texts[name][model].pieces) == text
     assert grid.table is not None
     assert [row[0] for row in grid.table.rows] == ["note", "ode"]
     drawn([grid])

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
 from coterie.analysis.need import kept_dtype, need_of, process_memory
@@ -37,19 +35,17 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
     window = getattr(text, "max_position_embeddings", None)
     blocks = {type(layer).__name__: 0 for layer in layers(skeleton).values()}
     count = sum(parameter.numel() for parameter in skeleton.parameters())
-    dtype = str(kept_dtype(skeleton)).removeprefix("torch.")
+    kept = kept_dtype(skeleton)
+    template = "its own" if tokenizer.chat_template else "none; Coterie's plain one is used"
     rows = [
         ("architecture", type(skeleton).__name__),
         ("parameters", f"{count / 1e6:,.1f} million"),
-        ("weights", f"{dtype}, {_mib(count * kept_dtype(skeleton).itemsize)} MiB"),
+        ("weights", f"{str(kept).removeprefix('torch.')}, {_mib(count * kept.itemsize)} MiB"),
         ("layers", f"{len(layers(skeleton))} ({', '.join(blocks)})"),
         ("width", f"{text.hidden_size:,}"),
         ("context", "no limit" if window is None else f"{window:,} tokens"),
         ("vocabulary", f"{len(tokenizer):,} tokens; {embedding_rows(skeleton):,} embeddings"),
-        (
-            "chat template",
-            "its own" if tokenizer.chat_template else "none; Coterie's plain one is used",
-        ),
+        ("chat template", template),
     ]
     return Table(str(spec), ("", "base"), rows)
 
@@ -64,16 +60,14 @@ def stands_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> 
     }
     if client is not None and isinstance(method, AdapterMethod):
         makers = {config.label: partial(method.adapter, skeleton, config.seed, client)}
-    rows = [(what, place) for what, make in makers.items() for place in _stands(skeleton, make)]
+    rows: list[tuple[str, str]] = []
+    for what, make in makers.items():
+        try:
+            lines = coverage(skeleton, make().parts().values()).lines()
+        except CoterieError as error:
+            lines = (str(error),)
+        rows += [(what, line) for line in lines or ("nothing of the base",)]
     return Table("where adapters stand", ("adapter", "in the base"), rows)
-
-
-def _stands(skeleton: PreTrainedModel, make: Callable[[], Trainable]) -> tuple[str, ...]:
-    try:
-        parts = make().parts()
-    except CoterieError as error:
-        return (str(error),)
-    return coverage(skeleton, parts.values()).lines() or ("nothing of the base",)
 
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
@@ -81,14 +75,10 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
     programs = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
-        need = need_of(config, name)
+        title, need = f"{config.label} on {spec}", need_of(config, name)
         if need is None:
-            yield Table(
-                f"{config.label} on {spec}",
-                ("", "memory"),
-                (),
-                "There is no estimate for this method, or for this base.",
-            )
+            note = "There is no estimate for this method, or for this base."
+            yield Table(title, ("", "memory"), (), note)
             continue
         training = config.training_of(name)
         parts = {
@@ -106,7 +96,7 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
             f"{need.traffic / 1e6:.2f} MB of tensors."
         )
         rows = [(what, _mib(count)) for what, count in parts.items() if count]
-        yield Table(f"{config.label} on {spec}", ("memory of a client", "MiB"), rows, note)
+        yield Table(title, ("memory of a client", "MiB"), rows, note)
 
 
 def _mib(count: float) -> str:

@@ -20,14 +20,10 @@ class Cells:
         self.worked_on = 0
         """How many runs were not found finished."""
 
-    def outcome(self, session: Session, config: RunConfig, path: Path) -> dict[str, Any]:
-        """The outcome of a run, whose folder is in `path`; see `RunFolder.outcome`."""
-        return self.finished(session, config, path)[1]
-
     def finished(
         self, session: Session, config: RunConfig, path: Path
     ) -> tuple[RunFolder, dict[str, Any]]:
-        """The same, with the folder of the run."""
+        """The folder of a run, which is in `path`, and its outcome; see `RunFolder.outcome`."""
         self.number += 1
         folder = self._folder(session, config, path)
         with folder.lock():

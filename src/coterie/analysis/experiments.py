@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ class ReportedRun:
         about, result = folder.description, folder.outcome
         if result is not None:
             read_json(folder.path, "result.json", Outcome)
-        if result is not None and not result[result["reports"]]:
-            result = None
+            result = result if result[result["reports"]] else None
         found, server = metrics(folder.metrics()), about.get("server", {})
         return cls(folder.path, about["config"], about["clients"], found, result, server)
 
@@ -197,10 +197,9 @@ class Experiment:
         return named, served
 
     @property
-    def first(self) -> Iterator[tuple[str, ReportedRun]]:
+    def first(self) -> list[tuple[str, ReportedRun]]:
         """Of each label the drawn run with the smallest seed."""
-        for label, runs in self.drawn.items():
-            yield label, runs[0]
+        return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
     def finished(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -218,16 +217,16 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
     for path in paths:
         for name, folder in _find(path):
             found.setdefault(folder.path.resolve(), (name, ReportedRun.read(folder)))
-    together: dict[str, tuple[str, list[ReportedRun]]] = {}
+    together: dict[str, list[tuple[str, ReportedRun]]] = {}
     for name, run in found.values():
-        together.setdefault(_texts_and_base(run), (name, []))[1].append(run)
-    names: list[str] = []
-    for name, _ in together.values():
-        names.append(f"{name}-{names.count(name) + 1}" if name in names else name)
-    return [
-        Experiment(name, _by_label(runs))
-        for name, (_, runs) in zip(names, together.values(), strict=True)
-    ]
+        together.setdefault(_texts_and_base(run), []).append((name, run))
+    named: dict[str, Experiment] = {}
+    for alike in together.values():
+        name = alike[0][0]
+        choices = chain([name], (f"{name}-{n}" for n in count(2)))
+        unique = next(choice for choice in choices if choice not in named)
+        named[unique] = Experiment(unique, _by_label([run for _, run in alike]))
+    return list(named.values())
 
 
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:

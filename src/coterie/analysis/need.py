@@ -85,7 +85,7 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
     cast = dtype != kept or spec.quantised or (kept, training.precision) == CAST
     pages = kept.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
     skeleton.to(dtype)
-    moments = _moments(training)
+    copies = 2 + _moments(training)  # with the gradient
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = skeleton.to_empty(device="cpu")
         model.tie_weights()  # which have come apart
@@ -96,13 +96,11 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
         if not isinstance(side, AdapterClient):
             return None
         step, scoring = _training(config, side), _evaluation(config, side)
-        parts = side.parts().values()
-        frozen = sum(part.parameter.nbytes for part in parts if part.role == "frozen")
-        trained = sum(part.parameter.nbytes for part in parts) - frozen
+        parts = [(p.parameter.nbytes, p.role == "frozen") for p in side.parts().values()]
         return Need(
             weights=weights,
             pages=pages,
-            adapter=frozen + trained * (2 + moments),
+            adapter=sum(size * (1 if frozen else copies) for size, frozen in parts),
             step=step,
             scoring=scoring,
             traffic=sum(tensor.nbytes for tensor in side.shared.values()),
@@ -163,8 +161,7 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     model = side.model()
     adapter.require_grad(*{part.role for part in adapter.parts().values()} - {"frozen"})
     with Alive() as alive:
-        rows = training.at_once * _samples(config)
-        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
+        ids = _ids(config, training.at_once)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
             loss = language_model_loss(model, ids)
         loss.backward()
@@ -173,17 +170,16 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     return alive.peak
 
 
-def _samples(config: RunConfig) -> int:
-    """Samples that a pass reads for one of a batch: a pair has two."""
-    return 1 if config.data.preferences is None else 2
+def _ids(config: RunConfig, count: int) -> Tensor:
+    """Tokens that a pass reads for so many samples of a batch: a pair has two."""
+    rows = count * (1 if config.data.preferences is None else 2)
+    return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
 
 
 def _evaluation(config: RunConfig, side: AdapterClient) -> int:
     """The most that scoring a batch holds."""
     with Alive() as alive, autocast(side.context.training.precision, "cpu"):
-        rows = config.evaluation.batch * _samples(config)
-        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
-        token_losses(side.model(), ids)
+        token_losses(side.model(), _ids(config, config.evaluation.batch))
     return alive.peak
 
 

@@ -45,10 +45,8 @@ class Tuner:
             self.session.check(*found)
         except CoterieError as error:
             raise CoterieError(f"{row} cannot be tuned so: {error}") from error
-        names = (f"{path_part(row)}-trial{number}" for number in range(1, len(found) + 1))
-        return [
-            run.model_copy(update={"name": name}) for run, name in zip(found, names, strict=True)
-        ]
+        name = f"{path_part(row)}-trial"
+        return [run.model_copy(update={"name": f"{name}{n}"}) for n, run in enumerate(found, 1)]
 
     def choose(
         self, cells: Cells, trials: Sequence[RunConfig], path: Path, point: str | None = None
@@ -65,7 +63,9 @@ class Tuner:
             chosen = ", ".join(f"{key} = {value}" for key, value in settings.items())
             cells.report(f"{trial.name}: {trial.label} with {chosen}")
             try:
-                outcome = cells.outcome(self.session, _on_validation(trial), path / TRIALS)
+                scored = trial.evaluation.model_copy(update={"split": "validation"})
+                run = trial.model_copy(update={"evaluation": scored})
+                _, outcome = cells.finished(self.session, run, path / TRIALS)
             except Diverged as why:
                 cells.report(f"{why} This trial is left out.")
                 rows.append({"settings": settings, "diverged": True})
@@ -79,11 +79,6 @@ class Tuner:
             raise CoterieError(f"All trials of {trials[0].label} diverged; tune with other values.")
         best = min(ranked)[1]
         return trials[best], {"settings": self.grid[best], "seed": trials[0].seed, "trials": rows}
-
-
-def _on_validation(config: RunConfig) -> RunConfig:
-    scored = config.evaluation.model_copy(update={"split": "validation"})
-    return config.model_copy(update={"evaluation": scored})
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -85,8 +85,9 @@ def _who_holds_what(label: str, one: Holdings) -> Picture:
         paper, colour, lines = canvas.theme.paper, canvas.theme.colours[2], canvas.theme.lines
         height = max(0.17 * clients, 0.5) + 0.6
         across = (len(times), len(times))
-        shared = {"sharex": True, "sharey": True}
-        figure, axes = canvas.panels(len(panels), height, across, "expert", **shared)
+        figure, axes = canvas.panels(
+            len(panels), height, across, "expert", sharex=True, sharey=True
+        )
         for axis, (layer, at) in zip(axes, panels, strict=True):
             axis.pcolormesh(
                 range(experts), range(clients), one.held[at, layer], vmin=0, vmax=1,

@@ -93,7 +93,7 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _operations(experiment, costs, fedavg[0] if fedavg else None)
 
 
-def _operations(experiment: Experiment, costs: Mapping[str, Cost], fedavg: str | None) -> Picture:
+def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | None) -> Picture:
     look, what = looks(list(experiment.runs)), "GFLOP per round, all clients together"
     flops: Frame = pd.DataFrame.from_dict(costs, orient="index") / GIGA
     totals = flops.sum(axis=1)
