@@ -14,7 +14,7 @@ from coterie.analysis.routers import expert_names
 from coterie.analysis.tables import Table
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.methods.registry import available
-from coterie.report.assignment import assignment, holdings
+from coterie.report.assignment import assignment, holdings, shared
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth
 from coterie.report.division import division
@@ -127,16 +127,16 @@ def assigned(written):
 
 
 def test_assignments_become_who_held_what(assigned) -> None:
-    one_run = holdings(one(assigned).all[0])
-    assert one_run.clients == ["anna", "ben", "carl"]
-    assert one_run.layers == ["h.0.c_attn", "h.1.c_attn"]
-    assert one_run.rounds == [1, 2]
-    assert one_run.held.shape == (2, 2, 3, 4)
-    assert np.flatnonzero(one_run.held[1, 0, 0]).tolist() == [0, 1, 2]
-    assert one_run.counts().tolist() == [[1.5, 1, 1], [2, 1.5, 0.5]]
+    held = holdings(one(assigned).all[0])
+    rounds, layers, clients = (held.index.unique(n) for n in ("round", "layer", "client"))
+    assert list(clients) == ["anna", "ben", "carl"]
+    assert list(layers) == ["h.0.c_attn", "h.1.c_attn"]
+    assert list(rounds) == [1, 2]
+    assert held.shape == (2 * 2 * 3, 4)
+    assert np.flatnonzero(held.loc[(2, "h.0.c_attn", "anna")]).tolist() == [0, 1, 2]
     # Of anna and ben 2 of 3 on the first layer, 1 of 1 on the second; carl holds none on the first.
     expected = [[1, (2 / 3 + 1) / 2, 1 / 2], [(2 / 3 + 1) / 2, 1, 1 / 2], [1 / 2, 1 / 2, 1]]
-    assert one_run.shared() == pytest.approx(np.array(expected))
+    assert shared(held.loc[2]).to_numpy() == pytest.approx(np.array(expected))
 
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
@@ -144,7 +144,9 @@ def test_assignments_are_drawn_with_their_tables(assigned) -> None:
     assert table_of([who]).rows == [
         ["anna", "0, 1, 2", "3"], ["ben", "1, 2", "3"], ["carl", "none", "3"],
     ]  # fmt: skip
-    assert table_of([how_many]).rows[0] == ["anna", "1.50", "2.00"]
+    assert table_of([how_many]).rows == [
+        ["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"],
+    ]  # fmt: skip
     assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
 
 
