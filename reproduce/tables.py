@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.analysis.cells import Cells
+from coterie.analysis.cells import Cells, Tuner
 from coterie.analysis.comparison import check_against
 from coterie.analysis.tables import Summary
-from coterie.analysis.tuning import Tuner
 from coterie.config.run import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError

@@ -8,10 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from coterie.analysis import Comparison, Table, run_table
-from coterie.analysis.cells import Cells
-from coterie.analysis.comparison import check_against
-from coterie.analysis.gains import gains
-from coterie.analysis.tuning import Tuner
+from coterie.analysis.cells import Cells, Tuner
+from coterie.analysis.comparison import check_against, gains
 from coterie.config.read import load_config
 from coterie.config.run import RunConfig, parse
 from coterie.engines.floor import floor_in

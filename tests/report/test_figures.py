@@ -10,17 +10,15 @@ import pytest
 from drawing import drawn
 
 from coterie.analysis.experiments import Experiment, experiments
-from coterie.analysis.routers import expert_names
 from coterie.analysis.tables import Table
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.methods.registry import available
 from coterie.report.assignment import assignment, holdings, shared
 from coterie.report.cost import traffic
-from coterie.report.curves import curves, smooth
+from coterie.report.curves import curves, smooth, sweep
 from coterie.report.division import division
 from coterie.report.routing import routing
 from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
-from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
 from coterie.report.uploads import uploads
 
@@ -184,7 +182,7 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         ["ben", "specialist", "0.200"],
     ]
     run = one(folder).all[0]
-    assert expert_names(run, "anna", 2) == ["expert 1", "expert 2"]  # not what the run says
+    assert run.expert_names("anna", 2) == ["expert 1", "expert 2"]  # not what the run says
 
 
 def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:

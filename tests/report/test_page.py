@@ -12,8 +12,7 @@ from rich.console import Console
 
 import coterie
 import coterie.cli
-from coterie.analysis.experiments import experiments
-from coterie.analysis.routers import chosen_layers
+from coterie.analysis.experiments import chosen_layers, experiments
 from coterie.analysis.texts import _beginning, _pieces, coloured_texts
 from coterie.config.run import parse
 from coterie.data.examples import Examples

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from coterie.analysis.frame import Column, Result, mean_score, over_runs, std
+from coterie.analysis.frame import Column, Result, mean_score, of_clients, over_runs, scores, std
 from coterie.analysis.significance import (
     COMMONEST,
     Difference,
@@ -16,12 +16,14 @@ from coterie.analysis.significance import (
     differences,
     has_floor,
 )
-from coterie.analysis.tables import KEPT, Summary, Table, shown_of
+from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import PERPLEXITY, Metric
 
 ALIKE = 12
 """Decimals to which figures must be the same to rank the same: what follows is rounding."""
+ALONE = "local"
+"""The method with which clients learn nothing from each other."""
 MARK = "="
 """Beside the rank of a row that does not differ significantly."""
 
@@ -280,3 +282,42 @@ def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
     """A metric's mean and, of several seeds, its standard deviation."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.key]) + spread
+
+
+def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
+    """Who does better with the last method of a run than alone, who worse, and who the same.
+
+    Results by method, one seed, as `RunFolder.outcome` has them; asked: as in `metric_of`. None
+    where there is nothing to compare: no run of `local`, or no scores by window.
+    """
+    method, joint = list(results.items())[-1]
+    if method == ALONE or ALONE not in results:
+        return None
+    alone, metric = results[ALONE], shown_of(results.values(), asked)
+    better, worse, same = [], [], []
+    for client in sorted(scores(joint).index):
+        pair = {ALONE: [of_clients(alone, [client])], method: [of_clients(joint, [client])]}
+        found = differences(pair, ALONE, metric)[method]
+        if not isinstance(found, Difference):
+            return None
+        before = float(scores(alone)[metric.key][client])
+        told = f"{client} ({_change(found.value, before, metric)})"
+        kind = better if metric.order(found.value) < 0 else worse
+        (kind if found.significant else same).append(told)
+    lower, higher = ("higher", "lower") if metric.share else ("lower", "higher")
+    parts = [
+        f"{what} for {listed(names)}"
+        for what, names in ((lower, better), (higher, worse), ("much the same", same))
+        if names
+    ]
+    return (
+        f"With {method} in place of {ALONE}, {metric.name} is {'; '.join(parts)}. (Differences are "
+        "told apart from chance by the test texts of this one run, at 95 %.)"
+    )
+
+
+def _change(value: float, before: float, metric: Metric) -> str:
+    """A difference as people say it: of a share in points, of perplexity in per cent of it."""
+    if metric.share:
+        return f"{metric.shown(value):+.1f} points"
+    return f"{100 * value / before:+.1f} %"

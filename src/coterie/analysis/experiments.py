@@ -21,13 +21,18 @@ from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
 from coterie.messages.names import SERVER_SCORE, TEST
+from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import SERVER, Method
-from coterie.methods.registry import POOLED, kind_of, names
+from coterie.methods.registry import POOLED, kind_of, method_from, names
 from coterie.runs import RunFolder
 from coterie.runs.read import Outcome, read_json
 
 MEAN = "mean over clients"
 """A column beside the clients', of whose names none has a space."""
+WEIGHTS = "routing/"
+"""How the figures of a layer's routers begin."""
+ASSIGNED = "assignment/"
+"""How the figures of a layer's experts that choose their clients begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,26 @@ class ReportedRun:
     def names(self, prefix: str) -> list[str]:
         """Names of figures that begin so, in the order of their first appearance."""
         return [name for name in self.metrics["name"].unique() if name.startswith(prefix)]
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether it recorded its routers' weights, of experts that stay with their clients."""
+        return bool(self.names(WEIGHTS)) and not self.names(ASSIGNED)
+
+    def expert_names(self, client: str, count: int) -> list[str]:
+        """What to call a client's experts: by their role, numbered where there are several."""
+        try:
+            method = method_from(dict(self.config["method"]))
+            roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
+        except CoterieError:  # a method that is not installed here
+            roles = ()
+        if len(roles) != count:
+            return [f"expert {n + 1}" for n in range(count)]
+        several = {role for role in roles if roles.count(role) > 1}
+        return [
+            f"{role} {roles[: n + 1].count(role)}" if role in several else role
+            for n, role in enumerate(roles)
+        ]
 
     def by_round(self, name: str) -> dict[int, Any]:
         """Values of one figure of the run itself, by round (1 is the first)."""
@@ -289,3 +314,17 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}.{name}", setting) for name, setting in inner.items())
             if not inner:
                 yield f"{section}.{key}", value
+
+
+def chosen_layers(layer: str | None, count: int) -> list[int]:
+    """Which of so many layers are shown, from 0; raises CoterieError if there is no such layer."""
+    if not count:
+        return []  # a client with one expert has no router
+    named = {"first": 0, "middle": (count - 1) // 2, "last": count - 1}
+    if layer is None:
+        return sorted(set(named.values()))
+    if layer in named:
+        return [named[layer]]
+    if not (layer.isdecimal() and 1 <= int(layer) <= count):
+        raise CoterieError(f"--layer takes first, middle, last, or a number from 1 to {count}.")
+    return [int(layer) - 1]

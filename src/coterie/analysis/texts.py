@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
-from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import WEIGHTS, chosen_layers, expert_names, has_routers
+from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun, chosen_layers
 from coterie.bases import Tokenizer, context_token
 from coterie.config.run import parse
 from coterie.data.files import read_text
@@ -57,7 +56,7 @@ def coloured_texts(
     """
     found: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:
-        if has_routers(run):
+        if run.has_routers:
             try:
                 found[label] = list(_colour(run, layer, folder))
             except CoterieError as error:
@@ -92,7 +91,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
                     client,
                     text_of,
                     f"layer {number + 1} of {len(chosen)}",
-                    expert_names(run, client, count),
+                    run.expert_names(client, count),
                     list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
                 )
 

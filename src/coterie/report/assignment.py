@@ -12,9 +12,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.experiments import ASSIGNED, Experiment, ReportedRun, chosen_layers
 from coterie.analysis.frame import Column, Frame
-from coterie.analysis.routers import ASSIGNED, chosen_layers
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.report.plots import evenly, lines_by_client, of_pairs

@@ -18,12 +18,11 @@ from coterie.engines.floor import floor_in
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
-from coterie.report.curves import curves
+from coterie.report.curves import curves, sweep
 from coterie.report.division import division
 from coterie.report.relevance import relevance
 from coterie.report.routing import routing
 from coterie.report.style import DARK, LIGHT, THEMES, Canvas, LeftOut, Picture, Theme
-from coterie.report.sweep import sweep
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust

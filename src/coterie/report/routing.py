@@ -8,9 +8,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import Experiment, ReportedRun
+from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun
 from coterie.analysis.frame import Frame
-from coterie.analysis.routers import WEIGHTS, expert_names, has_routers
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
 from coterie.report.style import Canvas, LeftOut, Picture
@@ -18,11 +17,11 @@ from coterie.report.style import Canvas, LeftOut, Picture
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """A figure per label whose runs have routers."""
-    routed = [label for label, run in experiment.first if has_routers(run)]
+    routed = [label for label, run in experiment.first if run.has_routers]
     if not routed:
         yield LeftOut("Expert scores", "no run has routers over a fixed set of experts")
     for label in routed:
-        yield _scores(label, [r for r in experiment.drawn[label] if has_routers(r)])
+        yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
 
 
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
@@ -31,7 +30,7 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     # By layer, client and round; a column per expert, of which clients may have fewer than others.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()
     counts = means.groupby("client").first().count(axis=1)
-    experts = {client: expert_names(runs[0], client, count) for client, count in counts.items()}
+    experts = {client: runs[0].expert_names(client, count) for client, count in counts.items()}
     panels: dict[tuple[str, str], Frame] = {}  # a row per round, a column per layer of the client
     for client, names in experts.items():
         own = means.xs(client, level="client")
