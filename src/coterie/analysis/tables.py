@@ -108,11 +108,6 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
     return Table(title, [corner, *map(str, figures)], rows)
 
 
-def mean(result: Result, key: str) -> float:
-    """A metric's mean over clients."""
-    return float(scores(result)[key].mean())
-
-
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
     """What to show of results, of which the server's scores are a part; see `metric_of`."""
     found = [[*result[result["reports"]].values(), result.get("server")] for result in results]

@@ -41,7 +41,7 @@ def base(
     else:
         here = [f"data_root={Path.cwd()}", f"base={what}", *(settings or ())]
         config = load_with_any_text(read_values(None, here))
-    from coterie.analysis.base import base_table, need_tables, stands_table
+    from coterie.analysis.need import base_table, need_tables, stands_table
 
     clients = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():

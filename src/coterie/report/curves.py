@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
-from coterie.analysis.frame import Column, Frame
-from coterie.analysis.tables import Table, frame_table, listed, mean
+from coterie.analysis.frame import Column, Frame, mean_score
+from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, scale, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
@@ -87,7 +87,10 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
     look, last = looks(list(experiment.runs)), LAST if keeps(experiment) else ""
     figures = experiment.series.groupby(["label", "round"]).agg(["mean", "std"])
-    y = f"{experiment.split} {metric.label}"
+    y, unit = f"{experiment.split} {metric.label}", " (%)" if metric.share else ""
+    means = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
+    means = means.loc[[label for label in experiment.runs if label in means.index]]
+    means = means.iloc[:, evenly(len(means.columns), 10)]
 
     return Picture(
         metric.key,
@@ -99,16 +102,8 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
         f"one for each of {listed(panels[1:])}. The table lists the mean over clients by round."
         f"{last}",
         lambda canvas: over_rounds(canvas, figures, best, panels, look, metric, y),
-        _rounds_table(experiment),
+        frame_table(f"Mean over clients by round{unit}", "method", means, ".2f"),
     )
-
-
-def _rounds_table(experiment: Experiment) -> Table:
-    found = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
-    means = found.loc[[label for label in experiment.runs if label in found.index]]
-    means = means.iloc[:, evenly(len(means.columns), 10)]
-    unit = " (%)" if experiment.metric.share else ""
-    return frame_table(f"Mean over clients by round{unit}", "method", means, ".2f")
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
@@ -214,7 +209,7 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     for run in experiment.all:
         router = run.config["method"].get("router") or {}
         if run.result is not None and {"every", "steps"} <= router.keys():
-            score = metric.shown(mean(run.result, metric.key))
+            score = metric.shown(mean_score([run.result], metric.key))
             found.append((run.method, router["every"], router["steps"], score))
     runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
     methods = runs.groupby("method", sort=False)

@@ -171,8 +171,8 @@ class Canvas:
 
     def heat(self) -> Colormap:
         """From paper to full colour, for shares and scores: light is little on any paper."""
-        name = "Blues" if self.theme is LIGHT else "viridis"
-        low, high = (0.0, 0.85) if self.theme is LIGHT else (0.12, 0.95)
+        light = self.theme is LIGHT
+        name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:
