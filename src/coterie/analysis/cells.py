@@ -52,17 +52,13 @@ class Cells:
         description = session.description(config, session.participants(config))
         same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
         folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
-        if not folder.is_run:
-            self._say(config)
-        elif session.changed(folder, config):
-            self._say(config, " (again, as the texts have changed)")
+        kept = folder.is_run and not session.changed(folder, config)
+        if kept:
+            more = "" if folder.result is None else " (already finished)"
         else:
-            self._say(config, "" if folder.result is None else " (already finished)")
-            return folder
-        return RunFolder.create(folder.path, description, force=True)
-
-    def _say(self, config: RunConfig, more: str = "") -> None:
+            more = " (again, as the texts have changed)" if folder.is_run else ""
         self.report(f"Run {self.number} of {self.total}: {config.name}{more}")
+        return folder if kept else RunFolder.create(folder.path, description, force=True)
 
 
 class Tuner:

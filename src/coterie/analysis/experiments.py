@@ -174,8 +174,8 @@ class Experiment:
 
         A mean that loses a seed on its way would jump where nothing happened.
         """
-        finished = {label: [r for r in runs if r.result] for label, runs in self.runs.items()}
-        return {label: finished[label] or list(runs) for label, runs in self.runs.items()}
+        runs = self.runs.items()
+        return {label: [r for r in own if r.result] or list(own) for label, own in runs}
 
     @property
     def split(self) -> str:
