@@ -18,7 +18,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
 from coterie.runs import Watch
-from reproduce.messages import fields, traffic
+from reproduce.messages import traffic
 from reproduce.overlap import jaccard, ranges
 from reproduce.pages import markdown, page_name, read_result
 from reproduce.paper import PaperColumn, PaperTable
@@ -142,7 +142,7 @@ def _measured(shows: str, sessions: Sequence[tuple[Column, Session]]) -> Summary
                 columns[name] = sizes(session.participants(column.run))
             case _:
                 cells = column.cells.items()
-                columns[name] = {row: fields(traffic(session, cell)) for row, cell in cells}
+                columns[name] = {row: traffic(session, cell) for row, cell in cells}
     return {"columns": columns, **more, "paper": {c.spec.name: c.spec.paper for c, _ in sessions}}
 
 

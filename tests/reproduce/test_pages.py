@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from coterie import CoterieError
-from reproduce.messages import Weight, fields
 from reproduce.pages import INDEX, pages, shown, write_docs
 from reproduce.paper import PaperColumn, PaperTable
 
@@ -25,7 +24,8 @@ def scores(file: str, regime: str | None = None) -> dict[str, Any]:
 
 
 SHARES = {"X": {"a": {"a": 1, "b": 0.25}, "b": {"a": 0.25, "b": 1}}}
-FIELDS = {"X": {"fedavg": fields([Weight("a", "up", "adapter", "pairs", 9)])}}
+FIELD = {"way": "up", "field": "adapter", "what": "pairs", "bytes": {"a": 9}}
+FIELDS = {"X": {"fedavg": [FIELD]}}
 
 
 @pytest.mark.parametrize(
