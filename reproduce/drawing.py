@@ -173,7 +173,7 @@ def _lines(summary: Summary) -> Drawn:
         for row in rows:
             found: Frame = pd.DataFrame([frame.loc[row] for frame in frames], places)
             if found["mean"].notna().any():
-                line(canvas, axis, places, found["mean"], found["std"].fillna(0.0), look[row], row)
+                line(canvas, axis, found, look[row], row)
             marks = {"color": canvas.colour(look[row]), "marker": look[row].marker}
             axis.plot(places, found["paper"], **marks, **hollow)
         if compared(summary):

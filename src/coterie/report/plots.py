@@ -1,7 +1,6 @@
 """What several figures have in common: lines with bands, logarithmic axes, heat maps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import AutoLocator, LogLocator, NullLocator
 
-from coterie.analysis.frame import Column, Frame
+from coterie.analysis.frame import Frame
 from coterie.evaluation.metrics import Metric
 from coterie.report.style import LIGHT, Canvas, Look, number
 
@@ -47,11 +46,10 @@ def entry(label: str) -> str:
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
 
 
-def line(
-    canvas: Canvas, axis: Axes, x: Any, mean: Column, spread: Column, look: Look, label: str
-) -> None:
-    """A line with a marker at every point and a band of one standard deviation."""
-    colour = canvas.colour(look)
+def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
+    """A line of `mean`, with a marker at every point, and a band of one `std` over the index."""
+    colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
+    spread = figures["std"].fillna(0.0)  # of one seed there is none
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
     axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
 
@@ -78,9 +76,8 @@ def over_rounds(
     figure, axes = canvas.panels(len(panels), 2.1, (2, 3), "round", y)
     for axis, panel in zip(axes, panels, strict=True):
         for label in labels:
-            # Of one seed there is no deviation.
-            found = figures[panel].loc[label].dropna(subset=["mean"]).fillna(0.0)
-            line(canvas, axis, found.index, found["mean"], found["std"], look[label], label)
+            found = figures[panel].loc[label].dropna(subset=["mean"])
+            line(canvas, axis, found, look[label], label)
         axis.set_title(panel)
         scale(axis, "y", metric)
     canvas.legend(figure, axes[0])
