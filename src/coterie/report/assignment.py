@@ -49,7 +49,7 @@ def shared(held: Frame) -> Frame:
     shares = []
     for _, own in held.astype(float).groupby("layer", observed=True):
         own = own.droplevel("layer")
-        both, sizes = own @ own.T, own.sum(axis=1)
+        both, sizes = own @ own.T, own.sum(axis=1).to_numpy()
         shares.append(both / (np.add.outer(sizes, sizes) - both))
     return pd.concat(shares).groupby("client").mean()
 
