@@ -20,7 +20,7 @@ from coterie.analysis.tables import Summary
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
 from coterie.files import write_bytes, writing
-from coterie.report.plots import SPREAD, heat_map, line, over_rounds, plain_log, scale_of
+from coterie.report.plots import SPREAD, heat_map, line, over_rounds, scale, scale_of
 from coterie.report.style import LIGHT, Canvas, Picture, looks
 from reproduce.figures import HOLLOW, compared, figures, kind_of
 from reproduce.pages import IMAGES, page_name, read_result, write_pages
@@ -107,8 +107,7 @@ def _dots(summary: Summary) -> Drawn:
     paper = compared(summary)
 
     def draw(canvas: Canvas) -> Figure:
-        lines = ceil(len(columns) / 4)
-        across = 1 if canvas.narrow else ceil(len(columns) / lines)
+        across = (1, ceil(len(columns) / ceil(len(columns) / 4)))
         x = labels[0] if len(set(labels)) == 1 else ""
         height = 0.22 * len(rows) + (1.05 if paper else 0.75)
         figure, axes = canvas.panels(len(columns), height, across, x, sharey=True)
@@ -118,15 +117,15 @@ def _dots(summary: Summary) -> Drawn:
             axis.set_yticks(range(len(rows)), rows)
             if not x:
                 axis.set_xlabel(label)
-            shift, share = 0.14 * paper, _metric(column).share
+            shift, metric = 0.14 * paper, _metric(column)
             ours = found[["mean", "std"]].to_numpy()
-            _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], "ours", -shift, share)
+            _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], -shift, metric)
             if paper:
                 theirs = found[["paper", "paper_std"]].to_numpy()
                 colour = canvas.theme.colours[PAPER]
                 above = axis.twiny()
                 above.grid(False)
-                _row_of_dots(above, theirs, "D", colour, "the paper's", shift, share)
+                _row_of_dots(above, theirs, "D", colour, shift, metric)
                 axis.plot([], [], "D", color=colour, mfc="none", mew=1.4, label="the paper's")
             axis.margins(y=0.6 / len(rows))
         axes[0].invert_yaxis()
@@ -138,26 +137,19 @@ def _dots(summary: Summary) -> Drawn:
 
 
 def _row_of_dots(
-    axis: Axes,
-    figures: np.ndarray,
-    marker: str,
-    colour: str,
-    label: str,
-    shift: float,
-    share: bool,
+    axis: Axes, figures: np.ndarray, marker: str, colour: str, shift: float, metric: Metric
 ) -> None:
     """Means with bars of one deviation, figures: (rows, 2), on a scale in the dots' colour."""
     places = np.arange(len(figures)) + shift
     axis.errorbar(
-        figures[:, 0], places, xerr=figures[:, 1], fmt=marker, color=colour, label=label,
+        figures[:, 0], places, xerr=figures[:, 1], fmt=marker, color=colour, label="ours",
         markerfacecolor=colour if marker == "o" else "none", elinewidth=1.4, capsize=2,
         markersize=6, markeredgewidth=1.4,
     )  # fmt: skip
     axis.margins(x=0.08)
     axis.tick_params(axis="x", colors=colour)
-    if not share and not np.isnan(figures[:, 0]).all():
-        axis.set_xscale("log")
-        plain_log(axis.xaxis)
+    if not np.isnan(figures[:, 0]).all():
+        scale(axis, "x", metric)
 
 
 def _lines(summary: Summary) -> Drawn:
@@ -181,7 +173,7 @@ def _lines(summary: Summary) -> Drawn:
         for row in rows:
             found: Frame = pd.DataFrame([frame.loc[row] for frame in frames], places)
             if found["mean"].notna().any():
-                line(canvas, axis, places, found["mean"], found["std"].fillna(0.0), look[row], row)
+                line(canvas, axis, found, look[row], row)
             marks = {"color": canvas.colour(look[row]), "marker": look[row].marker}
             axis.plot(places, found["paper"], **marks, **hollow)
         if compared(summary):
@@ -189,9 +181,7 @@ def _lines(summary: Summary) -> Drawn:
         axis.set_xticks(places, names)
         axis.set_xlabel(summary["figure"]["x"])
         axis.set_ylabel(f"{summary['split']} {metric.label}")
-        if not metric.share:
-            axis.set_yscale("log")
-            plain_log(axis.yaxis)
+        scale(axis, "y", metric)
         canvas.legend(figure, axis)
         return figure
 
@@ -211,9 +201,8 @@ def _heat_maps(summary: Summary) -> Drawn:
     }
 
     def draw(canvas: Canvas) -> Figure:
-        across = 1 if canvas.narrow else len(cells)
         height = 0.42 * len(columns[0]["rows"]) + 0.9
-        drawn, axes = canvas.panels(len(cells), height, across)
+        drawn, axes = canvas.panels(len(cells), height, (1, len(cells)))
         for axis, (title, found) in zip(axes, cells.items(), strict=True):
             heat_map(canvas, drawn, axis, found, f"mean {_metric(columns[0]).label}")
             if len(cells) > 1:
@@ -235,12 +224,11 @@ def _curves(summary: Summary, column: Summary) -> Drawn:
     every: Frame = pd.concat(frames, names=["label", "round"])
     clients: Sequence[str] = sorted(set(every.columns.get_level_values(0)) - {MEAN})
     look, y = looks([row["row"] for row in column["rows"]]), f"{summary['split']} {metric.label}"
-
-    def draw(canvas: Canvas) -> Figure:
-        return over_rounds(canvas, every, list(kept), [MEAN, *clients], look, metric, y)
-
     what = f"{y.capitalize()} of each client's model after every evaluated round"
-    return f"{what}{scale_of(metric)}. {SPREAD} {metric.better}", draw
+    return (
+        f"{what}{scale_of(metric)}. {SPREAD} {metric.better}",
+        lambda canvas: over_rounds(canvas, every, list(kept), [MEAN, *clients], look, metric, y),
+    )
 
 
 if __name__ == "__main__":

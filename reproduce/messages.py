@@ -1,7 +1,6 @@
 """Tables of what the messages of an exchange weigh, by field (PCL, arXiv 2404.09753, table 5)."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from coterie.analysis.audit import WHOLE, size
@@ -14,48 +13,29 @@ from coterie.messages.schema import Field, Schema, Way
 from coterie.training.context import ClientId
 
 
-@dataclass(frozen=True)
-class Weight:
-    """The size of one declared field, or of a whole message, for one client and exchange."""
-
-    client: ClientId
-    way: Way
-    field: str
-    what: str
-    bytes: int
-
-
-def traffic(session: Session, config: RunConfig) -> list[Weight]:
-    """Bytes up and down per client of a method's first exchange, by declared field."""
+def traffic(session: Session, config: RunConfig) -> list[dict[str, Any]]:
+    """Every declared field of a method's first exchange, up and down, with its bytes by client."""
     run = start(session, config)
+    found: dict[tuple[Way, str, str], dict[ClientId, int]] = {}
+    for client, messages in first_exchange(run).items():
+        for way in ("up", "down"):
+            for field, what, weight in _weights(run.schema, way, messages[way]):
+                found.setdefault((way, field, what), {})[client] = weight
     return [
-        weight
-        for name, messages in first_exchange(run).items()
-        for way in ("up", "down")
-        for weight in _weights(run.schema, way, name, messages[way])
+        {"way": way, "field": field, "what": what, "bytes": sizes}
+        for (way, field, what), sizes in found.items()
     ]
 
 
-def _weights(schema: Schema, way: Way, name: ClientId, message: Message) -> Iterable[Weight]:
+def _weights(schema: Schema, way: Way, message: Message) -> Iterator[tuple[str, str, int]]:
+    """Each field, what it is, and its bytes; then the whole message's."""
     declared: tuple[Field, ...] = getattr(schema, way)
     sizes = {name: size(value) for name, value in message.values.items()}
     for _, group, _, tensor in message.tensors():
         sizes[group] = sizes.get(group, 0) + size(tensor)
     for one in {one.name: one for one in declared}.values():
-        yield Weight(name, way, one.name, one.what, sizes.get(one.name, 0))
-    yield Weight(name, way, WHOLE, "", len(schema.send(way, message)))
-
-
-def fields(weights: Iterable[Weight]) -> list[dict[str, Any]]:
-    """List every field of a message with its bytes by client."""
-    found: dict[tuple[str, str, str], dict[ClientId, int]] = {}
-    for weight in weights:
-        sizes = found.setdefault((weight.way, weight.field, weight.what), {})
-        sizes[weight.client] = weight.bytes
-    return [
-        {"way": way, "field": field, "what": what, "bytes": sizes}
-        for (way, field, what), sizes in found.items()
-    ]
+        yield one.name, one.what, sizes.get(one.name, 0)
+    yield WHOLE, "", len(schema.send(way, message))
 
 
 def message_tables(summary: Summary) -> list[Table]:

@@ -15,8 +15,8 @@ from coterie.analysis.comparison import (
     differences_table,
     with_spread,
 )
-from coterie.analysis.floor import COMMONEST, has_floor
 from coterie.analysis.frame import Frame, Result
+from coterie.analysis.significance import COMMONEST, has_floor
 from coterie.analysis.tables import Summary, Table, shown_of
 from coterie.evaluation.metrics import METRICS, PERPLEXITY, Metric
 from reproduce.figures import compared as has_paper
@@ -27,8 +27,33 @@ Figures = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
+class PaperColumn:
+    """Results by row and seed, and the paper's figures by row."""
+
+    name: str
+    results: Mapping[str, list[Result]]
+    """Of every row of the table, of which some may have no result yet."""
+    figures: Figures = field(default_factory=dict)
+    deviations: Figures = field(default_factory=dict)
+    """The standard deviations that the paper gives with its figures."""
+    note: str = ""
+    asked: str | None = None
+    """What is asked for of the scores; see `metric_of`."""
+    tuned: dict[str, Summary] = field(default_factory=dict)
+    """How settings of rows were chosen; see `Comparison.tuned`."""
+    floor: list[Result] = field(default_factory=list)
+    """The score of always giving the commonest answer; see `Comparison.floor`."""
+
+    @property
+    def floored(self) -> bool:
+        """Whether there are results, and a floor under them."""
+        results = list(chain.from_iterable(self.results.values()))
+        return bool(results) and has_floor(self.floor, shown_of(results, self.asked))
+
+
+@dataclass(frozen=True)
 class PaperTable:
-    """Results by column, row and seed, and the paper's figures by column and row.
+    """Columns with the same rows.
 
     Rows may lack results while the table is under way, or figures of the paper. Ranks and the rank
     correlation of a column are over the rows that have both; without any figure of the paper, over
@@ -40,20 +65,9 @@ class PaperTable:
     paper: str
     split: str
     """Which text the models are scored on: test or validation."""
-    figures: Mapping[str, Figures]
-    notes: Mapping[str, str]
-    results: Mapping[str, Mapping[str, list[Result]]]
-    """The same rows in every column, of which some may have no result yet."""
-    asked: Mapping[str, str | None] = field(default_factory=dict)
-    """By column, what is asked for of the scores; see `metric_of`."""
+    columns: Sequence[PaperColumn]
     against: str | None = None
     """The row from which the others' differences are told; default: the best of each column."""
-    deviations: Mapping[str, Figures] = field(default_factory=dict)
-    """By column and row, the standard deviations that the paper gives with its figures."""
-    tuned: Mapping[str, dict[str, Summary]] = field(default_factory=dict)
-    """By column, how settings of rows were chosen; see `Comparison.tuned`."""
-    floors: Mapping[str, list[Result]] = field(default_factory=dict)
-    """By column, the score of always giving the commonest answer; see `Comparison.floor`."""
     figure: Summary | None = None
     """How the table is drawn, as `figure` in a table file has it; default: as dots."""
 
@@ -70,44 +84,25 @@ class PaperTable:
             "paper": self.paper,
             "split": self.split,
             **({"figure": dict(self.figure)} if self.figure else {}),
-            "columns": [self._column(name) for name in self.results],
+            "columns": [self._column(column) for column in self.columns],
         }
 
-    @property
-    def _floored(self) -> bool:
-        """Whether a column with results has a floor, and the table a row for it."""
-        for name, rows in self.results.items():
-            results = list(chain.from_iterable(rows.values()))
-            metric = shown_of(results, self.asked.get(name))
-            if results and has_floor(self.floors.get(name, ()), metric):
-                return True
-        return False
-
-    def _column(self, name: str) -> dict[str, Any]:
-        finished = {row: found for row, found in self.results[name].items() if found}
-        tuned = self.tuned.get(name, {})
-        comparison = Comparison(
-            name,
-            finished,
-            self.split,
-            self.asked.get(name),
-            self.against,
-            tuned,
-            self.floors.get(name, ()),
-        )
-        metric, rows = comparison.metric, self._rows(name, comparison)
+    def _column(self, column: PaperColumn) -> dict[str, Any]:
+        finished = {row: found for row, found in column.results.items() if found}
+        what = column.name, finished, self.split, column.asked, self.against
+        comparison = Comparison(*what, column.tuned, column.floor)
+        metric, rows = comparison.metric, self._rows(column, comparison)
         return {
-            "name": name,
-            "note": self.notes[name],
+            "name": column.name,
+            "note": column.note,
             "metric": metric.key,
             "correlation": correlation(rows, metric),
             "rows": rows,
         }
 
-    def _rows(self, column: str, comparison: Comparison) -> list[dict[str, Any]]:
+    def _rows(self, column: PaperColumn, comparison: Comparison) -> list[dict[str, Any]]:
         """All rows; those that have results with ranks among those that can be compared."""
-        metric, paper = comparison.metric, self.figures[column]
-        deviations = self.deviations.get(column, {})
+        metric, paper = comparison.metric, column.figures
         measured = {row.pop("method"): row for row in comparison.summary()}
         for name, row in measured.items():
             if all("rounds" in result for result in comparison.results.get(name, [{}])):
@@ -117,7 +112,8 @@ class PaperTable:
         both = found.dropna() if found["paper"].notna().any() else found
         order = both.map(metric.order).round(ALIKE)
         # 0 stands for none.
-        names = [*self.results[column], *([COMMONEST] if self._floored else [])]
+        floored = any(one.floored for one in self.columns)
+        names = [*column.results, *([COMMONEST] if floored else [])]
         ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
         return [
             {
@@ -127,7 +123,7 @@ class PaperTable:
                 "rank_of_all": measured[name]["rank"] if name in measured else None,
                 "rank": int(ranks["ours"][name]) or None,
                 "paper": paper.get(name),
-                "paper_std": deviations.get(name),
+                "paper_std": column.deviations.get(name),
                 "paper_rank": int(ranks["paper"][name]) or None,
             }
             for name in names

@@ -25,22 +25,14 @@ def sizes(participants: Sequence[Participant]) -> Sizes:
 
 def size_tables(summary: Summary) -> list[Table]:
     """Show a table for each column, with a row for each client."""
-    return [_table(summary, name) for name in summary["columns"]]
-
-
-def _table(summary: Summary, column: str) -> Table:
-    paper = summary["paper"].get(column, {})
-    rows = [
-        (
-            client,
-            *(f"{found[split]:,}" for split in SPLITS),
-            *([paper.get(client, "")] if paper else []),
-        )
-        for client, found in summary["columns"][column].items()
-    ]
-    return Table(
-        f"{summary['table']}: {column}",
-        ("client", *SPLITS, *(["paper"] if paper else [])),
-        rows,
-        "Tokens of each split within data.limits; of instructions and conversations, samples.",
-    )
+    note = "Tokens of each split within data.limits; of instructions and conversations, samples."
+    tables = []
+    for column, clients in summary["columns"].items():
+        paper = summary["paper"].get(column, {})
+        heads = ["client", *SPLITS, *(["paper"] if paper else [])]
+        rows = []
+        for client, found in clients.items():
+            theirs = [paper.get(client, "")] if paper else []
+            rows.append([client, *(f"{found[split]:,}" for split in SPLITS), *theirs])
+        tables.append(Table(f"{summary['table']}: {column}", heads, rows, note))
+    return tables

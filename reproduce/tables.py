@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.analysis.cells import Cells
+from coterie.analysis.cells import Cells, Tuner
 from coterie.analysis.comparison import check_against
 from coterie.analysis.tables import Summary
-from coterie.analysis.tuning import Tuner
 from coterie.config.run import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.files import write_json, write_text
 from coterie.runs import Watch
-from reproduce.messages import fields, traffic
+from reproduce.messages import traffic
 from reproduce.overlap import jaccard, ranges
 from reproduce.pages import markdown, page_name, read_result
-from reproduce.paper import PaperTable
+from reproduce.paper import PaperColumn, PaperTable
 from reproduce.rounds import by_round
 from reproduce.sizes import sizes
 from reproduce.table_file import (
@@ -143,7 +142,7 @@ def _measured(shows: str, sessions: Sequence[tuple[Column, Session]]) -> Summary
                 columns[name] = sizes(session.participants(column.run))
             case _:
                 cells = column.cells.items()
-                columns[name] = {row: fields(traffic(session, cell)) for row, cell in cells}
+                columns[name] = {row: traffic(session, cell) for row, cell in cells}
     return {"columns": columns, **more, "paper": {c.spec.name: c.spec.paper for c, _ in sessions}}
 
 
@@ -213,25 +212,28 @@ def _empty(
     against: str | None,
 ) -> PaperTable:
     """A table of scores in which nothing has been run."""
+    places = {column.name: place for place, column in enumerate(spec.columns)}
+    columns = [
+        PaperColumn(
+            name=(name := column.spec.name),
+            results={row: [] for row in column.cells},
+            figures={row.label: row.paper[places[name]] for row in spec.rows if row.paper},
+            deviations={
+                row.label: row.paper_std[places[name]] for row in spec.rows if row.paper_std
+            },
+            note=column.spec.note,
+            asked=spec.shows or column.run.evaluation.metric,
+        )
+        for column, _ in sessions
+    ]
+    split, figure = sessions[0][0].run.evaluation.split, spec.figure
     return PaperTable(
-        head=head,
-        paper=spec.paper,
-        split=sessions[0][0].run.evaluation.split,
-        figures={
-            column.name: {row.label: row.paper[i] for row in spec.rows if row.paper}
-            for i, column in enumerate(spec.columns)
-        },
-        deviations={
-            column.name: {row.label: row.paper_std[i] for row in spec.rows if row.paper_std}
-            for i, column in enumerate(spec.columns)
-        },
-        notes={column.spec.name: column.spec.note for column, _ in sessions},
-        results={c.spec.name: {name: [] for name in c.cells} for c, _ in sessions},
-        asked={c.spec.name: spec.shows or c.run.evaluation.metric for c, _ in sessions},
-        against=against or spec.against,
-        tuned={column.spec.name: {} for column, _ in sessions},
-        floors={column.spec.name: [] for column, _ in sessions},
-        figure=spec.figure.model_dump() if spec.figure else None,
+        head,
+        spec.paper,
+        split,
+        columns,
+        against or spec.against,
+        figure.model_dump() if figure else None,
     )
 
 
@@ -246,29 +248,25 @@ def _fill_in(
 ) -> None:
     """Run column by column, and write the table after every run that was not finished before."""
     points = {row.label: row.point or spec.point for row in spec.rows}
-    own = {row.label: row.tune for row in spec.rows}
-    tuners = [
-        {row: Tuner(session, {**spec.tune, **own[row]}) for row in column.cells}
-        for column, session in sessions
-    ]
-    trials = [
-        {row: tuners_of[row].trials(row, run) for row, run in column.cells.items()}
-        for tuners_of, (column, _) in zip(tuners, sessions, strict=True)
-    ]
-    total = sum(len(runs) + seeds for tried in trials for runs in tried.values())
+    tunes = {row.label: {**spec.tune, **row.tune} for row in spec.rows}
+    tuned: list[dict[str, tuple[Tuner, list[RunConfig]]]] = []
+    for column, session in sessions:
+        tuners = {row: Tuner(session, tunes[row]) for row in column.cells}
+        trials = {row: tuners[row].trials(row, run) for row, run in column.cells.items()}
+        tuned.append({row: (tuners[row], tried) for row, tried in trials.items()})
+    total = sum(len(trials) + seeds for rows in tuned for _, trials in rows.values())
     cells, written = Cells(total, watch, report), 0
-    for (column, session), tuners_of, tried in zip(sessions, tuners, trials, strict=True):
+    for (column, session), into, rows in zip(sessions, shown.columns, tuned, strict=True):
         name = column.spec.name
         for text in session.warnings:
             report(f"{name}: {text}")
         path, runs = folder / slug(name), dict(column.cells)
-        for row, each in tried.items():
-            if each:
-                chosen, how = tuners_of[row].choose(cells, each, path, points[row])
-                runs[row], shown.tuned[name][row] = chosen, how
+        for row, (tuner, trials) in rows.items():
+            if trials:
+                runs[row], into.tuned[row] = tuner.choose(cells, trials, path, points[row])
         for seed in range(column.run.seed, column.run.seed + seeds):
             common = column.run.model_copy(update={"seed": seed})
-            shown.floors[name].append(session.floor(common))
+            into.floor.append(session.floor(common))
             for row, run in runs.items():
                 named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
                 run = run.model_copy(update=named)
@@ -276,7 +274,7 @@ def _fill_in(
                 point = points[row] or outcome["reports"]
                 if spec.figure is not None and spec.figure.kind == "curves":
                     outcome["rounds"] = by_round(result.metrics(), point)
-                shown.results[name][row].append({**outcome, "reports": point})
+                into.results[row].append({**outcome, "reports": point})
                 if cells.worked_on > written:
                     write_table(shown.summary(), folder)
                     written = cells.worked_on

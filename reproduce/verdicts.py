@@ -16,9 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from coterie.analysis.floor import at_floor
-from coterie.analysis.frame import Result, of_clients, scores
-from coterie.analysis.significance import Difference, differences
+from coterie.analysis.frame import Result, mean_score, of_clients
+from coterie.analysis.significance import Difference, at_floor, differences
 from coterie.analysis.tables import Table, shown_of
 from coterie.config.run import RunConfig
 from coterie.engines.session import Session
@@ -138,12 +137,6 @@ def outcomes(
             yield {**finished[-1], "reports": point or finished[-1]["reports"]}
 
 
-def figure(results: Sequence[Result], metric: Metric) -> float:
-    """The mean over clients, then over seeds."""
-    means = [float(scores(result)[metric.key].mean()) for result in results]
-    return sum(means) / len(means)
-
-
 def tried(
     test: Test, rows: Rows, metric: Metric, low: Collection[str] = ()
 ) -> Iterator[tuple[str, ...]]:
@@ -151,14 +144,7 @@ def tried(
 
     low: rows at the floor, of which no verdict is given.
     """
-    for other, (*told, verdict) in pairs(test, rows, metric):
-        floored = not {test.better or test.row, test.nearer, other}.isdisjoint(low)
-        yield (*told, AT_FLOOR if floored else verdict)
-
-
-def pairs(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The other row of each pair, and what `tried` tells of the pair, whatever its figures."""
-    figures = {row: figure(rows[row], metric) for row in test.rows}
+    figures = {row: mean_score(rows[row], metric.key) for row in test.rows}
     by_worth = lambda row: metric.order(figures[row])  # noqa: E731
     others = test.than or test.of
     if test.than_worse_of:
@@ -167,24 +153,25 @@ def pairs(test: Test, rows: Rows, metric: Metric) -> Iterator[tuple[str, tuple[s
         others = (min(test.of_better, key=by_worth),)
     mine = test.better or test.row
     for other in others:
-        pair = f"{metric.cell(figures[mine])}, {metric.cell(figures[other])}"
-        seeds = str(min(len(rows[mine]), len(rows[other])))
+        compared, change, span = [mine, other], "", ""
         gap = figures[mine] - figures[other]
         if test.better:
             found = differences({n: rows[n] for n in (mine, other)}, other, metric)[mine]
             change, span, verdict = shown(found, metric)
-            yield other, (f"{mine} better than {other}", pair, change, span, seeds, verdict)
+            told = f"{mine} better than {other}"
         elif test.within:
             far = metric.shown(abs(gap)) if metric.share else 100 * abs(gap) / figures[other]
             verdict = "holds" if far <= test.within else "does not hold"
-            told = f"{mine} within {test.within:g} % of {other}"
-            yield other, (told, pair, f"{far:.1f} %", "", seeds, verdict)
+            told, change = f"{mine} within {test.within:g} % of {other}", f"{far:.1f} %"
         else:
             near = abs(figures[mine] - figures[test.nearer])
             verdict = "holds" if near < abs(gap) else "does not hold"
             told = f"{mine} nearer to {test.nearer} than to {other}"
-            three = ", ".join(metric.cell(figures[row]) for row in (mine, test.nearer, other))
-            yield other, (told, three, "", "", seeds, verdict)
+            compared.insert(1, test.nearer)
+        scored = ", ".join(metric.cell(figures[row]) for row in compared)
+        seeds = str(min(len(rows[mine]), len(rows[other])))
+        verdict = verdict if set(compared).isdisjoint(low) else AT_FLOOR
+        yield told, scored, change, span, seeds, verdict
 
 
 def shown(found: Any, metric: Metric) -> tuple[str, str, str]:

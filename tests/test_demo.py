@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.analysis.tables import mean
+from coterie.analysis.frame import mean_score
 from coterie.config.read import load_config
 
 
@@ -19,7 +19,7 @@ from coterie.config.read import load_config
 def test_the_demo(changes, tmp_path) -> None:
     run = coterie.run(load_config(None, changes), out=tmp_path / "demo")
     assert list(run.results) == ["pretrained", "local", "comigs-1g1s"]
-    bare, local, comigs = (mean(result, "perplexity") for result in run.results.values())
+    bare, local, comigs = (mean_score([result], "perplexity") for result in run.results.values())
     assert comigs < local < bare
     assert run.gains() is not None
     assert run.results["comigs-1g1s"]["traffic"]["up"] > 0

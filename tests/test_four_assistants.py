@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.analysis.tables import mean
+from coterie.analysis.frame import mean_score
 from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
 from coterie.config.read import load_config
@@ -56,7 +56,7 @@ def test_people_differ_in_how_they_are_answered_and_in_nothing_else(script) -> N
 def test_the_demo_of_four_assistants(tmp_path) -> None:
     run = coterie.run(load_config(Path("four-assistants")), out=tmp_path / "run")
     fedavg, local, comigs = (
-        mean(run.results[name], "perplexity") for name in ("fedavg", "local", "comigs-1g1s")
+        mean_score([run.results[name]], "perplexity") for name in ("fedavg", "local", "comigs-1g1s")
     )
     assert comigs < local
     assert comigs < fedavg

@@ -8,10 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from coterie.analysis import Comparison, Table, run_table
-from coterie.analysis.cells import Cells
-from coterie.analysis.comparison import check_against
-from coterie.analysis.gains import gains
-from coterie.analysis.tuning import Tuner
+from coterie.analysis.cells import Cells, Tuner
+from coterie.analysis.comparison import check_against, gains
 from coterie.config.read import load_config
 from coterie.config.run import RunConfig, parse
 from coterie.engines.floor import floor_in
@@ -182,7 +180,7 @@ def compare(
         floors.append(session.floor(config.model_copy(update={"seed": seed})))
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
-            results.setdefault(name, []).append(cells.outcome(session, cell, path))
+            results.setdefault(name, []).append(cells.finished(session, cell, path)[1])
             write_comparison(replace(found), path)  # a copy: it keeps the rows that it has told
     return found
 

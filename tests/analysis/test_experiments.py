@@ -57,9 +57,10 @@ def test_a_key_that_is_not_set_does_not_make_another_experiment(written, tmp_pat
     written("cmp/new", LOCAL, 1, data={"window": 16, "public": None})
     written("cmp/newer", LOCAL, 3, bases={}, server=None)
     written("cmp/other", LOCAL, 2, data={"window": 16, "public": "all.txt"})
+    written("cmp/third", LOCAL, 2, data={"window": 16, "public": "some.txt"})
     found = experiments([tmp_path / "cmp"])
-    assert [len(one.all) for one in found] == [3, 1]
-    assert [one.name for one in found] == ["cmp", "cmp-2"]
+    assert [len(one.all) for one in found] == [3, 1, 1]
+    assert [one.name for one in found] == ["cmp", "cmp-2", "cmp-3"]
 
 
 def test_other_bases_or_another_server_make_another_experiment(written, tmp_path) -> None:

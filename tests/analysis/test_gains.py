@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.analysis.gains import gains
+from coterie.analysis.comparison import gains
 
 Clients = dict[str, Any]
 

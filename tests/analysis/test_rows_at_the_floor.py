@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coterie.analysis import Comparison, run_table
-from coterie.analysis.floor import COMMONEST, at_floor
+from coterie.analysis.significance import COMMONEST, at_floor
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.analysis.floor import COMMONEST
+from coterie.analysis.significance import COMMONEST
 
 TRAIN = ["red"] * 14 + ["blue"] * 10
 TEST = ["blue"] * 5 + ["red"] * 3

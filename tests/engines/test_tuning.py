@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie import CoterieError
-from coterie.analysis.tuning import Tuner
+from coterie.analysis.cells import Tuner
 from coterie.cli import app
 from coterie.engines import runtime as part
 from coterie.engines.rounds import Rounds

@@ -10,17 +10,15 @@ import pytest
 from drawing import drawn
 
 from coterie.analysis.experiments import Experiment, experiments
-from coterie.analysis.routers import expert_names
 from coterie.analysis.tables import Table
 from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
 from coterie.methods.registry import available
-from coterie.report.assignment import assignment, holdings
+from coterie.report.assignment import assignment, holdings, shared
 from coterie.report.cost import traffic
-from coterie.report.curves import curves, smooth
+from coterie.report.curves import curves, smooth, sweep
 from coterie.report.division import division
 from coterie.report.routing import routing
 from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
-from coterie.report.sweep import sweep
 from coterie.report.trust import trust, trust_matrices
 from coterie.report.uploads import uploads
 
@@ -127,16 +125,16 @@ def assigned(written):
 
 
 def test_assignments_become_who_held_what(assigned) -> None:
-    one_run = holdings(one(assigned).all[0])
-    assert one_run.clients == ["anna", "ben", "carl"]
-    assert one_run.layers == ["h.0.c_attn", "h.1.c_attn"]
-    assert one_run.rounds == [1, 2]
-    assert one_run.held.shape == (2, 2, 3, 4)
-    assert np.flatnonzero(one_run.held[1, 0, 0]).tolist() == [0, 1, 2]
-    assert one_run.counts().tolist() == [[1.5, 1, 1], [2, 1.5, 0.5]]
+    held = holdings(one(assigned).all[0])
+    rounds, layers, clients = (held.index.unique(n) for n in ("round", "layer", "client"))
+    assert list(clients) == ["anna", "ben", "carl"]
+    assert list(layers) == ["h.0.c_attn", "h.1.c_attn"]
+    assert list(rounds) == [1, 2]
+    assert held.shape == (2 * 2 * 3, 4)
+    assert np.flatnonzero(held.loc[(2, "h.0.c_attn", "anna")]).tolist() == [0, 1, 2]
     # Of anna and ben 2 of 3 on the first layer, 1 of 1 on the second; carl holds none on the first.
     expected = [[1, (2 / 3 + 1) / 2, 1 / 2], [(2 / 3 + 1) / 2, 1, 1 / 2], [1 / 2, 1 / 2, 1]]
-    assert one_run.shared() == pytest.approx(np.array(expected))
+    assert shared(held.loc[2]).to_numpy() == pytest.approx(np.array(expected))
 
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
@@ -144,7 +142,9 @@ def test_assignments_are_drawn_with_their_tables(assigned) -> None:
     assert table_of([who]).rows == [
         ["anna", "0, 1, 2", "3"], ["ben", "1, 2", "3"], ["carl", "none", "3"],
     ]  # fmt: skip
-    assert table_of([how_many]).rows[0] == ["anna", "1.50", "2.00"]
+    assert table_of([how_many]).rows == [
+        ["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"],
+    ]  # fmt: skip
     assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
 
 
@@ -182,7 +182,20 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         ["ben", "specialist", "0.200"],
     ]
     run = one(folder).all[0]
-    assert expert_names(run, "anna", 2) == ["expert 1", "expert 2"]  # not what the run says
+    assert run.expert_names("anna", 2) == ["expert 1", "expert 2"]  # not what the run says
+
+
+def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
+    figures = [
+        (0, client, f"routing/{layer}", [0.25, 0.75])
+        for client, layers in (("anna", ["h.0.mlp", "h.1.mlp"]), ("ben", ["layers.0.mlp"]))
+        for layer in layers
+    ]
+    table = table_of(routing(one(written("run", COMIGS, figures=figures))))
+    assert table.columns == ["client", "expert", "1", "2"]
+    assert [row[2:] for row in table.rows] == [
+        ["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""],
+    ]  # fmt: skip
 
 
 def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> None:
@@ -193,11 +206,14 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     for seed, found in enumerate(rows):
         figures = [(round, client, "trust", row) for round, client, row in found]
         written(f"cmp/{seed}", LOCAL, seed, figures=figures)
-    clients, rounds, weights = trust_matrices(one(tmp_path / "cmp").all)
-    assert (clients, rounds) == (["anna", "ben"], [2, 4])
-    assert weights[0].tolist() == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
-    assert np.isnan(weights[1, 0]).all()  # anna set no weights then
-    assert weights[1, 1].tolist() == [0.5, 0.5]
+    second, fourth = trust_matrices(one(tmp_path / "cmp").all).items()
+    assert (second[0], fourth[0]) == (2, 4)
+    for _, weights in (second, fourth):
+        assert list(weights.index) == list(weights.columns) == ["anna", "ben"]
+    rows = second[1].to_numpy().tolist()
+    assert rows == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
+    assert fourth[1].loc["anna"].isna().all()  # anna set no weights then
+    assert fourth[1].loc["ben"].tolist() == [0.5, 0.5]
     heat, lines = trust(one(tmp_path / "cmp"))
     assert table_of([heat]).rows == [["anna", "", ""], ["ben", "0.500", "0.500"]]
     drawn([lines])
@@ -209,8 +225,9 @@ def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) ->
         (1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in before + after
     ]
     written("cmp/0", LOCAL, 0, figures=figures)
-    _, _, weights = trust_matrices(one(tmp_path / "cmp").all)
-    assert weights.tolist() == [[pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]]
+    (weights,) = trust_matrices(one(tmp_path / "cmp").all).values()
+    rows = weights.to_numpy().tolist()
+    assert rows == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
 
 
 def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:

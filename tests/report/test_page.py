@@ -12,8 +12,7 @@ from rich.console import Console
 
 import coterie
 import coterie.cli
-from coterie.analysis.experiments import experiments
-from coterie.analysis.routers import chosen_layers
+from coterie.analysis.experiments import chosen_layers, experiments
 from coterie.analysis.texts import _beginning, _pieces, coloured_texts
 from coterie.config.run import parse
 from coterie.data.examples import Examples
@@ -100,7 +99,8 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
         one
         for picture in texts(coloured_texts(experiment, "first"))
         if isinstance(picture, TextPicture)
-        for one in picture.texts
+        for row in picture.texts.values()
+        for one in row.values()
     ]
     read = {(one.model_of, one.text_of): one for one in found}
     assert len(read) == len(found)
@@ -127,12 +127,10 @@ def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None
         (tmp_path / "mine" / f"{name}.txt").write_text(text)
     (grid,) = texts(coloured_texts(experiment, "last", tmp_path / "mine"))
     assert isinstance(grid, TextPicture)
-    assert (grid.rows, grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
+    assert (list(grid.texts), grid.columns) == (["note", "ode"], ["diarist", "poet", "whaler"])
     for model in grid.columns:
         for name, text in words.items():
-            cell = grid.cell(name, model)
-            assert cell is not None
-            assert "".join(piece for piece, _ in cell.pieces) == text
+            assert "".join(piece for piece, _ in grid.texts[name][model].pieces) == text
     assert grid.table is not None
     assert [row[0] for row in grid.table.rows] == ["note", "ode"]
     drawn([grid])

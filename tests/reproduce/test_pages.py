@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from coterie import CoterieError
-from reproduce.messages import Weight, fields
 from reproduce.pages import INDEX, pages, shown, write_docs
-from reproduce.paper import PaperTable
+from reproduce.paper import PaperColumn, PaperTable
 
 SCORES = {"a": {"perplexity": 3, "bits_per_byte": 2}, "b": {"perplexity": 5, "bits_per_byte": 1}}
 RESULT = {"reports": "trained", "trained": SCORES, "aggregated": SCORES}
@@ -19,13 +18,14 @@ def scores(file: str, regime: str | None = None) -> dict[str, Any]:
     """The summary of a table of scores, as compare_table makes it."""
     head = {"table": "T", "shows": "scores", "file": file, "regime": regime}
     head["command"] = f"python -m reproduce {file}"
-    results = {"X": {"fedavg": [RESULT, RESULT], "local": []}}
-    figures, notes = {"X": {"local": 9}}, {"X": "other texts"}
-    return PaperTable(head, "GPT-2", "test", figures, notes, results).summary()
+    results = {"fedavg": [RESULT, RESULT], "local": []}
+    column = PaperColumn("X", results, {"local": 9}, note="other texts")
+    return PaperTable(head, "GPT-2", "test", [column]).summary()
 
 
 SHARES = {"X": {"a": {"a": 1, "b": 0.25}, "b": {"a": 0.25, "b": 1}}}
-FIELDS = {"X": {"fedavg": fields([Weight("a", "up", "adapter", "pairs", 9)])}}
+FIELD = {"way": "up", "field": "adapter", "what": "pairs", "bytes": {"a": 9}}
+FIELDS = {"X": {"fedavg": [FIELD]}}
 
 
 @pytest.mark.parametrize(

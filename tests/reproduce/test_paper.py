@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from reproduce.paper import PaperTable, correlation, score_tables
+from reproduce.paper import PaperColumn, PaperTable, correlation, score_tables
 
 
 def result(*perplexities: float) -> dict[str, Any]:
@@ -21,8 +21,11 @@ def result(*perplexities: float) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any], **figures: Mapping[str, float | None]) -> PaperTable:
-    notes = {name: "other texts" if name == "X" else "" for name in results}
-    return PaperTable({"table": "Table 4"}, "GPT-2", "test", figures, notes, results)
+    columns = [
+        PaperColumn(name, rows, figures[name], note="other texts" if name == "X" else "")
+        for name, rows in results.items()
+    ]
+    return PaperTable({"table": "Table 4"}, "GPT-2", "test", columns)
 
 
 @pytest.fixture
@@ -128,7 +131,8 @@ def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:
         "Means over clients, 1 seed. X: test perplexity. Lower is better. Y: test accuracy (%). "
         "Higher is better. X: other texts."
     )
-    asked = replace(example, asked=dict.fromkeys("XY", "perplexity"))
+    columns = [replace(column, asked="perplexity") for column in example.columns]
+    asked = replace(example, columns=columns)
     assert [row[3:] for row in score_tables(asked.summary())[0].rows] == [
         ["2.70", "2"],
         ["1.80", "1"],
@@ -158,7 +162,9 @@ def test_the_layout(example) -> None:
 
 
 def test_the_papers_deviations_stand_beside_its_figures(example) -> None:
-    with_them = replace(example, deviations={"X": {"a": 0.3, "b": None}})
+    first, *others = example.columns
+    first = replace(first, deviations={"a": 0.3, "b": None})
+    with_them = replace(example, columns=[first, *others])
     rows = {row[0]: row[1:] for row in score_tables(with_them.summary())[0].rows}
     assert rows["a"][:4] == ["12.00 (2.83)", "1", "5.00 (0.30)", "1"]
     assert [rows[name][2] for name in "bd"] == ["7.00", ""]

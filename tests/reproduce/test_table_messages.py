@@ -5,7 +5,7 @@ import pytest
 from coterie.analysis.audit import WHOLE
 from coterie.analysis.trial import first_exchange, start
 from coterie.engines.session import Session
-from reproduce.messages import fields, message_tables, traffic
+from reproduce.messages import message_tables, traffic
 
 
 def total(config, client: str, *roles: str) -> int:
@@ -15,11 +15,19 @@ def total(config, client: str, *roles: str) -> int:
     return sum(4 * p.numel() for p in adapter.parameters(*roles).values())
 
 
+def sizes(config) -> dict[tuple[str, str, str], int]:
+    """Bytes by client, way and field."""
+    return {
+        (client, one["way"], one["field"]): size
+        for one in traffic(Session(config), config)
+        for client, size in one["bytes"].items()
+    }
+
+
 @pytest.mark.slow
 def test_fields_weigh_what_their_tensors_do(config) -> None:
     run = config()
-    weights = traffic(Session(run), run)
-    found = {(w.client, w.way, w.field): w.bytes for w in weights}
+    found = sizes(run)
     for client in ("diarist", "poet", "whaler"):
         for way in ("up", "down"):
             assert found[client, way, "adapter"] == total(run, client, "dense", "generalist")
@@ -29,7 +37,7 @@ def test_fields_weigh_what_their_tensors_do(config) -> None:
 
 def test_a_method_that_begins_alone_is_waited_for(config) -> None:
     run = config(method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
-    found = {(w.client, w.way, w.field): w.bytes for w in traffic(Session(run), run)}
+    found = sizes(run)
     adapter = total(run, "poet", "dense", "generalist")
     assert found["poet", "up", "adapter"] == found["poet", "up", "update"] == adapter
     # The other two clients' come down, each field in its own place.
@@ -44,8 +52,7 @@ def test_a_method_that_begins_alone_is_waited_for(config) -> None:
 )
 def test_where_nothing_is_exchanged_nothing_weighs(method, config) -> None:
     run = config(method=method, rounds=2)
-    weights = traffic(Session(run), run)
-    assert {w.bytes for w in weights if w.field != WHOLE} <= {0}
+    assert {size for (*_, field), size in sizes(run).items() if field != WHOLE} <= {0}
     assert all(
         not list(m["up"].tensors()) for m in first_exchange(start(Session(run), run)).values()
     )
@@ -53,8 +60,8 @@ def test_where_nothing_is_exchanged_nothing_weighs(method, config) -> None:
 
 def test_clients_that_differ_are_shown_by_least_and_most(config) -> None:
     run = config(method={"name": "flexlora", "mlp": {"rank": {"poet": 2, "others": 4}}})
-    weights = traffic(Session(run), run)
-    (table,) = message_tables({"table": "T", "columns": {"X": {"FlexLoRA": fields(weights)}}})
+    columns = {"X": {"FlexLoRA": traffic(Session(run), run)}}
+    (table,) = message_tables({"table": "T", "columns": columns})
     (row,) = [row for row in table.rows if row[1:3] == ("up", "experts")]
     least, most = (total(run, client, "generalist") for client in ("poet", "whaler"))
     assert row[4] == f"{least:,} to {most:,}"
@@ -62,7 +69,7 @@ def test_clients_that_differ_are_shown_by_least_and_most(config) -> None:
 
 def test_the_papers_figures_stand_beside_what_is_uploaded(config) -> None:
     run = config()
-    columns = {"X": {"R": fields(traffic(Session(run), run))}}
+    columns = {"X": {"R": traffic(Session(run), run)}}
     paper = {"X": {"adapter": "9 MB"}}
     (table,) = message_tables({"table": "T", "columns": columns, "paper": paper})
     assert [(row[1], row[5]) for row in table.rows if row[5]] == [("up", "9 MB")]

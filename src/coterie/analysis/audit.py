@@ -34,8 +34,6 @@ SHARED = (
 WHOLE = "whole message, with names"
 SAME = "average per"
 Row = tuple[str, ...]
-Rows = tuple[Row, ...]
-Account = tuple[tuple[str, Rows], ...]
 Parts = Mapping[str, Part]
 
 
@@ -50,31 +48,31 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     yield _stands(run)
     shared = config.deployment.share_metrics
     never = SHARED if shared else NEVER
-    alike: dict[Account, list[tuple[ClientId, Account]]] = {}
+    alike: dict[tuple[Row, ...], dict[ClientId, list[Row]]] = {}
     exchanged = first_exchange(run)
     # A download may hand out what the client does not hold yet, and others do.
     parts = {n: part for side in run.clients.values() for n, part in side.parts().items()}
     if shared:
         yield _figures(run)
     for name, messages in exchanged.items():
-        account = tuple(_account(run, name, messages, parts))
-        key = tuple((title, tuple(map(_without_weight, rows))) for title, rows in account)
-        alike.setdefault(key, []).append((name, account))
+        account = list(_account(run, name, messages, parts))
+        # What a whole message weighs differs a little by the names in it.
+        key = (row[:-1] if row[1].startswith((WHOLE, SAME)) else row for row in account)
+        alike.setdefault(tuple(key), {})[name] = account
     for found in alike.values():
-        names = ", ".join(name for name, _ in found)
-        for same in zip(*(account for _, account in found), strict=True):
-            title = same[0][0]
-            rows = [_together(lines) for lines in zip(*(rows for _, rows in same), strict=True)]
-            yield Table(f"{names}: {title}", CONTENTS, rows, never if title == STAYS else "")
+        every = [_together(rows) for rows in zip(*found.values(), strict=True)]
+        for title in (*WAYS.values(), STAYS):
+            rows = [row[1:] for row in every if row[0] == title]
+            note = never if title == STAYS else ""
+            yield Table(f"{', '.join(found)}: {title}", CONTENTS, rows, note)
 
 
 def _stands(run: LocalRun) -> Table:
     """Where in their bases clients' adapters stand."""
     alike: dict[tuple[str, ...], list[ClientId]] = {}
     for name in run.clients:
-        alike.setdefault(run.clients.part(name).covered or ("nothing of the base",), []).append(
-            name
-        )
+        covered = run.clients.part(name).covered or ("nothing of the base",)
+        alike.setdefault(covered, []).append(name)
     rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
     return Table("what is trained", ("clients", "where in the base"), rows)
 
@@ -96,11 +94,6 @@ def _kind(value: Json) -> str:
     if isinstance(value, Mapping):
         return f"numbers: {', '.join(sorted(value))}"
     return "numbers" if isinstance(value, Sequence) else "a number"
-
-
-def _without_weight(row: Row) -> Row:
-    """A row without what a whole message weighs, which differs a little by the names in it."""
-    return row[:-1] if row[0].startswith((WHOLE, SAME)) else row
 
 
 def _together(rows: Sequence[Row]) -> Row:
@@ -129,26 +122,23 @@ def _named(group: str, peers: bool) -> str:
 def _dtypes(field: Field) -> str:
     if isinstance(field.dtype, str):
         return field.dtype
-    return ", ".join(f"{name}: {dtype}" for name, dtype in field.dtype.items())
+    return ", ".join(map(": ".join, field.dtype.items()))
 
 
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parts: Parts
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[Row]:
+    """What a client sent, took and kept: rows that begin with the title of their table."""
     side = run.clients[name]
     for way, where in WAYS.items():
-        weight = len(run.schema.send(way, messages[way]))
-        whole = (WHOLE, "", "", "", f"{weight:,}")
-        contents = _contents(run.schema, way, messages[way], parts)
-        yield where, (*contents, whole, *_per_item(run, messages[way], weight))
-    yield STAYS, tuple(_stays(side.state(), messages["up"], side.parts()))
-
-
-def _per_item(run: LocalRun, message: Message, weight: int) -> Iterator[Row]:
-    """What a whole message weighs for each of the things that it tells of."""
-    for what, count in run.config.method.counts(message).items():
-        if count:
-            yield f"{SAME} {what} (of {count:,})", "", "", "", f"{weight / count:,.0f}"
+        message, weight = messages[way], len(run.schema.send(way, messages[way]))
+        yield from ((where, *row) for row in _contents(run.schema, way, message, parts))
+        yield where, WHOLE, "", "", "", f"{weight:,}"
+        for what, count in run.config.method.counts(message).items():
+            if count:
+                each = f"{SAME} {what} (of {count:,})"
+                yield where, each, "", "", "", f"{weight / count:,.0f}"
+    yield from ((STAYS, *row) for row in _stays(side.state(), messages["up"], side.parts()))
 
 
 def _contents(schema: Schema, way: Way, message: Message, parts: Parts) -> Iterator[Row]:
@@ -198,7 +188,8 @@ def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
             kept = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
             where = ", ".join(path) or group
             if path and "training" in path[0]:
-                yield where, f"optimiser's {group}", f"{len(kept)}", "", _bytes(kept)
+                total = sum(tensor.nbytes for _, tensor in kept)
+                yield where, f"optimiser's {group}", f"{len(kept)}", "", f"{total:,}"
             else:
                 yield from _kinds(where, kept, parts)
         for name, value in part.values.items():
@@ -208,7 +199,3 @@ def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
 def size(part: Tensor | Json) -> int:
     """Return the bytes of a tensor, or of a value as JSON."""
     return part.nbytes if isinstance(part, Tensor) else len(json.dumps(part).encode())
-
-
-def _bytes(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    return f"{sum(size(tensor) for _, tensor in tensors):,}"

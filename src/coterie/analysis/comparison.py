@@ -1,21 +1,29 @@
 """Several methods on the same data: means, ranks, and which differences are more than chance."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
-from coterie.analysis.floor import COMMONEST, at_floor, has_floor
-from coterie.analysis.frame import Column, Result, over_runs, std
-from coterie.analysis.significance import Unpaired, differences
-from coterie.analysis.tables import KEPT, Summary, Table, server_score, shown_of
+from coterie.analysis.frame import Column, Result, mean_score, of_clients, over_runs, scores, std
+from coterie.analysis.significance import (
+    COMMONEST,
+    Difference,
+    Unpaired,
+    at_floor,
+    differences,
+    has_floor,
+)
+from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import PERPLEXITY, Metric
 
 ALIKE = 12
 """Decimals to which figures must be the same to rank the same: what follows is rounding."""
+ALONE = "local"
+"""The method with which clients learn nothing from each other."""
 MARK = "="
 """Beside the rank of a row that does not differ significantly."""
 
@@ -83,8 +91,9 @@ class Comparison:
             rows.append(_scored(COMMONEST, self.floor, metric.key) | {"server": None, "rank": None})
         results = {**self.results, COMMONEST: self.floor} if floored else self.results
         best = self.against or min(order, key=order.__getitem__, default="")
-        found = _differences(results, best, metric)
-        return [row | {"difference": found.get(row["method"])} for row in rows]
+        found = differences(results, best, metric) if best in results else {}
+        told = {name: {"from": best, **_told(one)} for name, one in found.items()}
+        return [row | {"difference": told.get(row["method"])} for row in rows]
 
     def table(self) -> Table:
         """A row per method, in the given order; see `clients_table`."""
@@ -98,14 +107,16 @@ class Comparison:
         return [self.table(), *([differences_table(what, self.metric, rows)] if rows else [])]
 
     def _row(self, method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-        served = pd.Series([score[key] for score in map(server_score, results) if score])
+        served = pd.Series([result["server"][key] for result in results if result.get("server")])
+        kept = [result["kept"] for result in results if "kept" in result]
+        clients = kept[0] if kept else ()
         return {
             **_scored(method, results, key),
             "server": _over_seeds(served, key) if len(served) else None,
-            "bits_per_byte": _mean_at(None, results, "bits_per_byte"),
-            "trained": _mean_at("trained", results, key),
-            "aggregated": _mean_at("aggregated", results, key),
-            "kept": _kept(results),
+            "bits_per_byte": mean_score(results, "bits_per_byte"),
+            "trained": mean_score(results, key, "trained"),
+            "aggregated": mean_score(results, key, "aggregated"),
+            "kept": {client: [rounds[client] for rounds in kept] for client in clients},
         }
 
 
@@ -122,21 +133,10 @@ def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
     }
 
 
-def _differences(
-    results: Mapping[str, Sequence[Result]], reference: str, metric: Metric
-) -> dict[str, dict[str, Any]]:
-    """Return each other row's difference from the reference, or why there is none."""
-    if reference not in results:
-        return {}
-    return {
-        name: {"from": reference}
-        | (
-            {"unpaired": str(found)}
-            if isinstance(found, Unpaired)
-            else {**asdict(found), "significant": found.significant}
-        )
-        for name, found in differences(results, reference, metric).items()
-    }
+def _told(found: Difference | Unpaired) -> dict[str, Any]:
+    if isinstance(found, Unpaired):
+        return {"unpaired": str(found)}
+    return {**asdict(found), "significant": found.significant}
 
 
 def check_against(against: str | None, rows: Iterable[str]) -> None:
@@ -152,15 +152,6 @@ def _over_seeds(values: Column, key: str) -> dict[str, float]:
     return {key: float(values.mean()), "std": std(values), "seeds": len(values)}
 
 
-def _kept(results: Sequence[Result]) -> dict[str, list[int]]:
-    known = [result["kept"] for result in results if "kept" in result]
-    return {client: [kept[client] for kept in known] for client in known[0]} if known else {}
-
-
-def _mean_at(point: str | None, results: Sequence[Result], key: str) -> float:
-    return float(over_runs(results, point)[key].groupby("run").mean().mean())
-
-
 def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
     """Each client's score by method, the mean, and the rank; a server's model comes last.
 
@@ -168,40 +159,51 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
     are left out.
     """
     entries = list(rows.values())
+    clients, servers = entries[0]["clients"], [row["server"] for row in entries]
     counts = sorted({row["seeds"] for row in entries})  # they differ while it is under way
     spread = any(count > 1 for count in counts)
     beside = "bits/byte" if metric is PERPLEXITY else "over clients"
     columns = [
         ("method", list(rows)),
         *_chosen(entries),
-        *(
-            (client, [_of_client(row, client, metric) for row in entries])
-            for client in entries[0]["clients"]
-        ),
+        *((client, [_of_client(row, client, metric) for row in entries]) for client in clients),
         ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
         (beside, [_beside_mean(row, metric) for row in entries]),
         ("rank", [_rank(row) for row in entries]),
         ("kept", [_rounds(row) for row in entries]),
-        ("server", [_of_server(row, metric) for row in entries]),
+        ("server", [with_spread(one, metric) if one else "" for one in servers]),
     ]
     known = [(head, cells) for head, cells in columns if any(cells)]
     seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
-    served = any(row["server"] for row in entries)
     return Table(
         f"{title}, mean (standard deviation) over {seeds}" if spread else f"{title}, {seeds}",
         [head for head, _ in known],
         [list(row) for row in zip(*(cells for _, cells in known), strict=True)],
-        " ".join(
-            [
-                f"Column `mean`: over clients. {metric.better}",
-                *(["Mean and rank exclude the server."] if served else []),
-                *([f"Kept: {KEPT}"] if any(map(_rounds, entries)) else []),
-                *_how_chosen(entries),
-                *_how_marked(rows),
-                *_how_low(rows),
-            ]
-        ),
+        " ".join(_notes(rows, metric)),
     )
+
+
+def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
+    """What stands under a table of clients' scores, sentence by sentence."""
+    entries = rows.values()
+    yield f"Column `mean`: over clients. {metric.better}"
+    if any(row["server"] for row in entries):
+        yield "Mean and rank exclude the server."
+    if any(map(_rounds, entries)):
+        yield f"Kept: {KEPT}"
+    if tuned := next(filter(None, (row.get("tuned") for row in entries)), None):
+        yield (
+            f"{', '.join(tuned['settings'])}: the best of {len(tuned['trials'])} trials per "
+            f"method, on validation text with seed {tuned['seed']}."
+        )
+    yield from _how_marked(rows)
+    if any("at_floor" in row for row in entries):
+        low = ", ".join(name for name, row in rows.items() if row.get("at_floor"))
+        none = f" Not better than that by more than chance: {low}." if low else ""
+        yield (
+            f"`{COMMONEST}`: the score of always giving the commonest answer of the client's "
+            f"training data.{none}"
+        )
 
 
 def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Table:
@@ -226,32 +228,20 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     return Table(title, heads, cells, note)
 
 
-def _how_marked(rows: Mapping[str, Summary]) -> list[str]:
+def _how_marked(rows: Mapping[str, Summary]) -> Iterator[str]:
     """What marks mean, and why there are none where there could be."""
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
-    found: list[str] = []
     reference = next((one["from"] for one in compared.values()), "")
     if any("value" in one for one in compared.values()):
         several = all(rows[name]["seeds"] > 1 for name in compared)
         over = "windows (or samples) and seeds" if several else "windows (or samples) of one seed"
-        found.append(
+        yield (
             f"`{MARK}`: no significant difference from {reference} (95 %, paired bootstrap over "
             f"{over})."
         )
     for why in dict.fromkeys(one["unpaired"] for one in compared.values() if "unpaired" in one):
         names = [name for name, one in compared.items() if one.get("unpaired") == why]
-        found.append(f"Not compared with {reference}: {', '.join(names)}; {why}.")
-    return found
-
-
-def _how_low(rows: Mapping[str, Summary]) -> list[str]:
-    """Say what the floor is, and which rows do not exceed it."""
-    if not any("at_floor" in row for row in rows.values()):
-        return []
-    low = [name for name, row in rows.items() if row.get("at_floor")]
-    what = f"`{COMMONEST}`: the score of always giving the commonest answer of the client's "
-    none = f" Not better than that by more than chance: {', '.join(low)}." if low else ""
-    return [f"{what}training data.{none}"]
+        yield f"Not compared with {reference}: {', '.join(names)}; {why}."
 
 
 def _chosen(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
@@ -259,17 +249,6 @@ def _chosen(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
     keys = dict.fromkeys(key for settings in chosen for key in settings)
     return [(key, [str(settings.get(key, "")) for settings in chosen]) for key in keys]
-
-
-def _how_chosen(rows: Sequence[Summary]) -> list[str]:
-    for row in rows:
-        if tuned := row.get("tuned"):
-            keys = ", ".join(tuned["settings"])
-            return [
-                f"{keys}: the best of {len(tuned['trials'])} trials per method, on validation "
-                f"text with seed {tuned['seed']}."
-            ]
-    return []
 
 
 def _rank(row: Summary) -> str:
@@ -299,12 +278,46 @@ def _rounds(row: Summary) -> str:
     return "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else ""
 
 
-def _of_server(row: Mapping[str, Any], metric: Metric) -> str:
-    """The server's cell; empty where it has no model of its own."""
-    return with_spread(row["server"], metric) if row["server"] else ""
-
-
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
     """A metric's mean and, of several seeds, its standard deviation."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.key]) + spread
+
+
+def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
+    """Who does better with the last method of a run than alone, who worse, and who the same.
+
+    Results by method, one seed, as `RunFolder.outcome` has them; asked: as in `metric_of`. None
+    where there is nothing to compare: no run of `local`, or no scores by window.
+    """
+    method, joint = list(results.items())[-1]
+    if method == ALONE or ALONE not in results:
+        return None
+    alone, metric = results[ALONE], shown_of(results.values(), asked)
+    better, worse, same = [], [], []
+    for client in sorted(scores(joint).index):
+        pair = {ALONE: [of_clients(alone, [client])], method: [of_clients(joint, [client])]}
+        found = differences(pair, ALONE, metric)[method]
+        if not isinstance(found, Difference):
+            return None
+        before = float(scores(alone)[metric.key][client])
+        told = f"{client} ({_change(found.value, before, metric)})"
+        kind = better if metric.order(found.value) < 0 else worse
+        (kind if found.significant else same).append(told)
+    lower, higher = ("higher", "lower") if metric.share else ("lower", "higher")
+    parts = [
+        f"{what} for {listed(names)}"
+        for what, names in ((lower, better), (higher, worse), ("much the same", same))
+        if names
+    ]
+    return (
+        f"With {method} in place of {ALONE}, {metric.name} is {'; '.join(parts)}. (Differences are "
+        "told apart from chance by the test texts of this one run, at 95 %.)"
+    )
+
+
+def _change(value: float, before: float, metric: Metric) -> str:
+    """A difference as people say it: of a share in points, of perplexity in per cent of it."""
+    if metric.share:
+        return f"{metric.shown(value):+.1f} points"
+    return f"{100 * value / before:+.1f} %"

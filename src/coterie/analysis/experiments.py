@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
 from coterie.messages.names import SERVER_SCORE, TEST
+from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import SERVER, Method
-from coterie.methods.registry import POOLED, kind_of, names
+from coterie.methods.registry import POOLED, kind_of, method_from, names
 from coterie.runs import RunFolder
 from coterie.runs.read import Outcome, read_json
 
 MEAN = "mean over clients"
 """A column beside the clients', of whose names none has a space."""
+WEIGHTS = "routing/"
+"""How the figures of a layer's routers begin."""
+ASSIGNED = "assignment/"
+"""How the figures of a layer's experts that choose their clients begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +56,7 @@ class ReportedRun:
         about, result = folder.description, folder.outcome
         if result is not None:
             read_json(folder.path, "result.json", Outcome)
-        if result is not None and not result[result["reports"]]:
-            result = None
+            result = result if result[result["reports"]] else None
         found, server = metrics(folder.metrics()), about.get("server", {})
         return cls(folder.path, about["config"], about["clients"], found, result, server)
 
@@ -94,6 +99,26 @@ class ReportedRun:
     def names(self, prefix: str) -> list[str]:
         """Names of figures that begin so, in the order of their first appearance."""
         return [name for name in self.metrics["name"].unique() if name.startswith(prefix)]
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether it recorded its routers' weights, of experts that stay with their clients."""
+        return bool(self.names(WEIGHTS)) and not self.names(ASSIGNED)
+
+    def expert_names(self, client: str, count: int) -> list[str]:
+        """What to call a client's experts: by their role, numbered where there are several."""
+        try:
+            method = method_from(dict(self.config["method"]))
+            roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
+        except CoterieError:  # a method that is not installed here
+            roles = ()
+        if len(roles) != count:
+            return [f"expert {n + 1}" for n in range(count)]
+        several = {role for role in roles if roles.count(role) > 1}
+        return [
+            f"{role} {roles[: n + 1].count(role)}" if role in several else role
+            for n, role in enumerate(roles)
+        ]
 
     def by_round(self, name: str) -> dict[int, Any]:
         """Values of one figure of the run itself, by round (1 is the first)."""
@@ -149,8 +174,8 @@ class Experiment:
 
         A mean that loses a seed on its way would jump where nothing happened.
         """
-        finished = {label: [r for r in runs if r.result] for label, runs in self.runs.items()}
-        return {label: finished[label] or list(runs) for label, runs in self.runs.items()}
+        runs = self.runs.items()
+        return {label: [r for r in own if r.result] or list(own) for label, own in runs}
 
     @property
     def split(self) -> str:
@@ -197,10 +222,9 @@ class Experiment:
         return named, served
 
     @property
-    def first(self) -> Iterator[tuple[str, ReportedRun]]:
+    def first(self) -> list[tuple[str, ReportedRun]]:
         """Of each label the drawn run with the smallest seed."""
-        for label, runs in self.drawn.items():
-            yield label, runs[0]
+        return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
     def finished(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -218,16 +242,16 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
     for path in paths:
         for name, folder in _find(path):
             found.setdefault(folder.path.resolve(), (name, ReportedRun.read(folder)))
-    together: dict[str, tuple[str, list[ReportedRun]]] = {}
+    together: dict[str, list[tuple[str, ReportedRun]]] = {}
     for name, run in found.values():
-        together.setdefault(_texts_and_base(run), (name, []))[1].append(run)
-    names: list[str] = []
-    for name, _ in together.values():
-        names.append(f"{name}-{names.count(name) + 1}" if name in names else name)
-    return [
-        Experiment(name, _by_label(runs))
-        for name, (_, runs) in zip(names, together.values(), strict=True)
-    ]
+        together.setdefault(_texts_and_base(run), []).append((name, run))
+    named: dict[str, Experiment] = {}
+    for alike in together.values():
+        name = alike[0][0]
+        choices = chain([name], (f"{name}-{n}" for n in count(2)))
+        unique = next(choice for choice in choices if choice not in named)
+        named[unique] = Experiment(unique, _by_label([run for _, run in alike]))
+    return list(named.values())
 
 
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
@@ -290,3 +314,17 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{section}.{key}.{name}", setting) for name, setting in inner.items())
             if not inner:
                 yield f"{section}.{key}", value
+
+
+def chosen_layers(layer: str | None, count: int) -> list[int]:
+    """Which of so many layers are shown, from 0; raises CoterieError if there is no such layer."""
+    if not count:
+        return []  # a client with one expert has no router
+    named = {"first": 0, "middle": (count - 1) // 2, "last": count - 1}
+    if layer is None:
+        return sorted(set(named.values()))
+    if layer in named:
+        return [named[layer]]
+    if not (layer.isdecimal() and 1 <= int(layer) <= count):
+        raise CoterieError(f"--layer takes first, middle, last, or a number from 1 to {count}.")
+    return [int(layer) - 1]

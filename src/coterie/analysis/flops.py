@@ -5,7 +5,7 @@ and a backward pass at batch 1 (2 m n k each, attention without regard to its ma
 but a small part of the work. Sums, activations and the optimiser are not counted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,17 +22,8 @@ from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Floating-point operations of a round, over all clients, by level of the schedule."""
-
-    levels: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Of all levels."""
-        return sum(self.levels.values())
+Cost = Mapping[str, float]
+"""Floating-point operations of a round, over all clients, by level of the schedule."""
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
@@ -87,7 +78,7 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
             flops = step_flops(base, side.adapter, level, config.data.window)
             cost = flops * training.batch * updates
             levels[level.name] = levels.get(level.name, 0.0) + cost
-    return Cost(levels)
+    return levels
 
 
 def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:

@@ -53,6 +53,11 @@ def over_runs(results: Sequence[Result], point: str | None = None) -> Frame:
     return pd.concat(found, keys=range(len(found)), names=["run", "client"])
 
 
+def mean_score(results: Sequence[Result], key: str, point: str | None = None) -> float:
+    """The mean of a figure over clients, then over runs."""
+    return float(over_runs(results, point)[key].groupby("run").mean().mean())
+
+
 def std(values: Column) -> float:
     """The standard deviation of a sample; 0 of a single value."""
     # Less one of them, values that are all the same have none at all, whatever is rounded.

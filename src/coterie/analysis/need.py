@@ -1,4 +1,6 @@
-"""What a client will need before anything of its base is loaded: memory, and traffic per round.
+"""What a base is, where adapters stand in it, and what a client with it will need.
+
+Memory, and traffic per round, are told before anything of the base is loaded.
 
 A training step and an evaluation are run on PyTorch's fake tensors, which have shapes and no
 values: nothing is computed, and the bytes of all tensors that are alive are counted.
@@ -7,8 +9,9 @@ values: nothing is computed, and the bytes of all tensors that are alive are cou
 import resource
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +21,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
+from coterie.adapters import Adapter, Layout, Trainable
+from coterie.adapters.coverage import coverage
+from coterie.analysis.tables import Table
+from coterie.bases import Base, BaseSpec, check_base, load_skeleton, load_tokenizer
+from coterie.bases.checks import check_vocabulary, embedding_rows
 from coterie.bases.precision import autocast, prepare
+from coterie.bases.sites import QUERY_VALUE, layers
 from coterie.bases.weights import DTYPES
 from coterie.config.run import RunConfig
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.federation.participants import NOTHING, Participant, client_context
 from coterie.losses.tokens import language_model_loss, token_losses
-from coterie.methods.adapter import AdapterClient
+from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
 from coterie.training.optimiser import build
 from coterie.training.passes import training_pass
 from coterie.training.spec import TrainingSpec
 
+LAYOUTS = {
+    "experts and LoRA, as comigs-1g1s": Layout(),
+    "LoRA on queries and values, as fedit": Layout(
+        generalists=0, specialists=0, targets=QUERY_VALUE
+    ),
+}
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
 """Bytes per weight of a quantised linear layer; nf4 with its scales, quantised too (QLoRA)."""
 CAST = (torch.float32, "bf16")
@@ -85,7 +99,7 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
     cast = dtype != kept or spec.quantised or (kept, training.precision) == CAST
     pages = kept.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
     skeleton.to(dtype)
-    moments = _moments(training)
+    copies = 2 + _moments(training)  # with the gradient
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = skeleton.to_empty(device="cpu")
         model.tie_weights()  # which have come apart
@@ -96,13 +110,11 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
         if not isinstance(side, AdapterClient):
             return None
         step, scoring = _training(config, side), _evaluation(config, side)
-        parts = side.parts().values()
-        frozen = sum(part.parameter.nbytes for part in parts if part.role == "frozen")
-        trained = sum(part.parameter.nbytes for part in parts) - frozen
+        parts = [(p.parameter.nbytes, p.role == "frozen") for p in side.parts().values()]
         return Need(
             weights=weights,
             pages=pages,
-            adapter=frozen + trained * (2 + moments),
+            adapter=sum(size * (1 if frozen else copies) for size, frozen in parts),
             step=step,
             scoring=scoring,
             traffic=sum(tensor.nbytes for tensor in side.shared.values()),
@@ -163,8 +175,7 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     model = side.model()
     adapter.require_grad(*{part.role for part in adapter.parts().values()} - {"frozen"})
     with Alive() as alive:
-        rows = training.at_once * _samples(config)
-        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
+        ids = _ids(config, training.at_once)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
             loss = language_model_loss(model, ids)
         loss.backward()
@@ -173,17 +184,16 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     return alive.peak
 
 
-def _samples(config: RunConfig) -> int:
-    """Samples that a pass reads for one of a batch: a pair has two."""
-    return 1 if config.data.preferences is None else 2
+def _ids(config: RunConfig, count: int) -> Tensor:
+    """Tokens that a pass reads for so many samples of a batch: a pair has two."""
+    rows = count * (1 if config.data.preferences is None else 2)
+    return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
 
 
 def _evaluation(config: RunConfig, side: AdapterClient) -> int:
     """The most that scoring a batch holds."""
     with Alive() as alive, autocast(side.context.training.precision, "cpu"):
-        rows = config.evaluation.batch * _samples(config)
-        ids = torch.zeros(rows, config.data.window + 1, dtype=torch.long)
-        token_losses(side.model(), ids)
+        token_losses(side.model(), _ids(config, config.evaluation.batch))
     return alive.peak
 
 
@@ -226,3 +236,82 @@ class Alive(TorchDispatchMode):
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def base_table(spec: BaseSpec, config: RunConfig) -> Table:
+    """Return a base's architecture and size, from its configuration, its tokenizer and the headers
+    of its weights."""
+    check_base(spec, config.root)
+    skeleton: Any = load_skeleton(spec, config.root)
+    tokenizer = load_tokenizer(spec, config.root)
+    check_vocabulary(spec.name, tokenizer, skeleton)
+    text = skeleton.config.get_text_config()
+    window = getattr(text, "max_position_embeddings", None)
+    blocks = {type(layer).__name__: 0 for layer in layers(skeleton).values()}
+    count = sum(parameter.numel() for parameter in skeleton.parameters())
+    kept = kept_dtype(skeleton)
+    template = "its own" if tokenizer.chat_template else "none; Coterie's plain one is used"
+    rows = [
+        ("architecture", type(skeleton).__name__),
+        ("parameters", f"{count / 1e6:,.1f} million"),
+        ("weights", f"{str(kept).removeprefix('torch.')}, {_mib(count * kept.itemsize)} MiB"),
+        ("layers", f"{len(layers(skeleton))} ({', '.join(blocks)})"),
+        ("width", f"{text.hidden_size:,}"),
+        ("context", "no limit" if window is None else f"{window:,} tokens"),
+        ("vocabulary", f"{len(tokenizer):,} tokens; {embedding_rows(skeleton):,} embeddings"),
+        ("chat template", template),
+    ]
+    return Table(str(spec), ("", "base"), rows)
+
+
+def stands_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
+    """Where adapters would stand in a base: a client's of the run, else those of two methods."""
+    skeleton: Any = load_skeleton(spec, config.root)
+    method = config.method
+    makers: dict[str, Callable[[], Trainable]] = {
+        what: partial(Adapter, skeleton, layout, 0, "", lambda part: True)
+        for what, layout in LAYOUTS.items()
+    }
+    if client is not None and isinstance(method, AdapterMethod):
+        makers = {config.label: partial(method.adapter, skeleton, config.seed, client)}
+    rows: list[tuple[str, str]] = []
+    for what, make in makers.items():
+        try:
+            lines = coverage(skeleton, make().parts().values()).lines()
+        except CoterieError as error:
+            lines = (str(error),)
+        rows += [(what, line) for line in lines or ("nothing of the base",)]
+    return Table("where adapters stand", ("adapter", "in the base"), rows)
+
+
+def need_tables(config: RunConfig) -> Iterator[Table]:
+    """For each base of a run, the memory of a client's process, and what a round sends."""
+    programs = process_memory()
+    names = [client.name for client in config.clients] or ["a client"]
+    for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
+        title, need = f"{config.label} on {spec}", need_of(config, name)
+        if need is None:
+            note = "There is no estimate for this method, or for this base."
+            yield Table(title, ("", "memory"), (), note)
+            continue
+        training = config.training_of(name)
+        parts = {
+            "Python and libraries, as here": programs,
+            "base": need.weights,
+            "checkpoint's pages, which the system can take back": need.pages,
+            "adapter, gradients, optimiser": need.adapter,
+            f"a training step ({training.at_once} samples at once)": need.step,
+            f"or scoring ({config.evaluation.batch} windows at once)": need.scoring,
+            "one client's process, at most": programs + need.memory,
+        }
+        note = (
+            f"An estimate for a CPU, with windows of {config.data.window} tokens. In the local "
+            "engine each further client adds its adapter and optimiser. An upload has "
+            f"{need.traffic / 1e6:.2f} MB of tensors."
+        )
+        rows = [(what, _mib(count)) for what, count in parts.items() if count]
+        yield Table(title, ("memory of a client", "MiB"), rows, note)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f}"

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import chosen_layers
+from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig, parse
 from coterie.data.batch import Batch

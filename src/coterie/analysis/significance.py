@@ -1,11 +1,12 @@
-"""Whether two rows of a table differ by more than chance: a paired bootstrap.
+"""Whether rows of a table differ by more than chance from each other, and from a floor.
 
-Both rows are scored on the same windows (or samples) of the same texts. Each draw takes as many
-windows of each client's text as there are, with replacement, and the same ones for both rows; then
-the seeds, of which it takes one less than there are: with as many, the spread of a mean over few
-seeds would come out too small by (n - 1) / n (McCarthy and Snowden, "The Bootstrap and Finite
-Population Sampling", 1985). The figure of a row is that of the table: the mean over clients, then
-over seeds. `scipy.stats.bootstrap` draws one set of pairs and knows neither clients nor seeds.
+This is a paired bootstrap. Both rows are scored on the same windows (or samples) of the same texts.
+Each draw takes as many windows of each client's text as there are, with replacement, and the same
+ones for both rows; then the seeds, of which it takes one less than there are: with as many, the
+spread of a mean over few seeds would come out too small by (n - 1) / n (McCarthy and Snowden, "The
+Bootstrap and Finite Population Sampling", 1985). The figure of a row is that of the table: the mean
+over clients, then over seeds. `scipy.stats.bootstrap` draws one set of pairs and knows neither
+clients nor seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.analysis.frame import Result, scores
+from coterie.analysis.frame import Result, mean_score, scores
 from coterie.evaluation.metrics import PERPLEXITY, Metric
 from coterie.seeding import generator
 
@@ -27,6 +28,8 @@ BLOCK = 100
 """Draws at once, so that long texts do not fill the memory."""
 LEVEL = 0.95
 """Of an interval: the share of draws that it holds."""
+COMMONEST = "commonest answer"
+"""The name of the row that always gives the commonest answer of the client's training data."""
 
 
 class Unpaired(Exception):
@@ -161,3 +164,36 @@ def _resampled(sums: Floats, *text: str) -> Floats:
 
 def _chance(*purpose: str) -> np.random.Generator:
     return np.random.default_rng(generator(0, "bootstrap", *purpose).initial_seed())
+
+
+def at_floor(
+    rows: Mapping[str, Sequence[Result]], floor: Sequence[Result], metric: Metric
+) -> list[str]:
+    """Name the rows that are not better than the floor by more than chance.
+
+    Where scores by sample are missing, a row must have the better figure.
+
+    Args:
+        rows: Results by row, one per seed.
+        floor: The floor's results, one per seed; see `coterie.engines.floor`. Empty if the data
+            have none.
+        metric: What is compared; without a score of it, the floor is ignored.
+    """
+    if not has_floor(floor, metric):
+        return []
+    found = differences({**rows, COMMONEST: floor}, COMMONEST, metric)
+
+    def above(name: str) -> bool:
+        gap = found[name]
+        if isinstance(gap, Unpaired):
+            more = mean_score(rows[name], metric.key) - mean_score(floor, metric.key)
+            return metric.order(more) < 0
+        return gap.significant and metric.order(gap.value) < 0
+
+    return [name for name in rows if not above(name)]
+
+
+def has_floor(floor: Sequence[Result], metric: Metric) -> bool:
+    """Return whether there is a floor of this metric for every client."""
+    found = [list(result[result["reports"]].values()) for result in floor]
+    return bool(found) and all(s and all(metric.key in score for score in s) for s in found)

@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from coterie.analysis.floor import COMMONEST, has_floor
 from coterie.analysis.frame import Column, Frame, Result, scores, std
+from coterie.analysis.significance import COMMONEST, has_floor
 from coterie.evaluation.metrics import PERPLEXITY, Metric, metric_of
 from coterie.federation.participants import EVERYONE
 
@@ -108,20 +108,10 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
     return Table(title, [corner, *map(str, figures)], rows)
 
 
-def mean(result: Result, key: str) -> float:
-    """A metric's mean over clients."""
-    return float(scores(result)[key].mean())
-
-
-def server_score(result: Result) -> Mapping[str, float] | None:
-    """The score of the server's own model, where it has one."""
-    return result.get("server")
-
-
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
     """What to show of results, of which the server's scores are a part; see `metric_of`."""
-    found = [(result[result["reports"]].values(), server_score(result)) for result in results]
-    return metric_of((s for clients, server in found for s in (*clients, server) if s), asked)
+    found = [[*result[result["reports"]].values(), result.get("server")] for result in results]
+    return metric_of((score for scores in found for score in scores if score), asked)
 
 
 def run_table(
@@ -140,7 +130,6 @@ def run_table(
     metric = shown_of(results.values(), asked)
     if floor is not None and has_floor([floor], metric):
         results = {**results, COMMONEST: floor}
-    pair = metric is PERPLEXITY
     found = [scores(result) for result in results.values()]
     clients = sorted({client for one in found for client in one.index})
     kept = [result.get("kept", {}) for result in results.values()]
@@ -152,14 +141,14 @@ def run_table(
     rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
     if metric.share and len(clients) > 1:
         rows.append(["std over clients", *(metric.cell(std(one[metric.key])) for one in found)])
-    note, served = metric.better, [server_score(result) for result in results.values()]
+    note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean excludes the server."
     if any(kept):
         note += f" In brackets: {KEPT}"
     note += "".join(f" {text}" for text in left_out(results))
-    what = "perplexity per token / bits per byte" if pair else metric.label
+    what = metric.label if metric is not PERPLEXITY else "perplexity per token / bits per byte"
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
-from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import WEIGHTS, chosen_layers, expert_names, has_routers
+from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun, chosen_layers
 from coterie.bases import Tokenizer, context_token
 from coterie.config.run import parse
 from coterie.data.files import read_text
@@ -37,10 +37,11 @@ class Coloured:
     pieces: Sequence[tuple[str, int]]
     """Pieces of the text, each with its expert's number."""
 
-    def shares(self) -> dict[str, float]:
-        """The share of the pieces that goes to each expert."""
-        chosen = [expert for _, expert in self.pieces]
-        return {name: chosen.count(n) / len(chosen) for n, name in enumerate(self.experts)}
+    @property
+    def generalists(self) -> float:
+        """The share of the pieces that goes to generalists, or to expert 1 if there are none."""
+        asked = [n for n, name in enumerate(self.experts) if name.startswith("generalist")] or [0]
+        return fmean(expert in asked for _, expert in self.pieces)
 
 
 def coloured_texts(
@@ -55,7 +56,7 @@ def coloured_texts(
     """
     found: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:
-        if has_routers(run):
+        if run.has_routers:
             try:
                 found[label] = list(_colour(run, layer, folder))
             except CoterieError as error:
@@ -90,7 +91,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
                     client,
                     text_of,
                     f"layer {number + 1} of {len(chosen)}",
-                    expert_names(run, client, count),
+                    run.expert_names(client, count),
                     list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
                 )
 

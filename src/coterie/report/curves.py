@@ -1,4 +1,7 @@
-"""Scores over rounds or at the end, and training loss over steps."""
+"""Scores over rounds or at the end, training loss over steps, and scores by router schedule.
+
+The last one is how scores depend on when routers are trained, and for how long (CoMiGS, figure 7).
+"""
 
 from collections.abc import Iterator
 
@@ -7,9 +10,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
-from coterie.analysis.frame import Column, Frame
+from coterie.analysis.frame import Column, Frame, mean_score
 from coterie.analysis.tables import Table, frame_table, listed
-from coterie.report.plots import SPREAD, entry, evenly, over_rounds, plain_log, scale_of
+from coterie.files import path_part
+from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, scale, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
 MOST = 12
@@ -41,7 +45,7 @@ LAST = (
 
 def keeps(experiment: Experiment) -> bool:
     """Return whether a finished run's scores are those of kept models."""
-    return any(run.result and run.result.get("kept") for run in experiment.all)
+    return any(result.get("kept") for found in experiment.finished.values() for result in found)
 
 
 def _title(experiment: Experiment) -> str:
@@ -81,33 +85,25 @@ def _panels(experiment: Experiment, best: list[str]) -> list[str]:
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
-    look, what = looks(list(experiment.runs)), metric.label
+    look, last = looks(list(experiment.runs)), LAST if keeps(experiment) else ""
     figures = experiment.series.groupby(["label", "round"]).agg(["mean", "std"])
-
-    def draw(canvas: Canvas) -> Figure:
-        y = f"{experiment.split} {what}"
-        return over_rounds(canvas, figures, best, panels, look, metric, y)
+    y, unit = f"{experiment.split} {metric.label}", " (%)" if metric.share else ""
+    means = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
+    means = means.loc[[label for label in experiment.runs if label in means.index]]
+    means = means.iloc[:, evenly(len(means.columns), 10)]
 
     return Picture(
         metric.key,
         f"{_title(experiment)} over rounds",
         f"Each model on its own {experiment.split} text after every evaluated round, at the "
         f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
-        f"{metric.better}{_some(experiment, best)}{LAST if keeps(experiment) else ''}",
-        f"Line plot of {what} by round for {listed(best)}, with one panel for the mean and "
+        f"{metric.better}{_some(experiment, best)}{last}",
+        f"Line plot of {metric.label} by round for {listed(best)}, with one panel for the mean and "
         f"one for each of {listed(panels[1:])}. The table lists the mean over clients by round."
-        f"{LAST if keeps(experiment) else ''}",
-        draw,
-        _rounds_table(experiment),
+        f"{last}",
+        lambda canvas: over_rounds(canvas, figures, best, panels, look, metric, y),
+        frame_table(f"Mean over clients by round{unit}", "method", means, ".2f"),
     )
-
-
-def _rounds_table(experiment: Experiment) -> Table:
-    found = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
-    means = found.loc[[label for label in experiment.runs if label in found.index]]
-    means = means.iloc[:, evenly(len(means.columns), 10)]
-    unit = " (%)" if experiment.metric.share else ""
-    return frame_table(f"Mean over clients by round{unit}", "method", means, ".2f")
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
@@ -117,9 +113,8 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
     end = "of the kept models" if keeps(experiment) else "after the last round"
 
     def draw(canvas: Canvas) -> Figure:
-        across = 2 if canvas.narrow else min(len(panels), 5)
         height = 0.25 * len(best) + 0.55
-        figure, axes = canvas.panels(len(panels), height, across, what, sharey=True)
+        figure, axes = canvas.panels(len(panels), height, (2, 5), what, sharey=True)
         for axis, panel in zip(axes, panels, strict=True):
             for place, label in enumerate(best):
                 mean, spread = figures[panel].loc[label]
@@ -133,9 +128,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             axis.set_title(panel)
             axis.set_yticks(range(len(best)), best)
             axis.margins(x=0.12, y=0.12)
-            if not metric.share:
-                axis.set_xscale("log")
-                plain_log(axis.xaxis)
+            scale(axis, "x", metric)
         axes[0].invert_yaxis()
         return figure
 
@@ -167,47 +160,34 @@ def smooth(values: Column, width: int) -> Column:
 
 def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     look = looks(list(experiment.runs))
-    trained = [
-        label for label, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)
-    ]
-    shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
+    names = [level.removeprefix("loss/") for level in levels]
     steps = {
-        (label, level): pd.concat([_steps(run, level) for run in runs], axis=1).mean(axis=1)
+        (label, name): pd.concat([_steps(run, level) for run in runs], axis=1).mean(axis=1)
         for label, runs in experiment.drawn.items()
-        for level in levels
+        for level, name in zip(levels, names, strict=True)
     }
+    trained = [n for n, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)]
+    shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
 
     def draw(canvas: Canvas) -> Figure:
-        figure, axes = canvas.panels(
-            len(levels),
-            2.6,
-            1 if canvas.narrow else 3,
-            "update",
-            "loss (nats per token)",
-            sharey=True,
-        )
-        for axis, level in zip(axes, levels, strict=True):
+        y = "loss (nats per token)"
+        figure, axes = canvas.panels(len(levels), 2.6, (1, 3), "update", y, sharey=True)
+        for axis, name in zip(axes, names, strict=True):
             for label in shown:
-                mean = steps[label, level]
+                mean = steps[label, name]
                 width = experiment.drawn[label][0].config["training"]["steps"]
                 thin = slice(None, None, max(1, len(mean) // 300))
                 x, colour = mean.index[thin], canvas.colour(look[label])
                 axis.plot(x, mean.iloc[thin], color=colour, alpha=0.25, linewidth=0.7)
                 line = smooth(mean, width).iloc[thin]
                 axis.plot(x, line, color=colour, linestyle=look[label].dash, label=entry(label))
-            axis.set_title(level.removeprefix("loss/"))
+            axis.set_title(name)
         canvas.legend(figure, axes[0])
         return figure
 
-    names = [level.removeprefix("loss/") for level in levels]
     rows = [
-        [
-            label,
-            level.removeprefix("loss/"),
-            number(len(mean)),
-            *(f"{mean.iloc[n]:.3f}" for n in (0, -1)),
-        ]
-        for (label, level), mean in steps.items()
+        [*names, number(len(mean)), *(f"{mean.iloc[n]:.3f}" for n in (0, -1))]
+        for names, mean in steps.items()
         if len(mean)
     ]
     return Picture(
@@ -220,4 +200,49 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         f"Line plot of loss by update at {listed(names)} for {listed(shown)}.",
         draw,
         Table("Loss, mean over clients", ["method", "level", "updates", "first", "last"], rows),
+    )
+
+
+def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
+    """A heat map per method whose finished runs differ in `router.every` or `router.steps`."""
+    found, metric = [], experiment.metric
+    for run in experiment.all:
+        router = run.config["method"].get("router") or {}
+        if run.result is not None and {"every", "steps"} <= router.keys():
+            score = metric.shown(mean_score([run.result], metric.key))
+            found.append((run.method, router["every"], router["steps"], score))
+    runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
+    methods = runs.groupby("method", sort=False)
+    means = {method: rows.pivot_table("score", "steps", "every") for method, rows in methods}
+    swept = {method: cells for method, cells in means.items() if cells.size > 1}
+    if not swept:
+        why = "no finished runs of the same method differ in router.every or router.steps"
+        yield LeftOut("Router schedule", why)
+    for method, cells in swept.items():
+        yield _heat_map(experiment, str(method), cells)
+
+
+def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
+    """cells: mean scores, a row per `router.steps`, a column per `router.every`."""
+    metric, (steps, every) = experiment.metric, cells.shape
+
+    def draw(canvas: Canvas) -> Figure:
+        figure = canvas.figure(0.45 * steps + 1.3)
+        named = cells.rename_axis(
+            index="router.steps: updates per phase",
+            columns="router.every: steps between router phases",
+        )
+        heat_map(canvas, figure, figure.subplots(), named, f"mean {metric.label}")
+        return figure
+
+    return Picture(
+        f"router-schedule-{path_part(method)}",
+        f"Router schedule of {method}",
+        f"Mean {experiment.split} {metric.label} over clients, seeds and all other "
+        f"differences between the runs. {metric.better}",
+        f"Heat map of {steps} by {every} router schedules; {metric.label} ranges from "
+        f"{number(cells.min(axis=None))} to {number(cells.max(axis=None))}. The table lists all "
+        "values.",
+        draw,
+        frame_table(f"Mean {metric.label}", "router.steps \\ router.every", cells, ".2f"),
     )

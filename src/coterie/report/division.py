@@ -41,10 +41,7 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, what: str) -> Pi
         axis.set_ylim(len(clients) - 0.5, -0.5)
         steep = len(columns) * max(map(len, columns)) > canvas.width * 9
         axis.set_xticks(
-            range(len(columns)),
-            columns,
-            rotation=60 if steep else 0,
-            ha="right" if steep else "center",
+            range(len(columns)), columns, **({"rotation": 60, "ha": "right"} if steep else {})
         )
         axis.set_yticks(range(len(clients)), clients)
         axis.set_xlabel(f"area: {what}; the largest is {number(held.max())}")

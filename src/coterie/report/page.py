@@ -1,11 +1,11 @@
 """The report: one HTML page that opens offline, and its figures as SVG and PNG files."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -18,20 +18,11 @@ from coterie.engines.floor import floor_in
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
 from coterie.report.assignment import assignment
 from coterie.report.cost import operations, traffic
-from coterie.report.curves import curves
+from coterie.report.curves import curves, sweep
 from coterie.report.division import division
 from coterie.report.relevance import relevance
 from coterie.report.routing import routing
-from coterie.report.style import (
-    DARK,
-    LIGHT,
-    THEMES,
-    Canvas,
-    LeftOut,
-    Picture,
-    Theme,
-)
-from coterie.report.sweep import sweep
+from coterie.report.style import DARK, LIGHT, THEMES, Canvas, LeftOut, Picture, Theme
 from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
 from coterie.report.trust import trust
@@ -92,12 +83,14 @@ def write_report(
     that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
     run.
     """
-    shown = with_texts or texts_from is not None
     found = list(sections)
     for one in experiments(paths):
-        points = relevance(sample_relevance(one, layer)) if with_samples else ()
-        grids = texts(coloured_texts(one, layer, texts_from)) if shown else ()
-        found.append(_section(one, [*points, *grids]))
+        items = [item for figures in FIGURES for item in figures(one)]
+        if with_samples:
+            items += relevance(sample_relevance(one, layer))
+        if with_texts or texts_from is not None:
+            items += texts(coloured_texts(one, layer, texts_from))
+        found.append(_section(one, items))
     figures = out / "figures"
     refuse_links(out, figures.name)
     if out.parent in paths:  # a folder of runs, and not the user's choice
@@ -108,44 +101,32 @@ def write_report(
             for old in figures.glob(f"*-{theme.name}.[ps][nv]g"):
                 old.unlink()
     for section in found:
-        for picture in section.pictures:
-            for theme in THEMES:
-                name = f"{_prefix(section, found)}{picture.name}-{theme.name}"
-                write_bytes(figures / f"{name}.svg", _svg(picture, theme))
-                write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
+        prefix = f"{path_part(section.name)}-" if len(found) > 1 else ""
+        for picture, theme in product(section.pictures, THEMES):
+            name = f"{prefix}{picture.name}-{theme.name}"
+            write_bytes(figures / f"{name}.svg", _svg(picture, theme))
+            write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
     notes = [PRIVATE] * (with_texts and texts_from is None) + [SINGLE] * with_samples
     write_text(page, _html(found, " ".join(notes)))
     return Report(page, figures, found)
 
 
-def _prefix(section: Section, sections: Sequence[Section]) -> str:
-    return f"{path_part(section.name)}-" if len(sections) > 1 else ""
-
-
-def _section(experiment: Experiment, asked: Iterable[Picture | LeftOut]) -> Section:
-    found = [item for figures in FIGURES for item in figures(experiment)]
-    found += asked
-    comparison = Comparison(
-        experiment.name,
-        experiment.finished,
-        experiment.split,
-        experiment.metric.key,
-        floor=_floor(experiment),
-    )
+def _section(experiment: Experiment, found: Sequence[Picture | LeftOut]) -> Section:
+    tables = [_about(experiment)]
+    if experiment.finished:
+        # The floor is that of runs in which each client has its own training data.
+        outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
+        by_seed = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
+        floor = [one for one in by_seed.values() if one["items"]["trained"]]
+        what = experiment.name, experiment.finished, experiment.split, experiment.metric.key
+        tables.append(Comparison(*what, floor=floor).table())
     return Section(
         experiment.name,
-        [_about(experiment), *([comparison.table()] if experiment.finished else [])],
+        tables,
         [item for item in found if isinstance(item, Picture)],
         [item for item in found if isinstance(item, LeftOut)],
     )
-
-
-def _floor(experiment: Experiment) -> list[dict[str, Any]]:
-    """Return the floor by seed, from the runs in which each client has its own training data."""
-    outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
-    floors = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
-    return [floor for floor in floors.values() if floor["items"]["trained"]]
 
 
 def _about(experiment: Experiment) -> Table:

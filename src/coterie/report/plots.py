@@ -1,7 +1,6 @@
 """What several figures have in common: lines with bands, logarithmic axes, heat maps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import AutoLocator, LogLocator, NullLocator
 
-from coterie.analysis.frame import Column, Frame
+from coterie.analysis.frame import Frame
 from coterie.evaluation.metrics import Metric
 from coterie.report.style import LIGHT, Canvas, Look, number
 
@@ -20,6 +19,13 @@ SPREAD = "Bands and bars: one standard deviation over seeds."
 def scale_of(metric: Metric) -> str:
     """For a caption."""
     return "" if metric.share else "; logarithmic scale"
+
+
+def scale(axes: Axes, way: str, metric: Metric) -> None:
+    """Make the x or y axis, which holds its data already, logarithmic, unless it is of a share."""
+    if not metric.share:
+        axes.set(**{f"{way}scale": "log"})
+        plain_log(axes.xaxis if way == "x" else axes.yaxis)
 
 
 def plain_log(axis: Axis) -> None:
@@ -40,11 +46,10 @@ def entry(label: str) -> str:
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
 
 
-def line(
-    canvas: Canvas, axis: Axes, x: Any, mean: Column, spread: Column, look: Look, label: str
-) -> None:
-    """A line with a marker at every point and a band of one standard deviation."""
-    colour = canvas.colour(look)
+def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
+    """A line of `mean`, with a marker at every point, and a band of one `std` over the index."""
+    colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
+    spread = figures["std"].fillna(0.0)  # of one seed there is none
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
     axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
 
@@ -68,17 +73,13 @@ def over_rounds(
 
     figures: by label and round; columns by panel, with `mean` and `std` over seeds of each.
     """
-    across = 2 if canvas.narrow else 3
-    figure, axes = canvas.panels(len(panels), 2.1, across, "round", y)
+    figure, axes = canvas.panels(len(panels), 2.1, (2, 3), "round", y)
     for axis, panel in zip(axes, panels, strict=True):
         for label in labels:
-            # Of one seed there is no deviation.
-            found = figures[panel].loc[label].dropna(subset=["mean"]).fillna(0.0)
-            line(canvas, axis, found.index, found["mean"], found["std"], look[label], label)
+            found = figures[panel].loc[label].dropna(subset=["mean"])
+            line(canvas, axis, found, look[label], label)
         axis.set_title(panel)
-        if not metric.share:
-            axis.set_yscale("log")
-            plain_log(axis.yaxis)
+        scale(axis, "y", metric)
     canvas.legend(figure, axes[0])
     return figure
 
@@ -118,18 +119,15 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
 
 
 def of_pairs(
-    canvas: Canvas,
-    matrices: Mapping[str, Frame],
-    low: float,
-    high: float,
-    label: str,
+    canvas: Canvas, matrices: Mapping[str, Frame], low: float, high: float, label: str
 ) -> Figure:
     """Draw square matrices of clients by clients, by title, with one colour bar."""
     clients = [str(client) for client in next(iter(matrices.values())).columns]
     names = 0.075 * max(map(len, clients))  # inches
-    across = min(len(matrices), 4 if not canvas.narrow else 1 if names > 0.6 else 2)
+    across = (1 if names > 0.6 else 2, 4)
     most = 3.2 if len(matrices) > 1 else 0.45 * len(clients) + 0.4
-    side = min((canvas.width - names - 1.0) / across, most)
+    room = canvas.width - names - 1.0
+    side = min(room / min(len(matrices), across[not canvas.narrow]), most)
     figure, axes = canvas.panels(len(matrices), side + 0.25, across, sharex=True, sharey=True)
     figure.set_figheight(figure.get_figheight() + names - 0.4)
     form = (".2f" if high - low > 0.05 else ".4f") if side / len(clients) > 0.33 else ""

@@ -40,8 +40,7 @@ def _picture(label: str, seen: Sequence[LayerRelevance]) -> Picture:
     clients = list(seen[0].points)
 
     def draw(canvas: Canvas) -> Figure:
-        across = 1 if canvas.narrow else 2
-        figure, axes = canvas.panels(2 * len(seen), 3.4, across)
+        figure, axes = canvas.panels(2 * len(seen), 3.4, (1, 2))
         colours = [canvas.series(i)["color"] for i in range(len(clients))]
         for n, one in enumerate(seen):
             points, bars = axes[2 * n : 2 * n + 2]
@@ -49,8 +48,7 @@ def _picture(label: str, seen: Sequence[LayerRelevance]) -> Picture:
                 look: dict[str, Any] = canvas.series(i) | {"linestyle": ""}
                 points.plot(*at.T, **look, markersize=3.5, alpha=0.75, label=entry(client))
             points.set_title(one.layer, loc="left", fontsize=9)
-            points.set_xticks([])
-            points.set_yticks([])
+            points.set(xticks=[], yticks=[])
             given = [one.experts.get(client, 0) for client in clients]
             bars.barh(range(len(clients)), given, color=colours, tick_label=clients)
             bars.invert_yaxis()

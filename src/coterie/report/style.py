@@ -109,11 +109,6 @@ class Canvas:
         """Inches."""
         return 4.3 if self.narrow else 10.0
 
-    @property
-    def columns(self) -> int:
-        """Small panels that fit side by side."""
-        return 2 if self.narrow else 4
-
     def colour(self, look: Look) -> str:
         """Of a method."""
         return self.theme.colours[look.colour]
@@ -126,16 +121,17 @@ class Canvas:
         self,
         count: int,
         height: float,
-        columns: int | None = None,
+        columns: tuple[int, int] = (2, 4),
         x: str = "",
         y: str = "",
         **kwargs: Any,
     ) -> tuple[Figure, list[Axes]]:
-        """So many small panels in rows of `columns`; height in inches of one row.
+        """So many small panels; height in inches of one row.
 
-        x and y name the axes, below the lowest panels and left of the first ones.
+        columns: panels side by side, at most, on a phone and on a wide page. x and y name the axes,
+        below the lowest panels and left of the first ones.
         """
-        across = min(count, columns or self.columns)
+        across = min(count, columns[not self.narrow])
         rows = ceil(count / across)
         figure = self.figure(rows * height + 0.5)
         axes = list(figure.subplots(rows, across, squeeze=False, **kwargs).flat)
@@ -175,8 +171,8 @@ class Canvas:
 
     def heat(self) -> Colormap:
         """From paper to full colour, for shares and scores: light is little on any paper."""
-        name = "Blues" if self.theme is LIGHT else "viridis"
-        low, high = (0.0, 0.85) if self.theme is LIGHT else (0.12, 0.95)
+        light = self.theme is LIGHT
+        name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:
@@ -188,24 +184,15 @@ class Canvas:
             "axes.titlesize": 10,
             "axes.titleweight": "bold",
             "axes.labelsize": 9.5,
-            "xtick.labelsize": 8.5,
-            "ytick.labelsize": 8.5,
+            **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8.5),
             "legend.fontsize": 9,
-            "legend.frameon": False,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
+            **dict.fromkeys(("legend.frameon", "axes.spines.top", "axes.spines.right"), False),
+            **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
             "grid.color": theme.lines,
             "grid.linewidth": 0.7,
-            "axes.edgecolor": theme.quiet,
-            "axes.labelcolor": theme.ink,
-            "axes.titlecolor": theme.ink,
-            "text.color": theme.ink,
-            "xtick.color": theme.quiet,
-            "ytick.color": theme.quiet,
-            "figure.facecolor": theme.paper,
-            "axes.facecolor": theme.paper,
+            **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.quiet),
+            **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), theme.ink),
+            **dict.fromkeys(("figure.facecolor", "axes.facecolor"), theme.paper),
             "savefig.facecolor": theme.paper,
             "lines.linewidth": 1.8,
             "lines.markersize": 4.5,

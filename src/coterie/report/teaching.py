@@ -59,23 +59,17 @@ def lessons(run: ReportedRun) -> Lessons:
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """A figure for each label whose sides teach each other, of the run with the first seed."""
-    found = {label: lessons(run) for label, run in experiment.first}
-    found = {label: one for label, one in found.items() if one.rounds}
-    if not found:
-        yield LeftOut(
-            "Who learnt from whom",
-            "no run uses a method with distillation between server and clients",
-        )
-    for label, one in found.items():
-        yield _picture(label, one)
+    every = {label: lessons(run) for label, run in experiment.first}
+    found = [_picture(label, one) for label, one in every.items() if one.rounds]
+    why = "no run uses a method with distillation between server and clients"
+    yield from found or [LeftOut("Who learnt from whom", why)]
 
 
 def _picture(label: str, one: Lessons) -> Picture:
     def draw(canvas: Canvas) -> Figure:
         shown = [d for d, there in ((_bars, one.server), (_lines, one.learnt)) if there]
-        across = 1 if canvas.narrow else 2
         figure, axes = canvas.panels(
-            len(shown), 2.5, across, "round", "public samples", sharex=True, sharey=True
+            len(shown), 2.5, (1, 2), "round", "public samples", sharex=True, sharey=True
         )
         for axis, draw_one in zip(axes, shown, strict=True):
             if one.public is not None:
@@ -119,18 +113,14 @@ def _lines(axis: Axes, canvas: Canvas, one: Lessons) -> None:
 
 
 def _table(one: Lessons) -> Table:
-    rounds = one.rounds
-    chosen = evenly(len(rounds), MOST)
     rows: list[list[str]] = []
-    for at in (rounds[n] for n in chosen):
+    for at in (one.rounds[n] for n in evenly(len(one.rounds), MOST)):
         if at in one.server:
             given = [f"{client} {count}" for client, count in one.server[at]["by"].items()]
             rows.append([str(at), SERVER, ", ".join(given), *_quality(one.server[at])])
-        rows += [
-            [str(at), client, SERVER, *_quality(one.learnt[client][at])]
-            for client in one.clients
-            if at in one.learnt.get(client, {})
-        ]
+        for client in one.clients:
+            if lesson := one.learnt.get(client, {}).get(at):
+                rows.append([str(at), client, SERVER, *_quality(lesson)])
     of = "" if one.public is None else f", of {one.public}"
     return Table(
         "Public samples learnt from other participants",

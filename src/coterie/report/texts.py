@@ -5,7 +5,7 @@ so a report holds them only where it is asked for.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from matplotlib.figure import Figure
@@ -28,27 +28,19 @@ TINTS = {
 class TextPicture(Picture):
     """Texts by models, at one layer, which a page shows as text."""
 
-    texts: Sequence[Coloured] = ()
-
-    @property
-    def rows(self) -> list[str]:
-        """Whose texts."""
-        return list(dict.fromkeys(one.text_of for one in self.texts))
+    texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
+    """By whose text, then by whose model, of those that can read it."""
 
     @property
     def columns(self) -> list[str]:
         """Whose models."""
-        return list(dict.fromkeys(one.model_of for one in self.texts))
+        return list(dict.fromkeys(model for row in self.texts.values() for model in row))
 
     @property
     def experts(self) -> Sequence[str]:
         """Of the client with the most."""
-        return max((one.experts for one in self.texts), key=len)
-
-    def cell(self, text_of: str, model_of: str) -> Coloured | None:
-        """A text as a model routes it; None where the model cannot read it."""
-        found = (t for t in self.texts if (t.text_of, t.model_of) == (text_of, model_of))
-        return next(found, None)
+        every = (one.experts for row in self.texts.values() for one in row.values())
+        return max(every, key=len)
 
 
 def texts(
@@ -73,6 +65,14 @@ def texts(
 
 
 def _picture(label: str, place: str, coloured: Sequence[Coloured]) -> TextPicture:
+    rows: dict[str, dict[str, Coloured]] = {}
+    for one in coloured:
+        rows.setdefault(one.text_of, {})[one.model_of] = one
+    models = dict.fromkeys(one.model_of for one in coloured)
+    shares = [
+        [name, *(f"{row[model].generalists:.0%}" if model in row else "" for model in models)]
+        for name, row in rows.items()
+    ]
     grid = TextPicture(
         f"texts-{path_part(label)}-{path_part(place)}",
         f"Experts of each token, {label}, {place}",
@@ -80,27 +80,15 @@ def _picture(label: str, place: str, coloured: Sequence[Coloured]) -> TextPictur
         "them. The background colour shows the expert with the highest router score.",
         "Texts with coloured tokens, by the clients whose models read them.",
         lambda canvas: _draw(canvas, grid),
-        _shares(place, coloured),
-        texts=coloured,
+        Table(
+            f"Share of tokens whose first expert is a generalist, {place}",
+            ["text", *models],
+            shares,
+            "Columns: whose model. Of clients without generalists, the share of expert 1.",
+        ),
+        rows,
     )
     return grid
-
-
-def _shares(place: str, coloured: Sequence[Coloured]) -> Table:
-    """A row per text, a column per model."""
-    models = list(dict.fromkeys(one.model_of for one in coloured))
-    rows: dict[str, dict[str, str]] = {}
-    for one in coloured:
-        share = sum(v for name, v in one.shares().items() if name.startswith("generalist"))
-        if not any(name.startswith("generalist") for name in one.experts):
-            share = one.shares()[one.experts[0]]
-        rows.setdefault(one.text_of, {})[one.model_of] = f"{share:.0%}"
-    return Table(
-        f"Share of tokens whose first expert is a generalist, {place}",
-        ["text", *models],
-        [[name, *(cells.get(model, "") for model in models)] for name, cells in rows.items()],
-        "Columns: whose model. Of clients without generalists, the share of expert 1.",
-    )
 
 
 SIZE = 8.5
@@ -113,11 +101,13 @@ ACROSS = 34
 
 def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
     """As many panels as there are texts by models; wider than the page if there are many."""
-    tints, rows, columns = TINTS[canvas.theme.name], grid.rows, grid.columns
-    lines = {(one.text_of, one.model_of): wrapped(one.pieces, ACROSS) for one in grid.texts}
-    tall = {row: 1 + len(row) // 3 for row in rows}  # a text's name stands beside it, turned
-    for (row, _), found in lines.items():
-        tall[row] = max(tall[row], len(found))
+    tints, rows, columns = TINTS[canvas.theme.name], list(grid.texts), grid.columns
+    lines = {
+        row: {model: wrapped(one.pieces, ACROSS) for model, one in found.items()}
+        for row, found in grid.texts.items()
+    }
+    # A text's name stands beside it, turned.
+    tall = {row: max(1 + len(row) // 3, *map(len, lines[row].values())) for row in rows}
     wide, high = (ACROSS + 3) * WIDE * len(columns), HIGH * sum(tall.values())
     beside, above, between = 0.5, 3.3 * HIGH, 1.2 * HIGH  # inches left, on top, between texts
     figure = canvas.figure(above + high + between * len(rows))
@@ -133,7 +123,7 @@ def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
     for axis, (row, model) in zip(axes.flat, product(rows, columns), strict=True):
         axis.set(xlim=(0, ACROSS), ylim=(tall[row], 0), xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
-        for n, line in enumerate(lines.get((row, model), ())):
+        for n, line in enumerate(lines[row].get(model, ())):
             left = 0
             for text, expert in line:
                 axis.barh(n + 0.5, len(text), 0.92, left, color=tints[expert % len(tints)])

@@ -1,6 +1,6 @@
 """Whom each client trusts: its weights of the others' updates, and how they change (PCL)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,8 @@ from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture, number
 
 METRIC = "trust"
+Matrices = Mapping[int, Frame]
+"""By round, clients' weights: a row per client that mixes, a column per client that is mixed in."""
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -22,16 +24,16 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     if not found:
         yield LeftOut("Trust weights", "no run uses a method with trust weights")
     for label in found:
-        matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
-        yield _heat_maps(label, *matrices)
-        if len(matrices[0]) > 2:
-            yield _others(label, *matrices)
-        if len(matrices[1]) > 1:
-            yield _evolution(label, *matrices)
+        weights = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
+        yield _heat_maps(label, weights)
+        if len(next(iter(weights.values()))) > 2:
+            yield _others(label, weights)
+        if len(weights) > 1:
+            yield _evolution(label, weights)
 
 
-def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], np.ndarray]:
-    """Clients, rounds and the mean over seeds of their weights, (rounds, client, peer).
+def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
+    """The weights' means over seeds.
 
     A weight is NaN where a client set none in that round. After the last round's training clients
     mix once more; of that round, the last weights are taken.
@@ -39,64 +41,65 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
     each = [run.by_client(METRIC).groupby(["round", "client"]).tail(1) for run in runs]
     found: Frame = pd.concat(each).fillna(0.0)
     clients = sorted({*found.columns, *found.index.unique("client")})
-    rounds = sorted(found.index.unique("round"))
     means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
-    weights = means.reindex(pd.MultiIndex.from_product([rounds, clients])).to_numpy()
-    return clients, rounds, weights.reshape(len(rounds), len(clients), len(clients))
+    rounds = means.groupby("round")
+    return {n: own.droplevel("round").reindex(clients).rename_axis(None) for n, own in rounds}
 
 
-def _heat_maps(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
-    highest = max(float(np.nanmax(weights)), 1e-9)
-    last = pd.DataFrame(weights[-1], clients, clients)
+def _heat_maps(label: str, weights: Matrices) -> Picture:
+    highest = max(_ends(weights)[1], 1e-9)
+    round, last = list(weights.items())[-1]
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
         "Rows: the client that mixes. Columns: the client whose update is mixed in. Rows sum "
         "to 1. Mean over seeds.",
-        f"Heat maps of trust weights between {listed(clients)} at several rounds; the table "
+        f"Heat maps of trust weights between {listed(last)} at several rounds; the table "
         "shows the last round.",
-        lambda canvas: _draw(canvas, clients, rounds, weights, (0.0, highest)),
-        frame_table(f"Trust weights at round {rounds[-1]}", "client", last, ".3f"),
+        lambda canvas: _draw(canvas, weights, 0.0, highest),
+        frame_table(f"Trust weights at round {round}", "client", last, ".3f"),
     )
 
 
-def _others(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
+def _others(label: str, weights: Matrices) -> Picture:
     """The same without the diagonal, and with colours from the lowest weight to the highest."""
-    others = np.where(np.eye(len(clients), dtype=bool), np.nan, weights)
-    lowest, highest = float(np.nanmin(others)), float(np.nanmax(others))
-    ends = (lowest, max(highest, lowest + 1e-9))
+    others = {n: own.mask(np.eye(len(own), dtype=bool)) for n, own in weights.items()}
+    low, high = _ends(others)
     return Picture(
         f"trust-in-others-{path_part(label)}",
         f"Trust in others of {label}",
         f"The weights that clients give each other, without their own (PCL, figures 3, 4 and 8). "
-        f"Colours span the lowest ({number(lowest)}) to the highest ({number(highest)}).",
-        f"Heat maps of trust weights between {listed(clients)} without the diagonal.",
-        lambda canvas: _draw(canvas, clients, rounds, others, ends),
+        f"Colours span the lowest ({number(low)}) to the highest ({number(high)}).",
+        f"Heat maps of trust weights between {listed(others[max(others)])} without the diagonal.",
+        lambda canvas: _draw(canvas, others, low, max(high, low + 1e-9)),
     )
 
 
-def _draw(
-    canvas: Canvas,
-    clients: list[str],
-    rounds: list[int],
-    weights: np.ndarray,
-    ends: tuple[float, float],
-) -> Figure:
-    """Matrices at up to four rounds; ends: the weights of the palest and the fullest colour."""
-    shown = evenly(len(rounds), 4)
-    matrices = {f"round {rounds[n]}": pd.DataFrame(weights[n], clients, clients) for n in shown}
-    return of_pairs(canvas, matrices, *ends, "trust weight")
+def _ends(weights: Matrices) -> tuple[float, float]:
+    """The lowest weight and the highest."""
+    every = pd.concat(weights)
+    return float(every.min(axis=None)), float(every.max(axis=None))
 
 
-def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.ndarray) -> Picture:
+def _draw(canvas: Canvas, weights: Matrices, low: float, high: float) -> Figure:
+    """Matrices at up to four rounds, in colours from the palest (low) to the fullest (high)."""
+    rounds = list(weights)
+    matrices = {f"round {rounds[n]}": weights[rounds[n]] for n in evenly(len(rounds), 4)}
+    return of_pairs(canvas, matrices, low, high, "trust weight")
+
+
+def _evolution(label: str, weights: Matrices) -> Picture:
+    every: Frame = pd.concat(weights)
+    highest = _ends(weights)[1]
+
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
-            len(clients), 1.9, None, "round", "trust weight", sharex=True, sharey=True
+            len(every.columns), 1.9, x="round", y="trust weight", sharex=True, sharey=True
         )
-        for axis, client, own in zip(axes, clients, weights.swapaxes(0, 1), strict=True):
-            lines_by_client(canvas, axis, pd.DataFrame(own, rounds, clients))
+        for axis, client in zip(axes, every, strict=True):
+            lines_by_client(canvas, axis, every.xs(client, level=1))
             axis.set_title(client)
-            axis.set_ylim(0, 1.05 * float(np.nanmax(weights)))
+            axis.set_ylim(0, 1.05 * highest)
         canvas.legend(figure, axes[0])
         return figure
 
@@ -104,6 +107,6 @@ def _evolution(label: str, clients: list[str], rounds: list[int], weights: np.nd
         f"trust-over-rounds-{path_part(label)}",
         f"Trust over rounds of {label}",
         "One panel per client: its weights for all clients, including itself. Mean over seeds.",
-        f"Line plot of the weights for all clients by round, for each of {listed(clients)}.",
+        f"Line plot of the weights for all clients by round, for each of {listed(every)}.",
         draw,
     )

@@ -39,13 +39,10 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
     look = looks(clients)
 
     def draw(canvas: Canvas) -> Figure:
-        across = 1 if canvas.narrow else 3
         y = "change relative to the median"
-        figure, axes = canvas.panels(len(changes), 2.1, across, "round", y, sharey=True)
+        figure, axes = canvas.panels(len(changes), 2.1, (1, 3), "round", y, sharey=True)
         for axis, (label, found) in zip(axes, changes.items(), strict=True):
-            for client in clients:
-                if client not in found.index.unique("client"):
-                    continue
+            for client in found.index.unique("client"):
                 own, colour = found.loc[client], canvas.colour(look[client])
                 marks = {"marker": look[client].marker, "linestyle": look[client].dash}
                 axis.plot(own.index, own["ratio"], color=colour, label=entry(client), **marks)
@@ -66,7 +63,7 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
             ", ".join(map(str, own.index.unique("round")[own["excluded"]])),
         ]
         for label, found in changes.items()
-        for client, own in found.droplevel("client").groupby(found.index.get_level_values("client"))
+        for client, own in found.groupby("client")
     ]
     return Picture(
         "uploads",
