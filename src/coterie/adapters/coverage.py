@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from coterie.adapters.part import Part
-from coterie.bases.sites import LINEAR, children_of, decoder_walk, layers, walk
+from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
             continue
         what = "LoRA" if part.role == "dense" else "experts"
         owner, _, name = part.path.rpartition(".")
-        if not isinstance(modules[part.path], LINEAR):
+        if not isinstance(modules[part.path], Linear):
             key, name = (what, "beside", type(modules[part.path]).__name__), ""
         else:
             way = "inside" if part.role in ("generalist", "specialist") else "on"
@@ -86,4 +86,4 @@ def _listed(names: Iterable[str]) -> str:
 def _blocks(layer: nn.Module) -> list[str]:
     """The kinds of blocks with linear layers in a decoder layer."""
     blocks = children_of(layer).values()
-    return [type(b).__name__ for b in blocks if any(isinstance(m, LINEAR) for _, m in walk(b))]
+    return [type(b).__name__ for b in blocks if any(isinstance(m, Linear) for _, m in walk(b))]

@@ -60,7 +60,7 @@ BLOCKS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mixer", "mam
 """What a decoder layer may call the block that experts can stand beside; the first is taken."""
 
 
-LINEAR = (nn.Linear, Conv1D)
+Linear = nn.Linear | Conv1D
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -83,7 +83,7 @@ def mlp_shape(module: nn.Module) -> MlpShape | None:
     children = children_of(module)
     for shape in MLP_SHAPES:
         linears = (children.get(name) for name in shape.linears)
-        if hasattr(module, shape.act) and all(isinstance(layer, LINEAR) for layer in linears):
+        if hasattr(module, shape.act) and all(isinstance(layer, Linear) for layer in linears):
             return shape
     return None
 
@@ -135,23 +135,20 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
     return found
 
 
-def attention_linears(base: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+def attention_linears(base: nn.Module) -> dict[str, Linear]:
     """All linear layers of attention, by path, and what leads into whatever else mixes tokens: the
     layers `in_proj...` of a state-space block or a linear attention."""
-    linears: dict[str, nn.Linear | Conv1D] = {}
-    for path, layer in layers(base).items():
-        inside = [(p, m) for p, m in walk(layer, path) if not isinstance(m, LINEAR)]
-        children = [
-            ("Attention" in type(module).__name__, f"{p}.{name}", child)
-            for p, module in inside
-            for name, child in children_of(module).items()
-            if isinstance(child, LINEAR)
-        ]
-        linears |= {p: c for attends, p, c in children if attends or place_of(p) == "mixer.in"}
-    return linears
+    return {
+        f"{path}.{name}": child
+        for layer_path, layer in layers(base).items()
+        for path, module in walk(layer, layer_path)
+        for name, child in children_of(module).items()
+        if isinstance(child, Linear)
+        and ("Attention" in type(module).__name__ or place_of(name) == "mixer.in")
+    }
 
 
-def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
+def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
     """The linear layers whose name, or what they do (`place_of`), matches a regular expression.
 
     By path, of which a layer's name is the last part. Without a pattern those of attention. Raises
@@ -164,7 +161,7 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear 
                 "the method to the linear layers to adapt."
             )
         return found
-    linears = {p: m for p, m in decoder_walk(base) if isinstance(m, LINEAR) and "." in p}
+    linears = {p: m for p, m in decoder_walk(base) if isinstance(m, Linear) and "." in p}
     try:
         found = {
             path: linear
