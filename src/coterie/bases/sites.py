@@ -183,33 +183,25 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
 
 
 PLACES = {
-    "c_fc": "mlp.up",
-    "fc_in": "mlp.up",
-    "fc1": "mlp.up",
-    "dense_h_to_4h": "mlp.up",
-    "up_proj": "mlp.up",
-    "gate_proj": "mlp.gate",
-    "gate_up_proj": "mlp.gate_up",
-    "fc_out": "mlp.down",
-    "fc2": "mlp.down",
-    "dense_4h_to_h": "mlp.down",
-    "down_proj": "mlp.down",
-    "mlp.c_proj": "mlp.down",
-    "c_attn": "attention.qkv",
-    "query_key_value": "attention.qkv",
-    "qkv_proj": "attention.qkv",
-    "q_proj": "attention.q",
-    "k_proj": "attention.k",
-    "v_proj": "attention.v",
-    "o_proj": "attention.out",
-    "out_proj": "attention.out",
-    "attn.c_proj": "attention.out",
-    "attention.dense": "attention.out",
-    "self_attention.dense": "attention.out",
-    "self_attn.dense": "attention.out",
-    **{f"{mixer}.out_proj": "mixer.out" for mixer in ("mixer", "mamba", "linear_attn", "conv")},
-    **dict.fromkeys(BLOCKS[:-2], "mlp"),
-    **dict.fromkeys(BLOCKS[-2:], "mixer"),
+    end: place
+    for place, ends in {
+        "mlp.up": ("c_fc", "fc_in", "fc1", "dense_h_to_4h", "up_proj"),
+        "mlp.gate": ("gate_proj",),
+        "mlp.gate_up": ("gate_up_proj",),
+        "mlp.down": ("fc_out", "fc2", "dense_4h_to_h", "down_proj", "mlp.c_proj"),
+        "mlp": BLOCKS[:-2],
+        "attention.qkv": ("c_attn", "query_key_value", "qkv_proj"),
+        "attention.q": ("q_proj",),
+        "attention.k": ("k_proj",),
+        "attention.v": ("v_proj",),
+        "attention.out": (
+            *("o_proj", "out_proj", "attn.c_proj"),
+            *(f"{block}.dense" for block in ("attention", "self_attention", "self_attn")),
+        ),
+        "mixer.out": [f"{mixer}.out_proj" for mixer in ("mixer", "mamba", "linear_attn", "conv")],
+        "mixer": BLOCKS[-2:],
+    }.items()
+    for end in ends
 }
 """What linear layers and blocks do, by the end of their path."""
 QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"
