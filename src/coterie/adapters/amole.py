@@ -194,22 +194,22 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.where(mask[..., None, None], 0).sum(1), mask.sum(1)
 
 
+@dataclass(frozen=True)
 class Recording:
     """What forward passes saw, sample by sample as they were read; the caller divides."""
 
-    def __init__(self, passes: Mapping[str, list[tuple[Tensor, Tensor]]]) -> None:
-        self._passes = passes
+    passes: Mapping[str, list[tuple[Tensor, Tensor]]]
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """By module, summed over a sample's real tokens: (samples, n + 1, r), the embeddings of
         the experts held and last the token embedding."""
-        return {path: torch.cat([s for s, _ in seen]) for path, seen in self._passes.items()}
+        return {path: torch.cat([s for s, _ in seen]) for path, seen in self.passes.items()}
 
     @property
     def counts(self) -> Tensor:
         """Real tokens of each sample: (samples,)."""
-        seen = next(iter(self._passes.values()))
+        seen = next(iter(self.passes.values()))
         return torch.cat([count for _, count in seen])
 
 
