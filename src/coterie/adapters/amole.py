@@ -78,7 +78,7 @@ class AmoleLinear(Router):
     rows: Tensor
 
     def __init__(self, base: Linear, path: str, layout: AmoleLayout, held: Sequence[int]) -> None:
-        super().__init__(base)
+        super().__init__(base, len(held), layout.top_k if layout.load == "top_k" else 1)
         self.path, self.layout, self.held = path, layout, tuple(held)
         pair = LoraPair("shared", path, sizes(base), layout.rank, base.weight)
         A, B, n = pair.A.data, pair.B.data, len(self.held)
@@ -163,11 +163,6 @@ class AmoleLinear(Router):
         if not self.layout.renormalise or self.layout.top_k == 1:
             return weights  # scaled to 1, the weight of a single expert would have no gradient
         return weights / weights.sum(-1, keepdim=True)
-
-    @property
-    def balances(self) -> bool:
-        """See `Router`."""
-        return len(self.held) > (self.layout.top_k if self.layout.load == "top_k" else 1)
 
     def _loads(self) -> tuple[Tensor, Tensor]:
         """The load is the tokens that an expert works on, or those whose best it is (eq. 27)."""

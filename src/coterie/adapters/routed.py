@@ -26,20 +26,23 @@ Place = tuple[str, tuple[int, int], Tensor]
 
 
 class Router(StandIn):
-    """What weighs experts per token, by scores that it keeps of the last forward pass."""
+    """What weighs experts per token, by scores that it keeps of the last forward pass.
 
-    def __init__(self, base: nn.Module) -> None:
+    Args:
+        base: what it stands for.
+        experts: how many there are, n.
+        loaded: of how many of them a token is the load.
+    """
+
+    def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
         super().__init__(base)
+        self.balances = loaded < experts
+        """Whether a load-balance loss has a gradient."""
         self._scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle has: not the last forward pass, whose graph cannot be copied."""
         return {**self.__dict__, "_scores": None}
-
-    @property
-    def balances(self) -> bool:
-        """Whether a load-balance loss has a gradient: a token is not every expert's load."""
-        raise NotImplementedError
 
     def routing(self) -> Tensor:
         """Mean weight of each expert over the last forward pass's real tokens: (n,)."""
@@ -89,7 +92,7 @@ class Routed(Router):
     def __init__(
         self, base: nn.Module, home: str, layout: Layout, places: Mapping[str, Place]
     ) -> None:
-        super().__init__(base)
+        super().__init__(base, layout.experts, layout.slots)
         self.home = home
         self.roles = layout.roles
         self.slots = layout.slots
@@ -145,11 +148,6 @@ class Routed(Router):
         if self.slots == 1:
             return logits.softmax(-1).gather(-1, chosen), chosen
         return best.softmax(-1), chosen
-
-    @property
-    def balances(self) -> bool:
-        """See `Router`: some experts are left out of each token."""
-        return self.slots < len(self.roles)
 
     def routing(self) -> Tensor:
         """See `Router`."""
