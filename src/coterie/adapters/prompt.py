@@ -44,20 +44,17 @@ class PromptAdapter(Trainable):
         """
         super().attach(base)
         if self._wrapped is None or self._wrapped.base_model is not base:
-            self._wrapped = self._wrap(base)
+            from coterie.adapters.prompt_model import PromptModel
+
+            # PEFT makes an encoder of its own, of which only the place is used, and draws it.
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
+                self._wrapped = PromptModel(base, self.config)
+            encoders = self._wrapped.prompt_encoder
+            assert isinstance(encoders, nn.ModuleDict)
+            encoders["default"] = self.encoder
+            self._wrapped.eval()
         return cast(PreTrainedModel, self._wrapped)
-
-    def _wrap(self, base: PreTrainedModel) -> "PeftModel":
-        from coterie.adapters.prompt_model import PromptModel
-
-        # PEFT makes an encoder of its own, of which only the place is used, and draws it.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
-            model = PromptModel(base, self.config)
-        encoders = model.prompt_encoder
-        assert isinstance(encoders, nn.ModuleDict)
-        encoders["default"] = self.encoder
-        return model.eval()
 
 
 class SoftPrompt(nn.Module):
