@@ -120,14 +120,17 @@ class Adapter(Trainable):
         return {
             part.name: tensor
             for pair in self._pairs
-            for part, tensor in zip(pair.parts(), pair.residual or (), strict=False)
+            for part, tensor in zip(pair.parts(), (pair.residual_A, pair.residual_B), strict=True)
+            if tensor is not None
         }
 
     def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
         """Add this to pairs, in place of any former residual."""
         for pair in self._pairs:
             A, B = (tensors.get(part.name) for part in pair.parts())
-            pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
+            pair.residual_A = pair.residual_B = None
+            if A is not None and B is not None:
+                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other; see `Trainable`.

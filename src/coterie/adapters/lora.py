@@ -24,8 +24,8 @@ class LoraPair(nn.Module):
         expert: its number.
         freeze_A: whether B alone is trained.
 
-    `residual`, where there is one, is a pair (A, B) of any rank that is added and never trained; it
-    reads what A reads, dropout included.
+    `residual_A` and `residual_B`, where they are given, are a pair of any rank that is added and
+    never trained; it reads what A reads, dropout included.
     """
 
     residual_A: Tensor | None
@@ -51,27 +51,17 @@ class LoraPair(nn.Module):
             self.register_buffer(name, None)
 
     @property
-    def residual(self) -> tuple[Tensor, Tensor] | None:
-        """See the class."""
-        A, B = self.residual_A, self.residual_B
-        return None if A is None or B is None else (A, B)
-
-    @residual.setter
-    def residual(self, pair: tuple[Tensor, Tensor] | None) -> None:
-        self.residual_A, self.residual_B = pair or (None, None)
-
-    @property
     def rank(self) -> int:
         """Rows of A, with the residual's."""
-        return len(self.A) + (0 if self.residual is None else len(self.residual[0]))
+        return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """A: (rank, in) and B: (out, rank), the residual beside what is trained, then zeros."""
         if rank == len(self.A):
             return self.A, self.B
         A, B = self.A, self.B
-        if self.residual is not None:
-            A, B = torch.cat([A, self.residual[0]]), torch.cat([B, self.residual[1]], dim=1)
+        if self.residual_A is not None and self.residual_B is not None:
+            A, B = torch.cat([A, self.residual_A]), torch.cat([B, self.residual_B], dim=1)
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
     def parts(self) -> tuple[Part, Part]:
