@@ -56,12 +56,10 @@ def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
             continue
         what = "LoRA" if part.role == "dense" else "experts"
         owner, _, name = part.path.rpartition(".")
+        way = "inside" if part.role in ("generalist", "specialist") else "on"
         if not isinstance(modules[part.path], Linear):
-            key, name = (what, "beside", type(modules[part.path]).__name__), ""
-        else:
-            way = "inside" if part.role in ("generalist", "specialist") else "on"
-            key = (what, way, type(modules[owner]).__name__)
-        names, numbers = found.setdefault(key, ({}, set()))
+            owner, name, way = part.path, "", "beside"
+        names, numbers = found.setdefault((what, way, type(modules[owner]).__name__), ({}, set()))
         names[name] = None
         numbers.add(part.layer)
     covered = [
