@@ -144,12 +144,9 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
-
-    def build(_: str, **how: Any) -> PreTrainedModel:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **how)
-
-    return _loading(spec, root, build)
+    with torch.device("meta"):
+        build = AutoModelForCausalLM.from_config
+        return _loading(spec, root, lambda _, **how: build(config, **how))
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:

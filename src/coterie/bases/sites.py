@@ -99,10 +99,8 @@ def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
 def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of the part of a base that reads text, with its path in the base."""
     decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
-    for path, module in walk(base):
-        if module is decoder:
-            yield from walk(decoder, path)
-            return
+    path = next(path for path, module in walk(base) if module is decoder)
+    return walk(decoder, path)
 
 
 def layers(base: nn.Module) -> dict[str, nn.Module]:
