@@ -169,7 +169,8 @@ def test_every_layer_is_covered(base) -> None:
     assert found.total == len(everywhere) == base.config.num_hidden_layers
     assert not found.others
     for what in ("experts", "LoRA"):
-        assert everywhere == frozenset().union(*(c.layers for c in found.covered if c.what == what))
+        has = (numbers for (other, _), numbers in found.covered.items() if other == what)
+        assert everywhere == frozenset().union(*has)
 
 
 def test_what_is_not_covered_is_said() -> None:
