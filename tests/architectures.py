@@ -123,8 +123,8 @@ def stands(model: PreTrainedModel, layout: Layout) -> dict[str, str]:
     """Where an adapter stands, in a cell of a table, by what it is."""
     found = coverage(model, Adapter(model, layout, 0, "", lambda part: True).parts().values())
     told: dict[str, list[str]] = {}
-    for one in found.covered:
-        some = "" if len(one.layers) == found.total else f", {len(one.layers)} in {found.total}"
-        told.setdefault(one.what, []).append(one.where.removeprefix("on ") + some)
+    for (what, where), numbers in found.covered.items():
+        some = "" if len(numbers) == found.total else f", {len(numbers)} in {found.total}"
+        told.setdefault(what, []).append(where.removeprefix("on ") + some)
     assert not found.others
     return {what: "; ".join(places) for what, places in told.items()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear
+from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, detach
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.padding import real_tokens
 from coterie.bases.sites import chosen_linears
@@ -132,7 +132,7 @@ def naive_layers(base: PreTrainedModel) -> dict[str, NaiveAmole]:
 
 def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """By the names that travel."""
-    ids = {path: module.held for path, module in adapter._stand_ins.items()}
+    ids = {path: module.held for path, module in adapter.linears.items()}
     found: dict[str, Tensor] = {}
     for name, parameter in adapter.parameters().items():
         assert parameter.grad is not None, name
@@ -171,7 +171,7 @@ def test_outputs_and_gradients_are_the_formula_s(
     balance, routing = adapter.load_balance(), adapter.routing()
     (mine + 0.1 * balance).backward()
 
-    adapter.detach(base)
+    detach(base)
     p = put_naive(base, adapter)
     theirs = masked_loss(base, ids, real)
     rows = real.flatten().nonzero().flatten().tolist()
@@ -235,7 +235,7 @@ def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
         (loss + balance).backward()
         with adapter.recording() as recording, real_tokens(real):
             base(ids)
-        adapter.detach(base)
+        detach(base)
         recorded = [*recording.sums.values(), recording.counts.double()]
         return [loss.detach(), balance.detach(), *routing, *gradients(adapter).values(), *recorded]
 
@@ -252,7 +252,7 @@ def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor)
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 1:] = False
     inputs: dict[str, Tensor] = {}
-    for path, module in adapter._stand_ins.items():
+    for path, module in adapter.linears.items():
 
         def keep(_: nn.Module, x: tuple[Tensor], path: str = path) -> None:
             inputs[path] = x[0]
@@ -266,7 +266,7 @@ def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor)
     assert recording.counts.tolist() == [5, 8, 1]
     p = values(adapter)
     for path, sums in recording.sums.items():
-        held = adapter._stand_ins[path].held
+        held = adapter.linears[path].held
         matrices = [p[f"domain.{e}/{path}.A"] for e in held] + [p[f"projection/{path}"]]
         assert sums.shape == (3, len(held) + 1, 3)
         assert not sums.requires_grad
@@ -308,7 +308,7 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
         assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])
     assert not torch.equal(alone[0], alone[1])
     assert list(chosen_linears(base, LAYOUT.targets)) == list(
-        adapters[0]._stand_ins
+        adapters[0].linears
     )  # while one is attached
     before = values(adapters[1])
     copies = {name: t.clone() for name, t in before.items()}
@@ -320,7 +320,7 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     assert all(torch.equal(t, copies[name]) for name, t in before.items())
     assert all(p.grad is None for p in base.parameters() if not p.requires_grad)
     assert all(p.grad is None for p in adapters[0].parameters("shared", "projection").values())
-    adapters[0].detach(base)
+    detach(base)
     assert torch.equal(base(ids).logits, bare)
 
 
@@ -364,7 +364,7 @@ def test_targets(base: PreTrainedModel) -> None:
     assert len(chosen_linears(base, "up_.*|c_fc")) == 2
     linear = next(iter(chosen_linears(base, LAYOUT.targets).values()))
     base.set_submodule(
-        next(iter(chosen_linears(base, LAYOUT.targets))), LoraLinear(linear, Layout())
+        next(iter(chosen_linears(base, LAYOUT.targets))), LoraLinear(linear, "", Layout())
     )
     assert next(iter(chosen_linears(base, LAYOUT.targets).values())) is linear
     with pytest.raises(CoterieError, match=up):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, pairs_of
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, detach, pairs_of
 from coterie.adapters.beside import Beside
 from coterie.adapters.coverage import coverage
 from coterie.bases.sites import (
@@ -75,7 +75,7 @@ def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
         for name, parameter in adapter.parameters().items():
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
-        adapter.detach(base)
+        detach(base)
         assert torch.equal(base(IDS).logits, want)
 
 
@@ -169,7 +169,8 @@ def test_every_layer_is_covered(base) -> None:
     assert found.total == len(everywhere) == base.config.num_hidden_layers
     assert not found.others
     for what in ("experts", "LoRA"):
-        assert everywhere == frozenset().union(*(c.layers for c in found.covered if c.what == what))
+        has = (numbers for (other, _), numbers in found.covered.items() if other == what)
+        assert everywhere == frozenset().union(*has)
 
 
 def test_what_is_not_covered_is_said() -> None:

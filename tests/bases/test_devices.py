@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 
 import coterie
 from coterie import CoterieError
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, detach
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
 from coterie.config.run import parse
@@ -84,7 +84,7 @@ def result(base: Any, family: str) -> list[torch.Tensor]:
     pieces = list(logits_in_pieces(model, Batch(IDS)))
     grads = [p.grad for p in adapter.parameters().values() if p.grad is not None]
     found = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
-    adapter.detach(base.model)
+    detach(base.model)
     return found
 
 

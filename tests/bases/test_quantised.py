@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import coterie
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, detach
 from coterie.bases import Base, BaseSpec, load_base, load_skeleton
 from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
@@ -49,7 +49,7 @@ def gradients(base: Base) -> torch.Tensor:
     model = adapter.attach(base.model)
     adapter.require_grad("generalist", "specialist", "dense")
     language_model_loss(model, IDS).backward()
-    adapter.detach(base.model)
+    detach(base.model)
     found = [p.grad for n, p in adapter.parameters().items() if n.endswith(".B")]
     return torch.cat([grad.flatten() for grad in found if grad is not None])
 

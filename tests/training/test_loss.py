@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, detach
 from coterie.bases.precision import autocast, cast_frozen
 from coterie.losses import tokens as loss_module
 from coterie.losses.tokens import language_model_loss, token_losses
@@ -148,7 +148,7 @@ def test_weights_cast_once_give_the_same_bits(base: PreTrainedModel, ids: Tensor
     assert linears
     kept = base.state_dict()
     assert not any("cast" in name for name in kept)
-    adapter.detach(base)
+    detach(base)
     mlp = next(m for n, m in base.named_modules() if n.endswith("0.mlp"))
     assert {p.dtype for p in mlp.parameters()} == {torch.bfloat16}
 

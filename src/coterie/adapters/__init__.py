@@ -1,38 +1,16 @@
 """What is attached to a frozen base and trained: low-rank experts, their router, dense LoRA."""
 
-from coterie.adapters.adapter import Adapter, Trainable, attach, detach, first_experts
-from coterie.adapters.amole import (
-    AmoleAdapter,
-    AmoleLayout,
-    AmoleLinear,
-    Recording,
-)
-from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear, LoraPair
-from coterie.adapters.merging import merge, mergeable
-from coterie.adapters.mixture import Mixture
-from coterie.adapters.part import Part, initialise, pairs_of
-from coterie.adapters.routed import Balance
-
-__all__ = [
-    "Adapter",
-    "AmoleAdapter",
-    "AmoleLayout",
-    "AmoleLinear",
-    "Balance",
-    "Layout",
-    "LoraLinear",
-    "LoraPair",
-    "Mixture",
-    "Part",
-    "Recording",
-    "Role",
-    "Trainable",
-    "attach",
-    "detach",
-    "first_experts",
-    "initialise",
-    "merge",
-    "mergeable",
-    "pairs_of",
-]
+from coterie.adapters.adapter import Adapter as Adapter
+from coterie.adapters.adapter import Trainable as Trainable
+from coterie.adapters.adapter import detach as detach
+from coterie.adapters.adapter import first_experts as first_experts
+from coterie.adapters.amole import AmoleAdapter as AmoleAdapter
+from coterie.adapters.amole import AmoleLayout as AmoleLayout
+from coterie.adapters.layout import Layout as Layout
+from coterie.adapters.layout import Role as Role
+from coterie.adapters.lora import LoraLinear as LoraLinear
+from coterie.adapters.merging import merge as merge
+from coterie.adapters.merging import mergeable as mergeable
+from coterie.adapters.mixture import Mixture as Mixture
+from coterie.adapters.part import Part as Part
+from coterie.adapters.part import pairs_of as pairs_of

@@ -1,9 +1,9 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,43 +14,71 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.beside import Beside
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear
+from coterie.adapters.lora import LoraLinear, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
-from coterie.adapters.part import Part, initialise
-from coterie.adapters.routed import Balance, Routed
+from coterie.adapters.part import Part, by_name, initialise
+from coterie.adapters.routed import Balance, Routed, Router
 from coterie.bases.sites import StandIn, chosen_linears, decoder_of, expert_sites, layers, width
 from coterie.errors import CoterieError
 
 
-class Trainable(Protocol):
-    """What training and averaging need of whatever a client trains."""
+class Trainable:
+    """Whatever a client trains, as training and averaging need it.
+
+    Many can share one base in memory: each holds its own parameters only. The base's own are never
+    trained.
+
+    Args:
+        parts: what an optimiser updates.
+        stand_ins: what stands for modules of the base, by path.
+        routers: those of them that route.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Part],
+        stand_ins: Mapping[str, StandIn] | None = None,
+        routers: Mapping[str, Router] | None = None,
+    ) -> None:
+        self._parts = by_name(parts)
+        self._stand_ins, self._routers = stand_ins or {}, routers or {}
 
     def parts(self) -> dict[str, Part]:
         """Everything that is trained or kept with it, by name, sorted; what travels is of these."""
-        ...
+        return self._parts
 
     def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
         """What an optimiser updates, by name, sorted; of these roles, or all."""
-        ...
+        return {
+            name: part.parameter
+            for name, part in self._parts.items()
+            if not roles or part.role in roles
+        }
 
     def require_grad(self, *roles: Role) -> None:
         """Train the parameters of exactly these roles."""
-        ...
+        for part in self._parts.values():
+            part.parameter.requires_grad_(part.role in roles)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """The base with what is trained, ready to run."""
-        ...
+        """The base with what is trained, in place of anything else, ready to run; it is frozen."""
+        attach(base, self._stand_ins)
+        return base
+
+    @property
+    def balances(self) -> bool:
+        """Whether a load-balance loss has a gradient: some router leaves experts out."""
+        return any(router.balances for router in self._routers.values())
 
     def routing(self) -> dict[str, Tensor]:
         """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
-        ...
+        return {path: router.routing() for path, router in self._routers.items()}
 
 
-class Adapter:
+class Adapter(Trainable):
     """Everything one client trains: modules that stand in for modules of a base.
 
-    Many adapters can share one base in memory: each holds its own parameters only, and attaching
-    one swaps modules of the base, not values. The base's own parameters are never trained.
+    Attaching one swaps modules of the base, not values.
 
     Args:
         base: a causal language model; on the meta device, the adapter learns names and shapes from
@@ -73,32 +101,16 @@ class Adapter:
         common: Callable[[Part], bool],
     ) -> None:
         self.layout = layout
-        self._stand_ins = _stand_ins(base, layout)
-        parts = [part for path, module in self._stand_ins.items() for part in module.parts(path)]
-        self._parts: dict[str, Part] = {
-            part.name: part for part in sorted(parts, key=lambda part: part.name)
-        }
-        self._pairs = [
-            pair for path, module in self._stand_ins.items() for pair in module.pairs(path)
-        ]
+        stand_ins = _stand_ins(base, layout)
+        self._pairs = [pair for module in stand_ins.values() for pair in pairs_in(module)]
+        parts = [part for pair in self._pairs for part in pair.parts()]
+        routers: dict[str, Routed] = {}
+        for path, m in stand_ins.items():
+            if isinstance(m, Routed) and m.router is not None:
+                parts.append(Part(f"router/{m.home}.weight", "router", m.router, "normal", m.home))
+                routers[path] = m
+        super().__init__(parts, stand_ins, routers)
         initialise(parts, seed, client, common)
-
-    def parts(self) -> dict[str, Part]:
-        """Everything that is trained or frozen beside the base, by name, sorted."""
-        return self._parts
-
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """Parameters by name, sorted; of these roles, or all."""
-        return {
-            name: part.parameter
-            for name, part in self._parts.items()
-            if not roles or part.role in roles
-        }
-
-    def require_grad(self, *roles: Role) -> None:
-        """Train the parameters of exactly these roles."""
-        for part in self._parts.values():
-            part.parameter.requires_grad_(part.role in roles)
 
     def residual(self) -> dict[str, Tensor]:
         """What is added to pairs and never trained, under the names of the pairs' own A and B.
@@ -107,52 +119,34 @@ class Adapter:
         """
         return {
             part.name: tensor
-            for pair, parts in self._pairs
-            for part, tensor in zip(parts, pair.residual or (), strict=False)
+            for pair in self._pairs
+            for part, tensor in zip(pair.parts(), (pair.residual_A, pair.residual_B), strict=True)
+            if tensor is not None
         }
 
     def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
         """Add this to pairs, in place of any former residual."""
-        for pair, (a, b) in self._pairs:
-            A, B = tensors.get(a.name), tensors.get(b.name)
-            pair.residual = None if A is None or B is None else (A.to(pair.A), B.to(pair.B))
+        for pair in self._pairs:
+            A, B = (tensors.get(part.name) for part in pair.parts())
+            pair.residual_A = pair.residual_B = None
+            if A is not None and B is not None:
+                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put this adapter into a base, in place of any other, and return it; it is frozen.
+        """Put this adapter into a base, in place of any other; see `Trainable`.
 
         Raises CoterieError if an adapter of this layout, before training, changes what the base
         computes; it is tried once for each base.
         """
         check_unchanged(base, self.layout)
-        attach(base, self._stand_ins)
-        return base
-
-    def detach(self, base: nn.Module) -> None:
-        """Give back the bare base, whichever adapter is in it."""
-        detach(base)
-
-    @property
-    def balances(self) -> bool:
-        """Whether a load-balance loss has a gradient: some router leaves experts out."""
-        return any(mixture.balances for mixture in self._routed().values())
+        return super().attach(base)
 
     def load_balance(self, form: Balance) -> Tensor:
         """The last forward pass's load-balance loss, averaged over layers: a scalar."""
-        losses = [mixture.load_balance(form) for mixture in self._routed().values()]
+        losses = [router.load_balance(form) for router in self._routers.values()]
         if not losses:
             raise CoterieError("This adapter has no router, so it has no load-balancing loss.")
         return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
-
-    def routing(self) -> dict[str, Tensor]:
-        """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
-        return {path: mixture.routing() for path, mixture in self._routed().items()}
-
-    def _routed(self) -> dict[str, Routed]:
-        return {
-            path: module
-            for path, module in self._stand_ins.items()
-            if isinstance(module, Routed) and module.router is not None
-        }
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
@@ -190,9 +184,13 @@ _tried: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
 TOKENS = 8
 """How many tokens a base reads to be compared with itself."""
 INSTEAD = "Try `placement: beside` in the method's mlp, or other attention.targets."
-ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.03}
+ROUNDING = {torch.bfloat16: 0.03, torch.float32: 1e-4, torch.float64: 1e-6}
 """How far MLPs' outputs and hidden states may be from the base's, relative to their norm, by the
 coarsest dtype."""
+
+
+Seen = dict[str, tuple[tuple[Tensor, ...], Tensor]]
+"""What modules were given and gave in a forward pass, by path."""
 
 
 @torch.no_grad()
@@ -216,13 +214,16 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
         return  # where there are no weights, there is nothing to compare
     detach(base)
     stand_ins = _stand_ins(base, layout)
-    mlps = [p for p, m in stand_ins.items() if isinstance(m, Mixture) and m.home(p) == p]
-    with _recorded(base, mlps) as seen:
-        dtype, want = _hidden_states(base)
+    seen: Seen = {}
+    with ExitStack() as hooks:
+        for path, module in stand_ins.items():
+            if isinstance(module, Mixture) and module.home == path:
+                hook = partial(_record, seen, path)
+                hooks.enter_context(base.get_submodule(path).register_forward_hook(hook))
+        want = _hidden_states(base)
     attach(base, stand_ins)
     try:
-        _, got = _hidden_states(base)
-        errors = [_distance(got, want)]
+        errors = [_distance(_hidden_states(base), want)]
         with _working(base):
             for path, (inputs, output) in seen.items():
                 rest = inputs[1] if len(inputs) > 1 else 0  # a residual that the MLP adds
@@ -235,7 +236,8 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
         ) from error
     finally:
         detach(base)
-    if not max(errors) <= ROUNDING[dtype]:
+    dtypes = {parameter.dtype for parameter in base.parameters()}
+    if not max(errors) <= next(most for dtype, most in ROUNDING.items() if dtype in dtypes):
         raise CoterieError(
             f"{type(base).__name__} computes something else with an untrained adapter than without "
             f"(values differ by {max(errors):.1%}), so its architecture is not supported. {INSTEAD}"
@@ -249,23 +251,10 @@ def _distance(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-@contextmanager
-def _recorded(
-    base: nn.Module, paths: Sequence[str]
-) -> Iterator[dict[str, tuple[tuple[Tensor, ...], Tensor]]]:
-    """What modules were given and gave in forward passes inside, by path."""
-    seen: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {}
-
-    def record(path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon adds to it in place
-
-    modules = {path: base.get_submodule(path) for path in paths}
-    handles = [m.register_forward_hook(partial(record, path)) for path, m in modules.items()]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+def _record(
+    seen: Seen, path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> None:
+    seen[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon adds to it in place
 
 
 def _working(base: PreTrainedModel) -> torch.autocast:
@@ -275,55 +264,45 @@ def _working(base: PreTrainedModel) -> torch.autocast:
     return torch.autocast(base.device.type, torch.bfloat16, enabled=mixed)
 
 
-def _hidden_states(base: PreTrainedModel) -> tuple[torch.dtype, Tensor]:
-    """The coarsest dtype of a base's products, and its hidden states (tokens, dim) for some
-    tokens."""
+def _hidden_states(base: PreTrainedModel) -> Tensor:
+    """A base's hidden states for some tokens: (1, tokens, dim)."""
     embedding = base.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     ids = torch.linspace(0, embedding.num_embeddings - 1, TOKENS, device=embedding.weight.device)
-    floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
     with _working(base):
         hidden = decoder_of(base)(input_ids=ids.long()[None], use_cache=False)
-    coarsest = next(d for d in (torch.bfloat16, torch.float32, torch.float64) if d in floats)
-    return coarsest, hidden.last_hidden_state
+    return hidden.last_hidden_state
 
 
-def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, Routed | Passed | LoraLinear]:
+def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
     """By path; those of the same layer together."""
-    found: dict[str, Routed | Passed | LoraLinear] = {}
-    inside: set[str] = set()
-    if layout.experts:
-        found, inside = _experts(base, layout)
+    found = _experts(base, layout) if layout.experts else {}
     if layout.attention_rank:
+        inside = {pair.path for module in found.values() for pair in pairs_in(module)}
         for path, linear in chosen_linears(base, layout.targets).items():
             if path not in inside:  # a mixture's own layers have its experts
-                found[path] = LoraLinear(linear, layout)
+                found[path] = LoraLinear(linear, path, layout)
     return found
 
 
-def _experts(
-    base: nn.Module, layout: Layout
-) -> tuple[dict[str, Routed | Passed | LoraLinear], set[str]]:
-    """Stand-ins with the experts, by path, and the paths of all linear layers of their MLPs."""
-    found: dict[str, Routed | Passed | LoraLinear] = {}
-    inside: set[str] = set()
+def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
+    """Stand-ins with the experts, by path."""
+    found: dict[str, StandIn] = {}
     own = layers(base)
     for path, (module, shape) in expert_sites(base).items():
-        if shape is None or layout.placement == "beside":
-            if layout.placement != "inside":
-                found[path] = Beside(module, width(base), layout)
-            continue
-        inside |= {f"{path}.{name}" for name in shape.linears}
-        ahead = None
-        if path in own:  # the MLP is no module of its own
-            ahead = {name: Passed(module) for name in (*shape.up, shape.act)}
-            found |= {f"{path}.{name}": passed for name, passed in ahead.items()}
-        at = path if ahead is None else f"{path}.{shape.down}"
-        found[at] = Mixture(module, shape, layout, ahead)
+        if shape is not None and layout.placement != "beside":
+            ahead: dict[str, Passed] = {}
+            if path in own:  # the MLP is no module of its own
+                ahead = {name: Passed(module) for name in (*shape.up, shape.act)}
+                found |= {f"{path}.{name}": passed for name, passed in ahead.items()}
+            at = f"{path}.{shape.down}" if ahead else path
+            found[at] = Mixture(module, path, shape, layout, ahead)
+        elif layout.placement != "inside":
+            found[path] = Beside(module, path, width(base), layout)
     if not found:
         where = "MLP" if layout.placement == "inside" else "MLP or other block in its layers"
         raise CoterieError(
             f"{type(base).__name__} has no {where} that experts could stand on; set `mlp` of the "
             "method to null to train LoRA on attention alone."
         )
-    return found, inside
+    return found

@@ -13,20 +13,21 @@ embeddings come from one product, and all experts' outputs from another.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters.adapter import attach, check_unchanged, detach
+from coterie.adapters.adapter import Trainable, check_unchanged
 from coterie.adapters.dropout import dropout, drops
-from coterie.adapters.layout import Layout, Role
+from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair
-from coterie.adapters.padding import kept, only_real, real_mask
-from coterie.adapters.part import Part, initialise
-from coterie.bases.sites import QUERY_VALUE, StandIn, chosen_linears, working_dtype
+from coterie.adapters.padding import real_mask
+from coterie.adapters.part import Part, by_name, initialise
+from coterie.adapters.routed import Router
+from coterie.bases.sites import QUERY_VALUE, Linear, chosen_linears, sizes, working_dtype
 from coterie.errors import CoterieError
 
 
@@ -67,16 +68,7 @@ class AmoleLayout:
         return self.alpha / self.rank
 
 
-class _Routing(NamedTuple):
-    """How the last forward pass chose for its real tokens."""
-
-    p: Tensor
-    """Softmax scores, (tokens, n); with a gradient only where the load-balance loss has one."""
-    works: Tensor
-    """1 for the experts that work on a token, else 0: (tokens, n)."""
-
-
-class AmoleLinear(StandIn):
+class AmoleLinear(Router):
     """A linear layer with a shared expert and n domain experts, stacked.
 
     A: (n, r, in) and B: (n, out, r) are those of the experts in `held`, in this order; router is
@@ -85,10 +77,10 @@ class AmoleLinear(StandIn):
 
     rows: Tensor
 
-    def __init__(self, base: nn.Module, layout: AmoleLayout, held: Sequence[int]) -> None:
-        super().__init__(base)
-        self.layout, self.held = layout, tuple(held)
-        pair = LoraPair.of(base, layout.rank)
+    def __init__(self, base: Linear, path: str, layout: AmoleLayout, held: Sequence[int]) -> None:
+        super().__init__(base, len(held), layout.top_k if layout.load == "top_k" else 1)
+        self.path, self.layout, self.held = path, layout, tuple(held)
+        pair = LoraPair("shared", path, sizes(base), layout.rank, base.weight)
         A, B, n = pair.A.data, pair.B.data, len(self.held)
         self.shared = pair if layout.shared else None
         self.A = nn.Parameter(A.new_zeros(n, *A.shape))
@@ -96,37 +88,24 @@ class AmoleLinear(StandIn):
         rows = layout.rank if layout.router == "token" else layout.experts
         self.router = nn.Parameter(A.new_zeros(rows, A.shape[1]))
         self.register_buffer("rows", torch.tensor(self.held, device=A.device, dtype=torch.long))
-        self._last: _Routing | None = None
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
         """Where `AmoleAdapter.recording` wants them: each forward pass's sums and counts."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: not the last forward pass, whose graph cannot be copied."""
-        return {**self.__dict__, "_last": None}
-
-    def stacks(self, path: str) -> Iterator[tuple[str, Role, nn.Parameter]]:
-        """Name, role and parameter of all that is trained, the domain experts in one."""
+    def parts(self, stacked: bool) -> Iterator[Part]:
+        """Declare what is trained: domain experts in one stack, or each as a view of that."""
+        path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
+        if not stacked:
+            experts = [
+                (f"domain.{expert}", expert, nn.Parameter(A), nn.Parameter(B))
+                for expert, A, B in zip(self.held, self.A.data, self.B.data, strict=True)
+            ]
+        for name, expert, A, B in experts:
+            yield Part(f"{name}/{path}.A", "domain", A, "kaiming", path, "A", expert)
+            yield Part(f"{name}/{path}.B", "domain", B, "zero", path, "B", expert)
         if self.shared is not None:
-            yield f"shared/{path}.A", "shared", self.shared.A
-            yield f"shared/{path}.B", "shared", self.shared.B
-        if self.held:
-            yield f"domain/{path}.A", "domain", self.A
-            yield f"domain/{path}.B", "domain", self.B
-        yield self._router_name(path), "projection", self.router
-
-    def parts(self, path: str) -> Iterator[Part]:
-        """The same by expert: a domain expert's part is a view of the stack, to read and write."""
-        if self.shared is not None:
-            yield from self.shared.parts(f"shared/{path}", "shared", path, None)
-        for i, expert in enumerate(self.held):
-            name = f"domain.{expert}/{path}"
-            A, B = nn.Parameter(self.A.data[i]), nn.Parameter(self.B.data[i])
-            yield Part(f"{name}.A", "domain", A, "kaiming", path, "A", expert)
-            yield Part(f"{name}.B", "domain", B, "zero", path, "B", expert)
-        yield Part(self._router_name(path), "projection", self.router, "kaiming", path)
-
-    def _router_name(self, path: str) -> str:
-        return f"projection/{path}" if self.layout.router == "token" else f"gate/{path}"
+            yield from self.shared.parts()
+        kind = "projection" if self.layout.router == "token" else "gate"
+        yield Part(f"{kind}/{path}", "projection", self.router, "kaiming", path)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, time, in) to (batch, time, out)."""
@@ -169,49 +148,34 @@ class AmoleLinear(StandIn):
             dim = self.layout.rank if self.layout.score_scale == "rank" else self.router.shape[1]
             scores = scores / dim**0.5
         p = scores.softmax(-1)
-        works = torch.ones_like(p)
-        if len(self.held) > self.layout.top_k:
-            chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
-            works = torch.zeros_like(p).scatter(1, chosen, 1)
-        before = self._last or (None, None)
-        # A graph is kept alive only where the load-balance loss has a gradient.
-        seen = only_real(p if self.balances else p.detach())
-        self._last = _Routing(kept(before[0], seen), kept(before[1], only_real(works)))
-        return self._weights(p, works)
+        self._keep(p)
+        return self._weights(p)
 
-    def _weights(self, p: Tensor, works: Tensor) -> Tensor:
-        weights = p * works
+    def _works(self, p: Tensor) -> Tensor:
+        """1 for the experts that work on a token, else 0: (tokens, n)."""
+        if len(self.held) <= self.layout.top_k:
+            return torch.ones_like(p)
+        chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
+        return torch.zeros_like(p).scatter(1, chosen, 1)
+
+    def _weights(self, p: Tensor) -> Tensor:
+        weights = p * self._works(p)
         if not self.layout.renormalise or self.layout.top_k == 1:
             return weights  # scaled to 1, the weight of a single expert would have no gradient
         return weights / weights.sum(-1, keepdim=True)
 
-    @property
-    def balances(self) -> bool:
-        """Whether the load-balance loss has a gradient: some token is not every expert's load."""
-        return len(self.held) > (self.layout.top_k if self.layout.load == "top_k" else 1)
-
-    def load_balance(self) -> Tensor:
-        """`n sum_j f_j P_j` of the last forward pass's real tokens; 1 where the load is even.
-
-        f_j: share of the load on expert j (sums to 1, no gradient); P_j: mean softmax score. The
-        load is the tokens that an expert works on, or those whose best it is (equation 27).
-        """
-        last = self._last_routing()
+    def _loads(self) -> tuple[Tensor, Tensor]:
+        """The load is the tokens that an expert works on, or those whose best it is (eq. 27)."""
+        p = self._last_scores()
         if self.layout.load == "top_k":
-            f = last.works.mean(0) / self.layout.top_k
+            f = self._works(p).mean(0) / self.layout.top_k
         else:
-            f = F.one_hot(last.p.argmax(-1), len(self.held)).to(last.p.dtype).mean(0)
-        return len(self.held) * (f * last.p.mean(0)).sum()
+            f = F.one_hot(p.argmax(-1), len(self.held)).to(p.dtype).mean(0)
+        return f, p.mean(0)
 
     def routing(self) -> Tensor:
-        """Mean weight of each expert held over the last forward pass's real tokens: (n,)."""
-        last = self._last_routing()
-        return self._weights(last.p.detach(), last.works).mean(0)
-
-    def _last_routing(self) -> _Routing:
-        if self._last is None:
-            raise CoterieError("No routing is available before the first forward pass.")
-        return self._last
+        """See `Router`."""
+        return self._weights(self._last_scores().detach()).mean(0)
 
 
 def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,26 +189,26 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.where(mask[..., None, None], 0).sum(1), mask.sum(1)
 
 
+@dataclass(frozen=True)
 class Recording:
     """What forward passes saw, sample by sample as they were read; the caller divides."""
 
-    def __init__(self, passes: Mapping[str, list[tuple[Tensor, Tensor]]]) -> None:
-        self._passes = passes
+    passes: Mapping[str, list[tuple[Tensor, Tensor]]]
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """By module, summed over a sample's real tokens: (samples, n + 1, r), the embeddings of
         the experts held and last the token embedding."""
-        return {path: torch.cat([s for s, _ in seen]) for path, seen in self._passes.items()}
+        return {path: torch.cat([s for s, _ in seen]) for path, seen in self.passes.items()}
 
     @property
     def counts(self) -> Tensor:
         """Real tokens of each sample: (samples,)."""
-        seen = next(iter(self._passes.values()))
+        seen = next(iter(self.passes.values()))
         return torch.cat([count for _, count in seen])
 
 
-class AmoleAdapter:
+class AmoleAdapter(Trainable):
     """Everything one client trains with FedAMoLE: stand-ins for linear layers of a base.
 
     Many adapters can share one base in memory, as with `Adapter`. A tensor's first values depend
@@ -267,13 +231,11 @@ class AmoleAdapter:
         self.layout = layout
         linears = chosen_linears(base, layout.targets)
         _refuse_held(held, linears, layout)
-        self._stand_ins = {
-            path: AmoleLinear(linear, layout, held[path]) for path, linear in linears.items()
+        self.linears = {
+            path: AmoleLinear(linear, path, layout, held[path]) for path, linear in linears.items()
         }
-        stacks = [stack for path, m in self._stand_ins.items() for stack in m.stacks(path)]
-        self._stacks: dict[str, tuple[Role, nn.Parameter]] = {
-            name: (role, p) for name, role, p in sorted(stacks, key=lambda s: s[0])
-        }
+        stacks = [part for m in self.linears.values() for part in m.parts(stacked=True)]
+        super().__init__(stacks, self.linears, self.linears)
         initialise(self.parts().values(), seed, "", common=lambda part: True)
 
     def parts(self) -> dict[str, Part]:
@@ -282,44 +244,20 @@ class AmoleAdapter:
         `shared/PATH.A`: (r, in) and `.B`: (out, r), `domain.ID/PATH.A` and `.B` alike, and
         `projection/PATH`: (r, in) or `gate/PATH`: (experts, in).
         """
-        parts = [part for path, module in self._stand_ins.items() for part in module.parts(path)]
-        return {part.name: part for part in sorted(parts, key=lambda part: part.name)}
-
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """Parameters by name, sorted; of these roles, or all. Domain experts are stacked."""
-        return {name: p for name, (role, p) in self._stacks.items() if not roles or role in roles}
-
-    def require_grad(self, *roles: Role) -> None:
-        """Train the parameters of exactly these roles."""
-        for role, parameter in self._stacks.values():
-            parameter.requires_grad_(role in roles)
+        return by_name(part for m in self.linears.values() for part in m.parts(stacked=False))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put this adapter into a base, in place of any other, and return it; it is frozen."""
+        """Put this adapter into a base, in place of any other; see `Trainable`."""
         check_unchanged(base, Layout(0, 0, attention_rank=1, targets=self.layout.targets))
-        attach(base, self._stand_ins)
-        return base
-
-    def detach(self, base: nn.Module) -> None:
-        """Give back the bare base, whichever adapter is in it."""
-        detach(base)
-
-    @property
-    def balances(self) -> bool:
-        """Whether the load-balance loss has a gradient on any module."""
-        return any(module.balances for module in self._stand_ins.values())
+        return super().attach(base)
 
     def load_balance(self) -> Tensor:
         """The last forward pass's load-balance loss, summed over the modules where it is not
         constant: a scalar, 0 where there is none."""
-        losses = [m.load_balance() for m in self._stand_ins.values() if m.balances]
+        losses = [m.load_balance() for m in self.linears.values() if m.balances]
         if not losses:
             return torch.zeros(())
         return torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
-
-    def routing(self) -> dict[str, Tensor]:
-        """Mean weight of each expert held in the last forward pass, (n,), by module."""
-        return {path: module.routing() for path, module in self._stand_ins.items()}
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -332,14 +270,14 @@ class AmoleAdapter:
                 "A vanilla router has no token embeddings for experts to choose by; set "
                 "router.kind to token."
             )
-        passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self._stand_ins}
+        passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self.linears}
         try:
-            for path, module in self._stand_ins.items():
+            for path, module in self.linears.items():
                 module.recorded = passes[path]
             with torch.no_grad():
                 yield Recording(passes)
         finally:
-            for module in self._stand_ins.values():
+            for module in self.linears.values():
                 module.recorded = None
 
 

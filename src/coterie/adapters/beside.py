@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from coterie.adapters.layout import Layout
-from coterie.adapters.lora import LoraPair
 from coterie.adapters.routed import Routed
 from coterie.bases.sites import working_dtype
 
@@ -22,16 +21,9 @@ BLOCK = "block"
 class Beside(Routed):
     """A block with low-rank experts next to it; `dim` is the width of hidden states."""
 
-    def __init__(self, base: nn.Module, dim: int, layout: Layout) -> None:
-        near = next(base.parameters())
-        experts = [
-            {BLOCK: LoraPair((dim, dim), layout.rank, near, layout.freeze_A)} for _ in layout.roles
-        ]
-        super().__init__(base, layout, experts)
-
-    def places(self, path: str) -> dict[str, str]:
-        """See `Routed`."""
-        return {BLOCK: path}
+    def __init__(self, base: nn.Module, path: str, dim: int, layout: Layout) -> None:
+        places = {BLOCK: (path, (dim, dim), next(base.parameters()))}
+        super().__init__(base, path, layout, places)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states: (..., dim); what the block returns, the first of it with the experts'."""

@@ -6,26 +6,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from coterie.adapters.part import Part
-from coterie.bases.sites import LINEAR, children_of, decoder_walk, layers, walk
-
-
-@dataclass(frozen=True)
-class Covered:
-    """Low-rank pairs of one kind on one kind of module."""
-
-    what: str
-    """experts, or LoRA."""
-    where: str
-    """`inside GPT2MLP (c_fc, c_proj)`, `beside MixtralSparseMoeBlock`."""
-    layers: frozenset[int]
-    """Numbers of the decoder layers that have it."""
+from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 
 @dataclass(frozen=True)
 class Coverage:
     """What an adapter stands on in a base."""
 
-    covered: tuple[Covered, ...]
+    covered: dict[tuple[str, str], set[int]]
+    """Numbers of the decoder layers that have low-rank pairs: by what these are, experts or LoRA,
+    and where they are, as `inside GPT2MLP (c_fc, c_proj)` or `beside MixtralSparseMoeBlock`."""
     total: int
     """Decoder layers of the base."""
     others: dict[str, tuple[str, int]]
@@ -37,10 +27,10 @@ class Coverage:
     def lines(self) -> tuple[str, ...]:
         """Such as `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`."""
         told = ["all weights"] if self.whole else []
-        for one in self.covered:
-            count = len(one.layers)
+        for (what, where), numbers in self.covered.items():
+            count = len(numbers)
             many = f"all {count}" if count == self.total else f"{count} of {self.total}"
-            told.append(f"{one.what} {one.where} in {many} layers")
+            told.append(f"{what} {where} in {many} layers")
         for what, (blocks, count) in self.others.items():
             told.append(f"no {what} in the other {count} layers ({blocks})")
         return tuple(told)
@@ -56,26 +46,25 @@ def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
             continue
         what = "LoRA" if part.role == "dense" else "experts"
         owner, _, name = part.path.rpartition(".")
-        if not isinstance(modules[part.path], LINEAR):
-            key, name = (what, "beside", type(modules[part.path]).__name__), ""
-        else:
-            way = "inside" if part.role in ("generalist", "specialist") else "on"
-            key = (what, way, type(modules[owner]).__name__)
-        names, numbers = found.setdefault(key, ({}, set()))
+        way = "inside" if part.role in ("generalist", "specialist") else "on"
+        if not isinstance(modules[part.path], Linear):
+            owner, name, way = part.path, "", "beside"
+        names, numbers = found.setdefault((what, way, type(modules[owner]).__name__), ({}, set()))
         names[name] = None
         numbers.add(part.layer)
-    covered = [
-        Covered(what, f"{way} {kind}{_listed(names)}", frozenset(numbers))
+    covered = {
+        (what, f"{way} {kind}{_listed(names)}"): numbers
         for (what, way, kind), (names, numbers) in sorted(found.items(), reverse=True)
-    ]
+    }
     own = list(layers(base).values())
     others: dict[str, tuple[str, int]] = {}
-    for what in dict.fromkeys(c.what for c in covered):
-        bare = set(range(len(own))).difference(*(c.layers for c in covered if c.what == what))
+    for what in dict.fromkeys(what for what, _ in covered):
+        has = (numbers for (other, _), numbers in covered.items() if other == what)
+        bare = set(range(len(own))).difference(*has)
         if bare:
             others[what] = ", ".join(sorted({b for i in bare for b in _blocks(own[i])})), len(bare)
     whole = any(part.role == "weight" for part in parts)
-    return Coverage(tuple(covered), len(own), others, whole)
+    return Coverage(covered, len(own), others, whole)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -86,4 +75,4 @@ def _listed(names: Iterable[str]) -> str:
 def _blocks(layer: nn.Module) -> list[str]:
     """The kinds of blocks with linear layers in a decoder layer."""
     blocks = children_of(layer).values()
-    return [type(b).__name__ for b in blocks if any(isinstance(m, LINEAR) for _, m in walk(b))]
+    return [type(b).__name__ for b in blocks if any(isinstance(m, Linear) for _, m in walk(b))]

@@ -27,9 +27,7 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 def repeating_masks() -> AbstractContextManager[None]:
     """Forward passes inside draw the masks that one here and now would draw."""
     now = _chance.get()
-    if now is None:
-        return nullcontext()
-    return drawing_masks(now.clone_state())
+    return nullcontext() if now is None else drawing_masks(now.clone_state())
 
 
 def drops(rate: float) -> bool:

@@ -39,9 +39,7 @@ class WideExperts(torch.autograd.Function):
         *up: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
-        zs = []
-        for s in range(len(w)):
-            zs.append(_activations(act, _pre_activations(up, gain, s)))
+        zs = [_activations(act, _pre_activations(up, gain, s)) for s in range(len(w))]
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
             total.addcmul_(z, weight)
@@ -60,7 +58,9 @@ class WideExperts(torch.autograd.Function):
         w, A, m, *up = ctx.saved_tensors
         needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
         dw, dA = [], []
-        dup = [_UpGrad() for _ in up[::3]]
+        us, hs, Bs = up[::3], up[1::3], up[2::3]
+        du: list[Tensor] = []
+        dh, dB = [[] for _ in us], [[] for _ in us]
         for s in range(len(w)):
             p = _pre_activations(up, ctx.gain, s)
             if m is None:
@@ -73,28 +73,14 @@ class WideExperts(torch.autograd.Function):
             if needs_A:
                 dA.append((dlow[s] * w[s]).t() @ _masked(z, m, s))
             dp = _pre_activation_grads(ctx.act, p, dz.mul_(w[s]))
-            for i, layer in enumerate(dup):
-                h, B = up[3 * i + 1], up[3 * i + 2]
-                layer.add(dp[i], h[s] if needs_B else None, B[s], ctx.gain)
-        flat = [grad for layer in dup for grad in (layer.u, _stack(layer.h), _stack(layer.B))]
-        return None, None, _stack(dw), _stack(dA), None, *flat
-
-
-class _UpGrad:
-    """Gradients of one upward layer: of u, summed over slots; of h and B, one for each."""
-
-    def __init__(self) -> None:
-        self.u: Tensor | None = None
-        self.h: list[Tensor] = []
-        self.B: list[Tensor] = []
-
-    def add(self, dp: Tensor, h: Tensor | None, B: Tensor, gain: float) -> None:
-        """Take in dp: (tokens, wide) of one slot; h only if B is trained."""
-        self.h.append((dp @ B).mul_(gain))
-        if h is not None:
-            # This order of factors is several times faster than dp^T h for a tall, thin h.
-            self.B.append((h.t() @ dp).mul_(gain).t())
-        self.u = dp if self.u is None else self.u.add_(dp)
+            for i, (h, B) in enumerate(zip(hs, Bs, strict=True)):
+                dh[i].append((dp[i] @ B[s]).mul_(ctx.gain))
+                if needs_B:
+                    # Several times faster than dp^T h in this order, for a tall, thin h.
+                    dB[i].append((h[s].t() @ dp[i]).mul_(ctx.gain).t())
+            du = [u.add_(one) for u, one in zip(du, dp, strict=True)] if du else dp
+        slots = zip(du, map(_stack, dh), map(_stack, dB), strict=True)
+        return None, None, _stack(dw), _stack(dA), None, *(grad for up in slots for grad in up)
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:

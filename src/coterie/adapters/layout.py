@@ -5,18 +5,11 @@ from typing import Literal
 
 from coterie.errors import CoterieError
 
-Role = Literal[
-    "dense",
-    "generalist",
-    "specialist",
-    "router",
-    "frozen",
-    "shared",
-    "domain",
-    "projection",
-    "prompt",
-    "weight",
-]
+Role = (
+    Literal["dense", "generalist", "specialist", "router", "frozen"]
+    | Literal["shared", "domain", "projection"]
+    | Literal["prompt", "weight"]
+)
 """What a parameter belongs to: the LoRA on attention, an expert that is shared, an expert that
 stays, the router, or none of them because it keeps its first value, which is the same for all
 clients. In FedAMoLE: the expert that all clients hold, the experts that choose their clients, and

@@ -1,6 +1,6 @@
 """Low-rank adaptation: a frozen linear layer W plus `g B A`."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -8,91 +8,87 @@ from torch.nn import functional as F
 
 from coterie.adapters.dropout import dropout
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.part import Part
-from coterie.bases.sites import StandIn, sizes, working_dtype
+from coterie.adapters.part import Part, trained_beside
+from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 
 
 class LoraPair(nn.Module):
     """A: (rank, in) and B: (out, rank) of one linear layer, for one expert or for attention.
 
-    `residual`, where there is one, is a pair (A, B) of any rank that is added and never trained; it
-    reads what A reads, dropout included.
+    Args:
+        role: of the expert or the layer.
+        path: of the base's module that the pair is for.
+        shape: (in, out).
+        rank: of the pair.
+        near: a weight beside which the pair is.
+        expert: its number.
+        freeze_A: whether B alone is trained.
+
+    `residual_A` and `residual_B`, where they are given, are a pair of any rank that is added and
+    never trained; it reads what A reads, dropout included.
     """
 
     residual_A: Tensor | None
     residual_B: Tensor | None
 
-    def __init__(self, shape: tuple[int, int], rank: int, beside: Tensor, freeze_A: bool) -> None:
-        """shape: (in, out); the pair is where a weight `beside` it is, in float32 or float64."""
+    def __init__(
+        self,
+        role: Role,
+        path: str,
+        shape: tuple[int, int],
+        rank: int,
+        near: Tensor,
+        expert: int | None = None,
+        freeze_A: bool = False,
+    ) -> None:
         super().__init__()
-        self.freeze_A = freeze_A
+        self.role: Role = role
+        self.path, self.expert, self.freeze_A = path, expert, freeze_A
         columns, rows = shape
-        dtype = torch.float64 if beside.dtype == torch.float64 else torch.float32
-        device = "cpu" if beside.is_meta else beside.device
-        self.A = nn.Parameter(torch.zeros(rank, columns, dtype=dtype, device=device))
-        self.B = nn.Parameter(torch.zeros(rows, rank, dtype=dtype, device=device))
+        self.A = nn.Parameter(torch.zeros(rank, columns, **trained_beside(near)))
+        self.B = nn.Parameter(torch.zeros(rows, rank, **trained_beside(near)))
         for name in ("residual_A", "residual_B"):  # buffers: what moves or copies a model has them
             self.register_buffer(name, None)
 
     @property
-    def residual(self) -> tuple[Tensor, Tensor] | None:
-        """See the class."""
-        A, B = self.residual_A, self.residual_B
-        return None if A is None or B is None else (A, B)
-
-    @residual.setter
-    def residual(self, pair: tuple[Tensor, Tensor] | None) -> None:
-        self.residual_A, self.residual_B = pair or (None, None)
-
-    @classmethod
-    def of(cls, linear: nn.Module, rank: int, freeze_A: bool = False) -> "LoraPair":
-        """The pair of a linear layer."""
-        weight = linear.weight
-        assert isinstance(weight, Tensor)
-        return cls(sizes(linear), rank, weight, freeze_A)
-
-    @property
     def rank(self) -> int:
         """Rows of A, with the residual's."""
-        return len(self.A) + (0 if self.residual is None else len(self.residual[0]))
+        return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """A: (rank, in) and B: (out, rank), the residual beside what is trained, then zeros."""
         if rank == len(self.A):
             return self.A, self.B
         A, B = self.A, self.B
-        if self.residual is not None:
-            A, B = torch.cat([A, self.residual[0]]), torch.cat([B, self.residual[1]], dim=1)
+        if self.residual_A is not None and self.residual_B is not None:
+            A, B = torch.cat([A, self.residual_A]), torch.cat([B, self.residual_B], dim=1)
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
-    def parts(self, prefix: str, role: Role, path: str, expert: int | None) -> Iterator[Part]:
-        """Declare both matrices, as those of a pair at a path of the base."""
+    def parts(self) -> tuple[Part, Part]:
+        """Declare A and B."""
+        number = "" if self.expert is None else f".{self.expert}"
+        name, at = f"{self.role}{number}/{self.path}", self.path
+        A = Part(f"{name}.A", self.role, self.A, "kaiming", at, "A", self.expert)
         if self.freeze_A:
-            frozen = f"frozen/{prefix}.A"
-            yield Part(frozen, "frozen", self.A, "kaiming", path, "A", expert)
-        else:
-            yield Part(f"{prefix}.A", role, self.A, "kaiming", path, "A", expert)
-        yield Part(f"{prefix}.B", role, self.B, "zero", path, "B", expert)
+            A = replace(A, name=f"frozen/{A.name}", role="frozen")
+        return A, Part(f"{name}.B", self.role, self.B, "zero", at, "B", self.expert)
+
+
+def pairs_in(stand_in: StandIn) -> list[LoraPair]:
+    """A stand-in's own pairs, not those that may be in what it stands for."""
+    modules = stand_in.named_modules()
+    return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 
 
 class LoraLinear(StandIn):
     """A linear layer with a low-rank correction: `y = W x + b + g B A dropout(x)`."""
 
-    def __init__(self, base: nn.Module, layout: Layout) -> None:
+    def __init__(self, base: Linear, path: str, layout: Layout) -> None:
         super().__init__(base)
-        self.lora = LoraPair.of(base, layout.attention_rank, layout.freeze_A)
-        self.gain = layout.gain(layout.attention_rank)
+        rank, weight = layout.attention_rank, base.weight
+        self.lora = LoraPair("dense", path, sizes(base), rank, weight, freeze_A=layout.freeze_A)
+        self.gain = layout.gain(rank)
         self.dropout = layout.dropout
-
-    def pairs(self, path: str) -> Iterator[tuple[LoraPair, tuple[Part, Part]]]:
-        """The pair, and its A and B as parts, for the layer at this path of the base."""
-        A, B = self.lora.parts(f"dense/{path}", "dense", path, None)
-        yield self.lora, (A, B)
-
-    def parts(self, path: str) -> Iterator[Part]:
-        """Declare the layer's trained parameters."""
-        for _, parts in self.pairs(path):
-            yield from parts
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) to (..., out)."""

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters.adapter import detach
-from coterie.adapters.lora import LoraLinear, LoraPair
+from coterie.adapters.lora import LoraLinear, LoraPair, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
 from coterie.bases.sites import StandIn
 
@@ -32,11 +32,11 @@ def merge(model: nn.Module) -> None:
     adapter may use the base.
     """
     _settle(model)
-    stand_ins = {p: m for p, m in model.named_modules() if isinstance(m, LoraLinear | Mixture)}
+    stand_ins = [m for m in model.modules() if isinstance(m, LoraLinear | Mixture)]
     detach(model)
-    for path, module in stand_ins.items():
-        for pair, (part, _) in module.pairs(path):
-            _add(model.get_submodule(part.path), module.gain, pair)
+    for module in stand_ins:
+        for pair in pairs_in(module):
+            _add(model.get_submodule(pair.path), module.gain, pair)
 
 
 @torch.no_grad()

@@ -18,10 +18,8 @@ from coterie.adapters.activations import native
 from coterie.adapters.dropout import drops, mask_like
 from coterie.adapters.fused import WideExperts
 from coterie.adapters.layout import Layout
-from coterie.adapters.lora import LoraPair
-from coterie.adapters.part import Part
-from coterie.adapters.routed import Routed
-from coterie.bases.sites import MlpShape, StandIn, children_of, working_dtype
+from coterie.adapters.routed import Place, Routed
+from coterie.bases.sites import Linear, MlpShape, StandIn, children_of, sizes, working_dtype
 
 
 class Mixture(Routed):
@@ -29,44 +27,35 @@ class Mixture(Routed):
 
     Args:
         base: the module that has the MLP's layers.
+        home: its path.
         shape: which of its layers are the MLP's.
         layout: which experts.
-        ahead: where the layers are a decoder layer's own, what stands in for all but the last; the
-            mixture itself stands in for that.
+        ahead: where the layers are a decoder layer's own, what stands in for all but the last, by
+            name; the mixture itself stands in for that.
     """
 
     def __init__(
         self,
         base: nn.Module,
+        home: str,
         shape: MlpShape,
         layout: Layout,
-        ahead: "Mapping[str, Passed] | None" = None,
+        ahead: "Mapping[str, Passed]",
     ) -> None:
-        experts = [
-            {
-                name: LoraPair.of(children_of(base)[name], layout.rank, layout.freeze_A)
-                for name in shape.linears
-            }
-            for _ in layout.roles
-        ]
-        super().__init__(base, layout, experts)
+        places: dict[str, Place] = {}
+        for name in shape.linears:
+            linear = cast(Linear, children_of(base)[name])
+            places[name] = f"{home}.{name}", sizes(linear), linear.weight
+        super().__init__(base, home, layout, places)
         self.shape, self._ahead = shape, ahead
         # Falcon-H1's MLPs multiply by constants.
         self._gate, self._out = (
             getattr(base, name, 1.0) for name in ("gate_multiplier", "down_multiplier")
         )
 
-    def places(self, path: str) -> dict[str, str]:
-        """See `Routed`."""
-        return {name: f"{self.home(path)}.{name}" for name in self.shape.linears}
-
-    def home(self, path: str) -> str:
-        """See `Routed`."""
-        return path if self._ahead is None else path.rpartition(".")[0]
-
     def _of_base(self, name: str) -> Any:
         """A part of the frozen MLP."""
-        if self._ahead is None:
+        if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base
 
@@ -153,11 +142,3 @@ class Passed(StandIn):
     def forward(self, x: Tensor) -> Tensor:
         """x, unchanged."""
         return x
-
-    def pairs(self, path: str) -> Iterator[tuple[LoraPair, tuple[Part, Part]]]:
-        """None."""
-        return iter(())
-
-    def parts(self, path: str) -> Iterator[Part]:
-        """None."""
-        return iter(())

@@ -8,51 +8,52 @@ layers; it is set around a forward pass instead.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_real: ContextVar[Tensor | None] = ContextVar("real", default=None)
-_goes_on: ContextVar[bool] = ContextVar("goes_on", default=False)
-_repeats: ContextVar[bool] = ContextVar("repeats", default=False)
+
+class _Pass(NamedTuple):
+    """What a forward pass reads: the mask, and whether it goes on or repeats what was read."""
+
+    mask: Tensor | None = None
+    goes_on: bool = False
+    repeats: bool = False
+
+
+NO_PADDING = _Pass()
+_now: ContextVar[_Pass] = ContextVar("now", default=NO_PADDING)
 
 
 @contextmanager
-def real_tokens(mask: Tensor | None, goes_on: bool = False) -> Iterator[None]:
+def _reading(what: _Pass) -> Iterator[None]:
+    before = _now.set(what)
+    try:
+        yield
+    finally:
+        _now.reset(before)
+
+
+def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextManager[None]:
     """Forward passes inside read these tokens: (batch, time) bool, False where it is padding.
 
     One that goes on is a further piece of the batch that the pass before it read: figures over
     tokens are over all of its pieces.
     """
-    before = _real.set(mask), _goes_on.set(goes_on)
-    try:
-        yield
-    finally:
-        _real.reset(before[0])
-        _goes_on.reset(before[1])
+    return _reading(_now.get()._replace(mask=mask, goes_on=goes_on))
 
 
 def keeping_nothing() -> AbstractContextManager[None]:
     """Forward passes inside read what one here and now would read, and modules keep nothing of
     them: they have kept it."""
-    mask = _real.get()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        before = _repeats.set(True)
-        try:
-            with real_tokens(mask):
-                yield
-        finally:
-            _repeats.reset(before)
-
-    return again()
+    return _reading(_now.get()._replace(goes_on=False, repeats=True))
 
 
 def real_mask(device: torch.device) -> Tensor | None:
     """The mask of the forward pass under way, (batch, time), on a device; None where nothing is
     padding."""
-    mask = _real.get()
+    mask = _now.get().mask
     return None if mask is None else mask.to(device)
 
 
@@ -66,6 +67,6 @@ def kept(before: Tensor | None, now: Tensor) -> Tensor:
     """What a module keeps of a batch: rows of this piece, after those `before` if it goes on."""
     if before is None:
         return now
-    if _repeats.get():
+    if _now.get().repeats:
         return before
-    return torch.cat([before, now]) if _goes_on.get() else now
+    return torch.cat([before, now]) if _now.get().goes_on else now

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.adapters.layout import Role
 from coterie.bases.sites import place_of
@@ -43,6 +43,13 @@ class Part:
         return place_of(self.path)
 
 
+def trained_beside(weight: Tensor) -> dict[str, Any]:
+    """The device and dtype of what is trained beside a weight: float64 if that is; where the weight
+    is not (on the meta device), the CPU."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
+
+
 def initialise(
     parts: Iterable[Part], seed: int, client: str, common: Callable[[Part], bool]
 ) -> None:
@@ -62,6 +69,11 @@ def initialise(
         elif part.start == "normal":
             nn.init.normal_(value, std=0.02, generator=chance)
         part.parameter.data.copy_(value)
+
+
+def by_name(parts: Iterable[Part]) -> dict[str, Part]:
+    """Parts by name, sorted."""
+    return {part.name: part for part in sorted(parts, key=lambda part: part.name)}
 
 
 def pairs_of(parts: Mapping[str, Part]) -> list[tuple[Part, Part]]:

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters.adapter import attach
-from coterie.adapters.layout import Role
-from coterie.adapters.part import Part
+from coterie.adapters.adapter import Trainable
+from coterie.adapters.part import Part, trained_beside
 from coterie.seeding import generator
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
-class PromptAdapter:
+class PromptAdapter(Trainable):
     """One client's soft prompt, or the encoder that makes it; the base may be on the meta device.
 
     Args:
@@ -32,51 +31,30 @@ class PromptAdapter:
     """
 
     def __init__(self, base: nn.Module, encoder: nn.Module, config: Any) -> None:
-        weight = _embedding(base).weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.encoder = encoder.to("cpu" if weight.is_meta else weight.device, dtype)
+        self.encoder = encoder.to(**trained_beside(_embedding(base).weight))
         self.config = config
         self._wrapped: PeftModel | None = None
-
-    def parts(self) -> dict[str, Part]:
-        """All parameters, by name; nothing of the base is behind them."""
-        return {n: Part(n, "prompt", p, "zero") for n, p in self.parameters().items()}
-
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """Parameters by name, sorted; of these roles, or all."""
-        if roles and "prompt" not in roles:
-            return {}
-        return {f"prompt/{name}": p for name, p in sorted(self.encoder.named_parameters())}
-
-    def require_grad(self, *roles: Role) -> None:
-        """Train everything, if the prompt's role is one of these, or nothing."""
-        self.encoder.requires_grad_("prompt" in roles)
+        named = self.encoder.named_parameters()
+        super().__init__(Part(f"prompt/{name}", "prompt", p, "zero") for name, p in named)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """The base behind this prompt, in place of any adapter; it is frozen.
 
         PEFT's model runs, generates and is evaluated as the base is, but is no PreTrainedModel.
         """
-        attach(base, {})
+        super().attach(base)
         if self._wrapped is None or self._wrapped.base_model is not base:
-            self._wrapped = self._wrap(base)
+            from coterie.adapters.prompt_model import PromptModel
+
+            # PEFT makes an encoder of its own, of which only the place is used, and draws it.
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
+                self._wrapped = PromptModel(base, self.config)
+            encoders = self._wrapped.prompt_encoder
+            assert isinstance(encoders, nn.ModuleDict)
+            encoders["default"] = self.encoder
+            self._wrapped.eval()
         return cast(PreTrainedModel, self._wrapped)
-
-    def routing(self) -> dict[str, Tensor]:
-        """Nothing is routed."""
-        return {}
-
-    def _wrap(self, base: PreTrainedModel) -> "PeftModel":
-        from coterie.adapters.prompt_model import PromptModel
-
-        # PEFT makes an encoder of its own, of which only the place is used, and draws it.
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
-            model = PromptModel(base, self.config)
-        encoders = model.prompt_encoder
-        assert isinstance(encoders, nn.ModuleDict)
-        encoders["default"] = self.encoder
-        return model.eval()
 
 
 class SoftPrompt(nn.Module):

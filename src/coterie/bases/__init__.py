@@ -3,41 +3,22 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from coterie.bases.spec import BaseSpec
+from coterie.bases.spec import BaseSpec as BaseSpec
 
 if TYPE_CHECKING:
-    from coterie.bases.loading import (
-        EMBEDDED,
-        Base,
-        Bases,
-        Tokenizer,
-        check_base,
-        context_token,
-        is_folder,
-        load_base,
-        load_skeleton,
-        load_tokenizer,
-        place,
-    )
-
-__all__ = [
-    "EMBEDDED",
-    "Base",
-    "BaseSpec",
-    "Bases",
-    "Tokenizer",
-    "check_base",
-    "context_token",
-    "is_folder",
-    "load_base",
-    "load_skeleton",
-    "load_tokenizer",
-    "place",
-]
+    from coterie.bases.loading import EMBEDDED as EMBEDDED
+    from coterie.bases.loading import Base as Base
+    from coterie.bases.loading import Bases as Bases
+    from coterie.bases.loading import Tokenizer as Tokenizer
+    from coterie.bases.loading import check_base as check_base
+    from coterie.bases.loading import context_token as context_token
+    from coterie.bases.loading import is_folder as is_folder
+    from coterie.bases.loading import load_base as load_base
+    from coterie.bases.loading import load_skeleton as load_skeleton
+    from coterie.bases.loading import load_tokenizer as load_tokenizer
+    from coterie.bases.loading import place as place
 
 
 def __getattr__(name: str) -> object:
     """Import torch when it is asked for: run files are checked without it."""
-    if name not in __all__:
-        raise AttributeError(f"module 'coterie.bases' has no attribute {name!r}")
     return getattr(import_module("coterie.bases.loading"), name)

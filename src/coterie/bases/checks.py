@@ -28,16 +28,6 @@ from coterie.files import parse_json
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
-JSON_FILES = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    INDEX,
-)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -48,7 +38,16 @@ TOKENIZER_FILES = (
     "spm.model",
     "tekken.json",
 )
-OTHER_FILES = (*TOKENIZER_FILES, "merges.txt", "chat_template.jinja")
+OTHER_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    INDEX,
+)
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
@@ -70,12 +69,10 @@ def check_files(folder: Path) -> None:
             "base; merge the adapter into its model (PEFT's merge_and_unload) and save that, or "
             "set `base` to the adapter's model."
         )
-    for name in OTHER_FILES:
+    for name in (*TOKENIZER_FILES, *OTHER_FILES):
+        check = _json_object if name.endswith(".json") else _refuse_pointer
         if (folder / name).is_file():
-            _refuse_pointer(folder / name)
-    for name in JSON_FILES:
-        if (folder / name).is_file():
-            _json_object(folder / name)
+            check(folder / name)
 
 
 def check_weights(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -35,7 +34,7 @@ from coterie.bases.checks import (
 )
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.precision import Precision, prepare
-from coterie.bases.spec import BaseSpec, spec_of
+from coterie.bases.spec import BaseSpec
 from coterie.bases.weights import format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
 
@@ -99,7 +98,7 @@ def load_base(
     if the base is incomplete (see `coterie.bases.checks`), or if its context is shorter than a
     window of `window` tokens.
     """
-    spec = spec_of(base)
+    spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
     check_base(spec, root)
     several = len(devices) > 1
@@ -143,14 +142,11 @@ class Bases(dict[BaseSpec, Base]):
 
 def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
     """The base's architecture without weights (meta tensors): all that a server needs to know."""
-    spec = spec_of(base)
+    spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
-
-    def build(_: str, **how: Any) -> PreTrainedModel:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **how)
-
-    return _loading(spec, root, build)
+    with torch.device("meta"):
+        build = AutoModelForCausalLM.from_config
+        return _loading(spec, root, lambda _, **how: build(config, **how))
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:
@@ -173,7 +169,7 @@ def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
 
 def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     """The tokenizer of a base; see `load_base`."""
-    spec = spec_of(base)
+    spec = BaseSpec.model_validate(base)
     if folder := _folder(spec, root):
         check_files(folder)
         check_tokenizer_files(folder)
@@ -187,9 +183,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
 
 def is_folder(name: str) -> bool:
     """Whether a base's name stands for a folder of this machine, and not for one that ships."""
-    with suppress(OSError, ValueError):  # of a name that no path can have
-        return name not in _shipped() and Path(place(name, Path())).is_dir()
-    return False
+    return name not in _shipped() and os.path.isdir(place(name, Path()))
 
 
 def _shipped() -> list[str]:
@@ -198,22 +192,20 @@ def _shipped() -> list[str]:
 
 def place(name: str, root: Path) -> str:
     """Where a base is: a shipped one's or another folder, else its name on the hub."""
-    for folder in (EMBEDDED / name, root / name):
-        with suppress(OSError, ValueError):  # of a name that no path can have
-            if folder.is_dir():
-                return str(folder)
-    return name
+    folders = (EMBEDDED / name, root / name)
+    # Unlike a Path's is_dir, this bears names that no path can have.
+    return next((str(folder) for folder in folders if os.path.isdir(folder)), name)
 
 
 def _folder(base: BaseSpec, root: Path) -> Path | None:
     """Return the folder of a base on this machine, None for one on the hub."""
-    where = Path(place(base.name, root))
-    return where if where.is_dir() else None
+    where = place(base.name, root)
+    return Path(where) if os.path.isdir(where) else None
 
 
 def _find(base: BaseSpec, where: str) -> None:
     """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
-    if Path(where).is_dir() or isinstance(
+    if os.path.isdir(where) or isinstance(
         try_to_load_from_cache(base.name, "config.json", revision=base.revision), str
     ):
         return

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from coterie.bases.sites import walk
+from coterie.bases.sites import Linear, walk
 
 Precision = Literal["fp32", "bf16"]
 
@@ -43,13 +42,12 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
     modules = [module for _, module in walk(base)]
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     for module in modules:
-        if not isinstance(module, nn.Linear | Conv1D):
+        if not isinstance(module, Linear):
             continue
         if id(module.weight) in embeddings:
-            if module.weight.dtype == dtype:
-                continue
-            copy = module.weight.detach().to(dtype)
-            module.register_buffer("cast_weight", copy, persistent=False)
+            if module.weight.dtype != dtype:
+                copy = module.weight.detach().to(dtype)
+                module.register_buffer("cast_weight", copy, persistent=False)
             continue
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(False)

@@ -60,7 +60,7 @@ BLOCKS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mixer", "mam
 """What a decoder layer may call the block that experts can stand beside; the first is taken."""
 
 
-LINEAR = (nn.Linear, Conv1D)
+Linear = nn.Linear | Conv1D
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -83,7 +83,7 @@ def mlp_shape(module: nn.Module) -> MlpShape | None:
     children = children_of(module)
     for shape in MLP_SHAPES:
         linears = (children.get(name) for name in shape.linears)
-        if hasattr(module, shape.act) and all(isinstance(layer, LINEAR) for layer in linears):
+        if hasattr(module, shape.act) and all(isinstance(layer, Linear) for layer in linears):
             return shape
     return None
 
@@ -99,10 +99,8 @@ def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
 def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of the part of a base that reads text, with its path in the base."""
     decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
-    for path, module in walk(base):
-        if module is decoder:
-            yield from walk(decoder, path)
-            return
+    path = next(path for path, module in walk(base) if module is decoder)
+    return walk(decoder, path)
 
 
 def layers(base: nn.Module) -> dict[str, nn.Module]:
@@ -135,23 +133,20 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
     return found
 
 
-def attention_linears(base: nn.Module) -> dict[str, nn.Linear | Conv1D]:
+def attention_linears(base: nn.Module) -> dict[str, Linear]:
     """All linear layers of attention, by path, and what leads into whatever else mixes tokens: the
     layers `in_proj...` of a state-space block or a linear attention."""
-    linears: dict[str, nn.Linear | Conv1D] = {}
-    for path, layer in layers(base).items():
-        inside = [(p, m) for p, m in walk(layer, path) if not isinstance(m, LINEAR)]
-        children = [
-            ("Attention" in type(module).__name__, f"{p}.{name}", child)
-            for p, module in inside
-            for name, child in children_of(module).items()
-            if isinstance(child, LINEAR)
-        ]
-        linears |= {p: c for attends, p, c in children if attends or place_of(p) == "mixer.in"}
-    return linears
+    return {
+        f"{path}.{name}": child
+        for layer_path, layer in layers(base).items()
+        for path, module in walk(layer, layer_path)
+        for name, child in children_of(module).items()
+        if isinstance(child, Linear)
+        and ("Attention" in type(module).__name__ or place_of(name) == "mixer.in")
+    }
 
 
-def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear | Conv1D]:
+def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
     """The linear layers whose name, or what they do (`place_of`), matches a regular expression.
 
     By path, of which a layer's name is the last part. Without a pattern those of attention. Raises
@@ -164,7 +159,7 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear 
                 "the method to the linear layers to adapt."
             )
         return found
-    linears = {p: m for p, m in decoder_walk(base) if isinstance(m, LINEAR) and "." in p}
+    linears = {p: m for p, m in decoder_walk(base) if isinstance(m, Linear) and "." in p}
     try:
         found = {
             path: linear
@@ -186,33 +181,25 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, nn.Linear 
 
 
 PLACES = {
-    "c_fc": "mlp.up",
-    "fc_in": "mlp.up",
-    "fc1": "mlp.up",
-    "dense_h_to_4h": "mlp.up",
-    "up_proj": "mlp.up",
-    "gate_proj": "mlp.gate",
-    "gate_up_proj": "mlp.gate_up",
-    "fc_out": "mlp.down",
-    "fc2": "mlp.down",
-    "dense_4h_to_h": "mlp.down",
-    "down_proj": "mlp.down",
-    "mlp.c_proj": "mlp.down",
-    "c_attn": "attention.qkv",
-    "query_key_value": "attention.qkv",
-    "qkv_proj": "attention.qkv",
-    "q_proj": "attention.q",
-    "k_proj": "attention.k",
-    "v_proj": "attention.v",
-    "o_proj": "attention.out",
-    "out_proj": "attention.out",
-    "attn.c_proj": "attention.out",
-    "attention.dense": "attention.out",
-    "self_attention.dense": "attention.out",
-    "self_attn.dense": "attention.out",
-    **{f"{mixer}.out_proj": "mixer.out" for mixer in ("mixer", "mamba", "linear_attn", "conv")},
-    **dict.fromkeys(BLOCKS[:-2], "mlp"),
-    **dict.fromkeys(BLOCKS[-2:], "mixer"),
+    end: place
+    for place, ends in {
+        "mlp.up": ("c_fc", "fc_in", "fc1", "dense_h_to_4h", "up_proj"),
+        "mlp.gate": ("gate_proj",),
+        "mlp.gate_up": ("gate_up_proj",),
+        "mlp.down": ("fc_out", "fc2", "dense_4h_to_h", "down_proj", "mlp.c_proj"),
+        "mlp": BLOCKS[:-2],
+        "attention.qkv": ("c_attn", "query_key_value", "qkv_proj"),
+        "attention.q": ("q_proj",),
+        "attention.k": ("k_proj",),
+        "attention.v": ("v_proj",),
+        "attention.out": (
+            *("o_proj", "out_proj", "attn.c_proj"),
+            *(f"{block}.dense" for block in ("attention", "self_attention", "self_attn")),
+        ),
+        "mixer.out": [f"{mixer}.out_proj" for mixer in ("mixer", "mamba", "linear_attn", "conv")],
+        "mixer": BLOCKS[-2:],
+    }.items()
+    for end in ends
 }
 """What linear layers and blocks do, by the end of their path."""
 QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"

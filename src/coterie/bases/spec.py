@@ -52,8 +52,3 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     def quantised(self) -> bool:
         """Whether the weights of its linear layers are in fewer than 16 bits."""
         return self.weights in ("int8", "nf4")
-
-
-def spec_of(base: "str | BaseSpec") -> BaseSpec:
-    """A base that may be given by its name alone."""
-    return BaseSpec(name=base) if isinstance(base, str) else base

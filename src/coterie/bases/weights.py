@@ -55,17 +55,12 @@ def settle(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.dtype == torch.float16:  # in which gradients overflow; bfloat16 is as large
             parameter.data = parameter.data.to(torch.bfloat16)
-    for module in model.modules():
-        if hasattr(module, "compute_type_is_set"):
-            _settle_4bit(module)
-
-
-def _settle_4bit(linear: Any) -> None:
-    """Take two habits from a 4-bit layer of bitsandbytes that make it depend on its past.
-
-    Without gradients, some CPUs pack its weight anew, for a product that has no gradient ever
-    after: what was trained after an evaluation would be wrong. And the first input decides the
-    dtype that it computes in.
-    """
-    linear.support_avx512bf16_for_cpu = False
-    linear.compute_type_is_set = True
+    linear: Any
+    for linear in model.modules():
+        # Two habits make a 4-bit layer of bitsandbytes depend on its past. Without gradients, some
+        # CPUs pack its weight anew, for a product that has no gradient ever after: what was trained
+        # after an evaluation would be wrong. And the first input decides the dtype that it computes
+        # in.
+        if hasattr(linear, "compute_type_is_set"):
+            linear.support_avx512bf16_for_cpu = False
+            linear.compute_type_is_set = True

@@ -14,7 +14,7 @@ from coterie.engines.floor import FLOOR, floor_items
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.evaluate import Score, evaluate
 from coterie.federation.participants import Participant, client_context, text_digest
-from coterie.inference.kept import Keeper, compares_aggregated, kept_model, stops
+from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
 from coterie.messages import names as metric
@@ -200,7 +200,7 @@ class ClientPart:
         if kept.values["round"] == rounds:
             return
         now = self.side.state()
-        model = kept_model(self.base, self.side, kept)
+        model = bring_back(self.base, self.side, kept)()
         scores = _scored(self.config, self.base, model, self.participant)
         self.scores[self.config.method.reports] = scores
         for text, score in scores.items():

@@ -1,6 +1,7 @@
 """What runs leave behind: the models of their clients, and the configuration they began with."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -66,8 +67,8 @@ def model_of(
     if can and (exact if merge is None else merge):
         make_plain(model)
         return model
-    # Functions of a module, so that copies and pickles have them.
-    refusal: Any = _refuse_unmerged if can else _refuse_experts
+    # A function of a module, so that copies and pickles have it.
+    refusal: Any = partial(_refuse, UNMERGED if can else f"This model cannot be saved: {NO_FOLDER}")
     model.save_pretrained = model.push_to_hub = refusal
     return model
 
@@ -79,15 +80,14 @@ NO_FOLDER = (
 )
 
 
-def _refuse_experts(*_: Any, **__: Any) -> NoReturn:
-    raise CoterieError(f"This model cannot be saved: {NO_FOLDER}")
+UNMERGED = (
+    "This model keeps what it learnt apart from its weights. To save it, load it with "
+    "coterie.load(..., merge=True), which rounds their sum to the format of the weights."
+)
 
 
-def _refuse_unmerged(*_: Any, **__: Any) -> NoReturn:
-    raise CoterieError(
-        "This model keeps what it learnt apart from its weights. To save it, load it with "
-        "coterie.load(..., merge=True), which rounds their sum to the format of the weights."
-    )
+def _refuse(why: str, *_: Any, **__: Any) -> NoReturn:
+    raise CoterieError(why)
 
 
 class Loaded(NamedTuple):
@@ -138,12 +138,11 @@ class Loader:
         return base, side
 
     def _load_server(self, folder: RunFolder, config: RunConfig) -> Loaded:
-        state = folder.load("server")
         skeleton = load_skeleton(config.base, config.root)
         names, base = folder.description["clients"], self.base(config, SERVER)
         own = _empty(SERVER, base)
         side = config.method.server(server_context(config, skeleton, names, own, _quiet))
-        side.restore(state)
+        side.restore(folder.load("server"))
 
         def model() -> PreTrainedModel:
             if (found := side.model()) is None:

@@ -136,11 +136,6 @@ def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
     return patience is not None and best is not None and compared - best.since >= patience
 
 
-def kept_model(base: Base, side: ClientSide, kept: State) -> PreTrainedModel:
-    """The model of a kept state; the side goes back to it."""
-    return bring_back(base, side, kept)()
-
-
 def bring_back(base: Base, side: ClientSide, kept: State) -> Callable[[], PreTrainedModel]:
     """Take the side back to a kept state; what gives its model, as often as it is asked for."""
     if SIDE not in kept.parts:

@@ -1,6 +1,7 @@
 """Conversations with a model: each answer is streamed, and the model's history grows by it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,26 +19,26 @@ from coterie.evaluation.generation import Sampling, before_any, context_length, 
 from coterie.seeding import generator
 
 
+@dataclass
 class Speaker:
     """One side of a conversation: a model, and what has been said to it and by it.
 
     model: puts the model in place, as several may share a base. system: the system prompt, if any.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        model: Callable[[], PreTrainedModel],
-        template: ChatTemplate,
-        sampling: Sampling,
-        system: str | None = None,
-    ) -> None:
-        self.base, self.model, self.template, self.sampling = base, model, template, sampling
-        self._system = () if system is None else (Turn("system", system),)
+    base: Base
+    model: Callable[[], PreTrainedModel]
+    template: ChatTemplate
+    sampling: Sampling
+    system: str | None = None
+    left_out: int = field(default=0, init=False)
+    """Exchanges, the oldest, that the last answer was given without, for lack of context."""
+
+    def __post_init__(self) -> None:
+        """Nothing has been said."""
+        self._system = () if self.system is None else (Turn("system", self.system),)
         self._said: list[Turn] = []
-        self._encoder = PartEncoder(bare_encoder(base.tokenizer)[0])
-        self.left_out = 0
-        """Exchanges, the oldest, that the last answer was given without, for lack of context."""
+        self._encoder = PartEncoder(bare_encoder(self.base.tokenizer)[0])
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -102,19 +103,16 @@ class Speaker:
             del kept[:2]
 
 
+@dataclass
 class _Stream(BaseStreamer):
     """Hands on the text of an answer as far as later tokens cannot change it."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        ends: Sequence[int],
-        stops: Sequence[str],
-        show: Callable[..., None],
-    ) -> None:
-        self.tokenizer, self.ends, self.stops, self.show = tokenizer, ends, stops, show
-        self.ids: list[int] | None = None
-        self.shown = ""
+    tokenizer: Tokenizer
+    ends: Sequence[int]
+    stops: Sequence[str]
+    show: Callable[[str], None]
+    ids: list[int] | None = None
+    shown: str = ""
 
     def put(self, value: Tensor) -> None:
         """First the prompt, (1, n), then each token that is written, (1,)."""

@@ -8,7 +8,7 @@ import fcntl
 import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +34,7 @@ class Ledger:
 
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
-        self.runs = _read(path)
+        self.runs = {} if path is None else _read(path)
         """The noise multiplier of each release, by run and by what tells it from others."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
@@ -42,7 +42,7 @@ class Ledger:
 
         It is in the ledger before it is made. Raises CoterieError if that cannot be written.
         """
-        with _alone(self.path):
+        with nullcontext() if self.path is None else _alone(self.path):
             self.runs = self.runs if self.path is None else _read(self.path)
             mine, share = self.runs.get(self.run, {}), noise**-2
             if release in mine:
@@ -80,11 +80,8 @@ def _over(amount: float, most: float) -> bool:
 
 
 @contextmanager
-def _alone(path: Path | None) -> Iterator[None]:
+def _alone(path: Path) -> Iterator[None]:
     """Keep other processes from the file meanwhile."""
-    if path is None:
-        yield
-        return
     with open_lock(path.with_name(f".{path.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -99,9 +96,7 @@ def _most(budget: Budget) -> float:
     return noise_for(budget[0], 1, budget[1]) ** -2 if budget[0] else 0.0
 
 
-def _read(path: Path | None) -> dict[str, dict[str, float]]:
-    if path is None:
-        return {}
+def _read(path: Path) -> dict[str, dict[str, float]]:
     try:
         runs = parse_json(read_inside(path.parent, path.name))
         return RUNS.validate_python(runs, strict=True)
