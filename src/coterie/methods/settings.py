@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.adapters import Layout
 from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
 from coterie.training.context import ClientId
@@ -19,6 +18,8 @@ PerClient = int | dict[ClientId, int]
 NOUNS = {"sets": "LoRA sets"}
 """What error messages call a number, where it is not the setting's name."""
 SETS: Any = Field(default=2, description="number of LoRA sets, whose outputs are averaged")
+GENERALISTS = "number of generalists (experts averaged over clients)"
+SPECIALISTS = "number of specialists (experts that stay on the client)"
 
 
 class Settings(BaseModel):
@@ -69,28 +70,20 @@ class OwnSets(Mlp):
 class Generalists(Mlp):
     """Routed experts on every MLP, all averaged over clients."""
 
-    generalists: PerClient = Field(
-        default=2, description="number of generalists (experts averaged over clients)"
-    )
+    generalists: PerClient = Field(default=2, description=GENERALISTS)
 
 
 class Specialists(Mlp):
     """Routed experts on every MLP, all personal."""
 
-    specialists: PerClient = Field(
-        default=2, description="number of specialists (experts that stay on the client)"
-    )
+    specialists: PerClient = Field(default=2, description=SPECIALISTS)
 
 
 class Experts(Mlp):
     """Routed experts on every MLP, averaged (generalists) and personal (specialists)."""
 
-    generalists: PerClient = Field(
-        default=1, description="number of generalists (experts averaged over clients)"
-    )
-    specialists: PerClient = Field(
-        default=1, description="number of specialists (experts that stay on the client)"
-    )
+    generalists: PerClient = Field(default=1, description=GENERALISTS)
+    specialists: PerClient = Field(default=1, description=SPECIALISTS)
 
 
 class Attention(Settings):
@@ -180,30 +173,6 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
     for key in keys:
         if getattr(settings, key) != type(settings).model_fields[key].get_default():
             raise ValueError(f"{key} has no effect with `{beside}`; remove it")
-
-
-def layout_of(
-    client: ClientId,
-    mlp: Mlp | None,
-    attention: Attention | None,
-    lora: Lora,
-    router: Router | None = None,
-) -> Layout:
-    """What some parts attach to the base for a client; raises CoterieError if they cannot."""
-    generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
-    return Layout(
-        generalists=generalists,
-        specialists=specialists,
-        rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
-        placement="auto" if mlp is None else mlp.placement,
-        attention_rank=0 if attention is None else attention.rank,
-        targets=None if attention is None else attention.targets,
-        alpha=lora.alpha,
-        scale=lora.scale,
-        routed=router is not None,
-        top_k=None if router is None else router.top_k,
-        dropout=lora.dropout,
-    )
 
 
 def for_client(counts: PerClient, client: ClientId, what: str) -> int:
