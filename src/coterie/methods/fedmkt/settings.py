@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.methods.settings import Attention, Lora, Settings
+from coterie.methods.adapter import AdapterMethod
+from coterie.methods.settings import Attention, Lora
 
 
-class FedMKTSettings(Settings):
+class FedMKTSettings(AdapterMethod):
     """Settings of FedMKT; defaults are the paper's, but for `own`."""
 
     teaches: ClassVar[bool] = True
