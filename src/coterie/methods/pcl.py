@@ -52,6 +52,7 @@ from coterie.training.spec import TrainingSpec
 
 Row = dict[ClientId, float]
 Uploads = Mapping[ClientId, Message]
+Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
@@ -245,15 +246,13 @@ class PCLTheoretical(PCL):
     compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
-    mixtures: dict[ClientId, dict[str, float]] = Field(
+    mixtures: Mixtures = Field(
         default={}, description="topic shares of each client; each client's sum to 1"
     )
 
     @field_validator("mixtures")
     @classmethod
-    def _shares(
-        cls, mixtures: dict[ClientId, dict[str, float]]
-    ) -> dict[ClientId, dict[str, float]]:
+    def _shares(cls, mixtures: Mixtures) -> Mixtures:
         for client, shares in mixtures.items():
             if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
                 raise ValueError(
@@ -349,7 +348,7 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.context, self.training = context, context.training
+        self.context = context
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
 
@@ -379,14 +378,13 @@ class PCLServer(AdapterServer):
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
         adapter = dict.fromkeys(self.method.groups, self.held[client])
-        for group, shapes in {**adapter, **self.method.shapes(self.training)}.items():
+        for group, shapes in {**adapter, **self.method.shapes(self.context.training)}.items():
             check_shapes(upload[group], shapes if self.method.due(self.round + 1) else {})
         self._coming[client] = upload.groups
 
     def close(self, mean: Message) -> None:
         """From now on, downloads hold this round's uploads."""
-        coming = self._coming if self.method.due(self.round + 1) else {}
-        self.uploads = {name: coming[name] for name in sorted(coming)}
+        self.uploads = self._coming if self.method.due(self.round + 1) else {}
         self.round += 1
 
     def state(self) -> State:

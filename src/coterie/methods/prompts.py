@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from coterie.adapters import Role
-from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
+from coterie.adapters.prompt import PromptAdapter, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientContext, ClientId
@@ -72,11 +72,9 @@ class FedPrompt(AdapterMethod):
         """Gives the prompt its text, which takes a tokenizer and weights."""
         client = PromptClient(self, context)
         if self.init_text is not None:
-            assert isinstance(client.adapter, PromptAdapter)
-            prompt = client.adapter.encoder
-            assert isinstance(prompt, SoftPrompt)
             ids = context.base.tokenizer(self.init_text)["input_ids"]
-            prompt.start_from(context.base.model.get_input_embeddings(), list(ids))
+            embeddings = context.base.model.get_input_embeddings()
+            client.adapter.encoder.start_from(embeddings, list(ids))
         return client
 
 

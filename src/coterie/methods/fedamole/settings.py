@@ -148,16 +148,10 @@ class FedAMoLESettings(Settings):
             load=self.router.load,
         )
 
-    def bounds(self, experts: int, clients: int) -> Bounds:
-        """How many clients and experts get each other; where clients are missing, relaxed."""
-        relaxed, even = self._bounds().relaxed(experts, clients), self.assignment == "homogeneous"
-        return relaxed.homogeneous(experts, clients) if even else relaxed
-
-    def _bounds(self) -> Bounds:
-        return Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
-
-    def check_bounds(self, clients: int) -> None:
-        """Raise CoterieError if no assignment of experts to clients is within the bounds."""
-        bounds, experts = self._bounds(), self.count(clients)
+    def bounds(self, experts: int, clients: int, *, relaxed: bool) -> Bounds:
+        """How many clients and experts get each other; relaxed: where clients may be missing."""
+        bounds = Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
+        if relaxed:
+            bounds = bounds.relaxed(experts, clients)
         even = self.assignment == "homogeneous"
-        (bounds.homogeneous(experts, clients) if even else bounds).refuse(experts, clients)
+        return bounds.homogeneous(experts, clients) if even else bounds
