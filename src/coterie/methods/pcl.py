@@ -68,12 +68,14 @@ class PCL(AdapterMethod):
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    warmup: int = Field(default=5, ge=1, description="rounds before the first exchange")
-    every: int = Field(default=2, ge=1, description="rounds between exchanges")
-    mix: bool = Field(default=True, description="mix models by trust; false: measure trust only")
-    form: Literal["paper", "released"] = Field(
-        default="paper", description="formulas of the paper, or of its released code"
-    )
+    warmup: int = Field(5, ge=1)
+    """rounds before the first exchange"""
+    every: int = Field(2, ge=1)
+    """rounds between exchanges"""
+    mix: bool = True
+    """mix models by trust; false: measure trust only"""
+    form: Literal["paper", "released"] = "paper"
+    """formulas of the paper, or of its released code"""
 
     def due(self, rounds: int) -> bool:
         """Whether clients exchange their models after so many rounds."""
@@ -149,9 +151,8 @@ class PCLValidation(PCL):
     summary: ClassVar[str] = "adapters sent to all clients; trust by loss on own validation text"
 
     trusted: Trusted = Trusted()
-    validation_batches: int = Field(
-        default=12, ge=1, description="validation batches per scored model"
-    )
+    validation_batches: int = Field(12, ge=1)
+    """validation batches per scored model"""
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
@@ -185,8 +186,10 @@ class PCLPredictions(PCL):
     )
 
     trusted: Trusted = Trusted()
-    public_batches: int = Field(default=4, ge=1, description="batches of the public set")
-    logits: int = Field(default=100, ge=1, description="largest logits sent per sample")
+    public_batches: int = Field(4, ge=1)
+    """batches of the public set"""
+    logits: int = Field(100, ge=1)
+    """largest logits sent per sample"""
 
     def check(self, setting: Setting) -> None:
         """There is a public text, too."""
@@ -246,9 +249,8 @@ class PCLTheoretical(PCL):
     compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
-    mixtures: Mixtures = Field(
-        default={}, description="topic shares of each client; each client's sum to 1"
-    )
+    mixtures: Mixtures = Field({})
+    """topic shares of each client; each client's sum to 1"""
 
     @field_validator("mixtures")
     @classmethod

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import Part, pairs_of
@@ -140,9 +139,8 @@ class RankMethod(AdapterMethod):
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    form: Literal["paper", "released"] = Field(
-        default="paper", description="formulas of the paper, or of CoMiGS's released comparison"
-    )
+    form: Literal["paper", "released"] = "paper"
+    """formulas of the paper, or of CoMiGS's released comparison"""
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Experts' pairs apart from the rest, each client's, in a group of their own."""
