@@ -61,25 +61,25 @@ def product_norm(B: Tensor, A: Tensor) -> float:
 class PaddedMean:
     """The weighted mean of tensors of different sizes, each padded with zeros to the largest.
 
-    Entries that none of them has stay as they were `before`, a tensor of the largest size.
+    Entries beyond the largest that came stay as they were `before`, a tensor of the largest size.
     """
 
     def __init__(self, before: Tensor) -> None:
         self._before = before
         self._sum = torch.zeros_like(before, dtype=torch.float64)
         self._weight = 0.0
-        self._held = torch.zeros_like(before, dtype=torch.bool)
+        self._largest: tuple[int, ...] = (0,) * before.dim()
 
     def add(self, tensor: Tensor, weight: float) -> None:
         """Count a tensor in."""
-        held = tuple(map(slice, tensor.shape))
         padded = torch.zeros_like(self._sum)
-        padded[held] = tensor
+        padded[tuple(map(slice, tensor.shape))] = tensor
         self._sum.add_(padded, alpha=weight)
         self._weight += weight
-        self._held[held] = True
+        self._largest = tuple(map(max, self._largest, tensor.shape))
 
     def result(self) -> Tensor:
         """The mean, float32."""
-        mean = (self._sum / self._weight).to(torch.float32)
-        return torch.where(self._held, mean, self._before)
+        came, result = tuple(map(slice, self._largest)), self._before.clone()
+        result[came] = (self._sum[came] / self._weight).to(torch.float32)
+        return result

@@ -148,7 +148,9 @@ class HetLoraServer(RankServer):
     def close(self, mean: Message) -> None:
         """Replace what was uploaded; rows and columns that nobody sent stay."""
         super().close(mean)
-        self.shared |= {name: padded.result() for name, padded in self.means.items()}
+        while self.means:
+            name, padded = self.means.popitem()
+            self.shared[name] = padded.result()
 
 
 def _shrunk(experts: Tensors, whole: Shapes, pairs: Pairs) -> Shapes:
