@@ -128,16 +128,14 @@ class AdapterMethod(Method):
                 "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
                 "would undo; remove one of them."
             )
-        layouts = {client: self.layout(client) for client in clients}
-        empty = [
-            layout for layout in layouts.values() if not layout.experts + layout.attention_rank
-        ]
+        layouts = [self.layout(client) for client in clients]
+        empty = any(layout.experts + layout.attention_rank == 0 for layout in layouts)
         if empty and type(self).adapter is AdapterMethod.adapter:
             raise CoterieError(
                 f"The method {self.name!r} has nothing to train: it needs one of the parts mlp and "
                 "attention, or an adapter() of its own."
             )
-        ranks = {layout.rank for layout in layouts.values()}
+        ranks = {layout.rank for layout in layouts}
         if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
             raise CoterieError(
                 f"The method {self.name!r} averages experts and needs the same rank for all "
