@@ -108,8 +108,8 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     assert not excluded
     assert found.bounded("a", good[0], lambda _: START).groups is good[0].groups
     shrunk = found.bounded("c", times(good[0], 0.05), lambda _: START)
-    size, _ = found.measure("c", shrunk, START).changes["adapter"]
-    honest, _ = found.measure("a", good[0], START).changes["adapter"]
+    size, _ = found.measure("c", shrunk, START).sizes["change", "adapter"]
+    honest, _ = found.measure("a", good[0], START).sizes["change", "adapter"]
     assert size == pytest.approx(3 * honest, rel=0.1)
 
 
@@ -146,7 +146,7 @@ def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
 def test_a_change_is_measured_from_the_rows_that_a_client_still_has(rank: int) -> None:
     whole = trained()["adapter"]
     cut = Message(0, {"adapter": {"A": whole["A"][:rank], "B": whole["B"][:, :rank]}})
-    change, count = measured(cut, START, 1).changes["adapter"]
+    change, count = measured(cut, START, 1).sizes["change", "adapter"]
     expected = [whole["A"][:rank] - START["adapter"]["A"][:rank], whole["B"][:, :rank]]
     together = torch.cat([t.flatten() for t in expected]).double()
     assert change == pytest.approx(float(together.norm()), rel=1e-9)
@@ -187,7 +187,7 @@ def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], gro
         for name, count in zip("abcd", counts, strict=True)
     }
     measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
-    assert not bounds_of(measures, 1.01, 10, 100)
+    assert not bounds_of(measures, AggregationSpec(largest_change=1.01))
     assert {round(f["ratio"] or 0, 6) <= 1 for f in figures(measures).values()} == {True}
 
 
@@ -198,7 +198,7 @@ def test_bounds_are_of_each_group_by_itself() -> None:
     }
     zero: Groups = {group: {"w": torch.zeros(4)} for group in "pq"}
     measures = {n: measured(Message(0, groups), zero, 1) for n, groups in parts.items()}
-    found = bounds_of(measures, 3, 10, 100)
+    found = bounds_of(measures, AggregationSpec())
     assert {n: bound.excluded for n, bound in found.items()} == {
         "b": "the change of its q is 9 times the round's median",
         "c": "the change of its p is 9 times the round's median",

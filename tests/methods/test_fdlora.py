@@ -11,8 +11,8 @@ import torch
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
 from coterie.messages import Message, State
+from coterie.methods.averaging import FedIT
 from coterie.methods.fdlora import FDLora
-from coterie.methods.fedit import FedIT
 from coterie.seeding import generator
 from coterie.testing.loop import flat
 from coterie.testing.rounds import close, down, joined, one_round, step, take

@@ -8,7 +8,7 @@ from torch import nn
 
 from coterie.adapters import detach
 from coterie.engines.local import LocalRun
-from coterie.methods.fedit import FedIT
+from coterie.methods.averaging import FedIT
 from coterie.methods.registry import kind_of
 from coterie.testing.rounds import down, joined, one_round, step
 

@@ -12,8 +12,8 @@ from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss, token_losses
+from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ServerContext
-from coterie.methods.fedit import FedIT
 from coterie.methods.prompts import FedPrompt, FedPTuning
 from coterie.methods.registry import kind_of
 from coterie.testing.rounds import down, joined, one_round, step

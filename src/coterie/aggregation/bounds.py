@@ -16,12 +16,22 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from coterie.aggregation.spec import AggregationSpec
 from coterie.messages import Groups, Message
 
+Kind = Literal["change", "norm", "weight"]
+WHAT: Mapping[Kind, str] = {
+    "change": "the change of its {}",
+    "norm": "the norm of its {}",
+    "weight": "its number of tokens",
+}
+"""What is compared of groups of parameters, of other groups, and of an upload as a whole. The run
+file's `largest_change`, `largest_norm` and `largest_weight` limit it."""
 Size = tuple[float, int]
 """The L2 norm of a group's numbers, and how many they are."""
 SAMPLED = 64
@@ -32,11 +42,8 @@ SAMPLED = 64
 class Measure:
     """The sizes of one upload."""
 
-    changes: Mapping[str, Size]
-    """The size of the change of each group of parameters."""
-    norms: Mapping[str, Size]
-    """The size of each other group of floating-point numbers."""
-    weight: float
+    sizes: Mapping[tuple[Kind, str], Size]
+    """By what is compared, and the group of it; the weight has no group."""
     direction: Mapping[str, Tensor] = field(default_factory=dict)
     """Some entries of each parameter's change, by group, name and shape, scaled so that their norm
     estimates that of the whole."""
@@ -56,13 +63,13 @@ class Bound:
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:
     """Return the sizes of an upload; `reference` is what its parameters started from, by group."""
-    changes: dict[str, Size] = {}
-    norms: dict[str, Size] = {}
+    sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
     direction: dict[str, Tensor] = {}
     for group, tensors in upload.groups.items():
-        floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel()}
         squares, count = 0.0, 0
-        for name, tensor in floats.items():
+        for name, tensor in tensors.items():
+            if not (tensor.is_floating_point() and tensor.numel()):
+                continue
             change = _change(tensor, reference.get(group, {}).get(name))
             squares += float(torch.linalg.vector_norm(change)) ** 2
             count += tensor.numel()
@@ -71,51 +78,36 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
                 some = flat[:: math.ceil(len(flat) / SAMPLED)]
                 key = f"{group}/{name}/{tuple(tensor.shape)}"  # ranks may differ
                 direction[key] = some * math.sqrt(len(flat) / len(some))
-        if floats:
-            (changes if group in reference else norms)[group] = math.sqrt(squares), count
-    return Measure(changes, norms, weight, direction)
+        if count:
+            kind = "change" if group in reference else "norm"
+            sizes[kind, group] = math.sqrt(squares), count
+    return Measure(sizes, direction)
 
 
-def bounds_of(
-    measures: Mapping[str, Measure],
-    change: float | None,
-    norm: float | None,
-    weight: float | None,
-) -> dict[str, Bound]:
+def bounds_of(measures: Mapping[str, Measure], spec: AggregationSpec) -> dict[str, Bound]:
     """Return the bounds of the clients whose uploads are too large, by client.
 
     Args:
         measures: the sizes of a round's uploads, by client.
-        change: largest change of a group of parameters, as a multiple of the median.
-        norm: largest norm of any other group, as a multiple of the median.
-        weight: largest weight, as a multiple of the median.
+        spec: has the largest size of each kind, as a multiple of the median.
     """
     excluded: dict[str, str] = {}
     scales: dict[str, dict[str, float]] = {}
     weights: dict[str, float] = {}
-
-    def compare(what: str, sizes: Mapping[str, Size], times: float | None) -> dict[str, float]:
-        """Exclude a minority that is too large; return the ratio of each client in a half."""
-        ratios = ratios_of(sizes)
-        larger = {n: ratio for n, ratio in ratios.items() if times is not None and ratio > times}
-        if 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values()):
-            return larger
+    for (kind, group), sizes in _compared(measures).items():
+        limit: float | None = getattr(spec, f"largest_{kind}")
+        if limit is None:
+            continue
+        larger = {name: ratio for name, ratio in ratios_of(sizes).items() if ratio > limit}
+        half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
         for name, ratio in larger.items():
-            excluded[name] = f"{what} is {ratio:.3g} times the round's median"
-        return {}
-
-    for sizes, what, times in (
-        (_by_group({n: m.changes for n, m in measures.items()}), "the change of its", change),
-        (_by_group({n: m.norms for n, m in measures.items()}), "the norm of its", norm),
-    ):
-        for group, of in sizes.items():
-            for name, ratio in compare(f"{what} {group}", of, times).items():
-                scales.setdefault(name, {})[group] = (times or 1.0) / ratio
-    tokens = {name: (measure.weight, 1) for name, measure in measures.items()}
-    weights = {
-        name: (weight or 1.0) * tokens[name][0] / ratio
-        for name, ratio in compare("its number of tokens", tokens, weight).items()
-    }
+            if not half:
+                what = WHAT[kind].format(group)
+                excluded[name] = f"{what} is {ratio:.3g} times the round's median"
+            elif kind == "weight":
+                weights[name] = limit * sizes[name][0] / ratio
+            else:
+                scales.setdefault(name, {})[group] = limit / ratio
     return {
         name: Bound(excluded.get(name, ""), scales.get(name, {}), weights.get(name, math.inf))
         for name in sorted(excluded.keys() | scales.keys() | weights.keys())
@@ -135,10 +127,13 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     return {name: min(norms[name] / medians[0], means[name] / medians[1]) for name in sorted(sizes)}
 
 
-def _by_group(sizes: Mapping[str, Mapping[str, Size]]) -> dict[str, dict[str, Size]]:
-    """Turn sizes by client and group into sizes by group and client."""
-    groups = sorted({group for of in sizes.values() for group in of})
-    return {g: {name: of[g] for name, of in sizes.items() if g in of} for g in groups}
+def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[str, Size]]:
+    """Return the sizes that are compared with one another, each by client."""
+    keys = sorted({key for measure in measures.values() for key in measure.sizes})
+    return {
+        key: {name: one.sizes[key] for name, one in measures.items() if key in one.sizes}
+        for key in keys
+    }
 
 
 def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
@@ -163,8 +158,8 @@ def figures(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None
     others). Only uploads of parameters have them.
     """
     ratios: dict[str, float] = {}
-    for sizes in _by_group({n: m.changes for n, m in measures.items()}).values():
-        for name, ratio in ratios_of(sizes).items():
+    for (kind, _), sizes in _compared(measures).items():
+        for name, ratio in ratios_of(sizes).items() if kind == "change" else ():
             ratios[name] = max(ratios.get(name, 0.0), min(ratio, sys.float_info.max))
     units = {name: _unit(measures[name].direction) for name in sorted(ratios)}
     total: dict[str, Tensor] = {}

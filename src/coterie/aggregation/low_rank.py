@@ -15,6 +15,8 @@ class LowRankSum:
     def __init__(self) -> None:
         self._factors: tuple[Tensor, Tensor] | None = None
         self._whole: Tensor | None = None
+        self.weight = 0
+        """What the products weigh together; whoever adds them counts it."""
 
     def add(self, B: Tensor, A: Tensor) -> None:
         """Add a product of B: (out, r) and A: (r, in), with any r."""
@@ -57,29 +59,27 @@ def product_norm(B: Tensor, A: Tensor) -> float:
 
 
 class PaddedMean:
-    """The weighted mean of factors B and A of different ranks, padded with zeros to the largest."""
+    """The weighted mean of tensors of different sizes, each padded with zeros to the largest.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._sums: list[Tensor] = []
-        self._weights = [0.0, 0.0]
-        self.largest = 0
-        """The largest rank that came."""
+    Entries beyond the largest that came stay as they were `before`, a tensor of the largest size.
+    """
 
-    def add(self, B: Tensor, A: Tensor, weight_B: float, weight_A: float) -> None:
-        """Count in B: (out, r) and A: (r, in), r of at most the largest rank."""
-        missing = self._rank - len(A)
-        padded = F.pad(B, (0, missing)), F.pad(A, (0, 0, 0, missing))
-        if not self._sums:
-            self._sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in padded]
-        for i, weight in enumerate((weight_B, weight_A)):
-            self._sums[i].add_(padded[i], alpha=weight)
-            self._weights[i] += weight
-        self.largest = max(self.largest, len(A))
+    def __init__(self, before: Tensor) -> None:
+        self._before = before
+        self._sum = torch.zeros_like(before, dtype=torch.float64)
+        self._weight = 0.0
+        self._largest: tuple[int, ...] = (0,) * before.dim()
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """B: (out, rank) and A: (rank, in), float32."""
-        assert self._sums, "something was added"
-        means = (total / w for total, w in zip(self._sums, self._weights, strict=True))
-        B, A = (mean.to(torch.float32) for mean in means)
-        return B, A
+    def add(self, tensor: Tensor, weight: float) -> None:
+        """Count a tensor in."""
+        padded = torch.zeros_like(self._sum)
+        padded[tuple(map(slice, tensor.shape))] = tensor
+        self._sum.add_(padded, alpha=weight)
+        self._weight += weight
+        self._largest = tuple(map(max, self._largest, tensor.shape))
+
+    def result(self) -> Tensor:
+        """The mean, float32."""
+        came, result = tuple(map(slice, self._largest)), self._before.clone()
+        result[came] = (self._sum[came] / self._weight).to(torch.float32)
+        return result

@@ -4,6 +4,7 @@ The only place where means are made. Everything that makes one (a rule, weights)
 contributions in the order of names, so memory need not grow with the number of clients.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -69,8 +70,11 @@ class Aggregation:
         self.rule = rule
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self._weighted = spec.weights == "tokens" and bool(self._means)
-        self.schema = _with_tokens(schema) if self._weighted else schema
+        self.schema = schema
         """What may travel: what the method declares, and what the mean needs beside it."""
+        if self._weighted:
+            hello = (field for field in schema.hello if field.name != TOKENS.name)
+            self.schema = Schema((*hello, TOKENS), (*schema.up, TOKENS), schema.down)
         self.spec = spec
         self._most: dict[str, int] = {}
         """By client, the training tokens that its hello told of."""
@@ -102,10 +106,7 @@ class Aggregation:
 
     def left_out(self, measures: Mapping[str, Measure]) -> dict[str, str]:
         """Set the bounds of a round; return the clients whose uploads are excluded, and why."""
-        spec = self.spec
-        self._bounds = bounds_of(
-            measures, spec.largest_change, spec.largest_norm, spec.largest_weight
-        )
+        self._bounds = bounds_of(measures, self.spec)
         return {name: bound.excluded for name, bound in self._bounds.items() if bound.excluded}
 
     def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
@@ -116,13 +117,13 @@ class Aggregation:
             upload: what was sent.
             reference: returns the parameters that a client started the round from, by group.
         """
-        bound, values = self._bounds.get(client, Bound()), upload.values
+        bound = self._bounds.get(client, Bound())
+        groups, values = upload.groups, upload.values
         if self._weighted and _tokens(client, upload) > bound.weight:
             values = {**values, TOKENS.name: int(bound.weight)}
         if bound.scales:
             groups = scaled(upload, reference(client), bound.scales)
-            return replace(upload, groups=groups, values=values)
-        return replace(upload, values=values)
+        return replace(upload, groups=groups, values=values)
 
     def contribution(
         self, client: str, upload: Message, expected: Mapping[str, Shapes]
@@ -147,14 +148,12 @@ class Aggregation:
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
         """The mean of a round's contributions, with how many clients held each tensor."""
-        held: dict[str, dict[str, int]] = {}
+        held: dict[str, Counter[str]] = defaultdict(Counter)
 
         def counted() -> Iterable[Contribution]:
             for one in contributions:
                 for group, tensors in one.groups.items():
-                    counts = held.setdefault(group, {})
-                    for name in tensors:
-                        counts[name] = counts.get(name, 0) + 1
+                    held[group].update(tensors.keys())
                 yield one
 
         return Message(round, self.rule(counted()), {HELD: held})
@@ -165,11 +164,6 @@ class Aggregation:
         if self.optimiser is None:
             return mean
         return replace(mean, groups=self.optimiser.stepped(mean.groups, before))
-
-
-def _with_tokens(schema: Schema) -> Schema:
-    hello = tuple(field for field in schema.hello if field.name != TOKENS.name)
-    return Schema((*hello, TOKENS), (*schema.up, TOKENS), schema.down)
 
 
 def _tokens(client: str, message: Message) -> int:

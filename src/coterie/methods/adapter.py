@@ -26,7 +26,7 @@ from coterie.methods.contract import (
     Setting,
 )
 from coterie.methods.exact import Residuals, residual_shapes, with_residuals
-from coterie.methods.settings import Lora, check_names, layout_of
+from coterie.methods.settings import Lora, check_names, for_client
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
@@ -60,7 +60,21 @@ class AdapterMethod(Method):
     def layout(self, client: ClientId) -> Layout:
         """What is attached to the base for a client; raises CoterieError if it cannot be."""
         mlp, attention, router = map(self.part, ("mlp", "attention", "router"))
-        return layout_of(client, mlp, attention, self.part("lora") or Lora(), router)
+        lora = self.part("lora") or Lora()
+        generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
+        return Layout(
+            generalists=generalists,
+            specialists=specialists,
+            rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
+            placement="auto" if mlp is None else mlp.placement,
+            attention_rank=0 if attention is None else attention.rank,
+            targets=None if attention is None else attention.targets,
+            alpha=lora.alpha,
+            scale=lora.scale,
+            routed=router is not None,
+            top_k=None if router is None else router.top_k,
+            dropout=lora.dropout,
+        )
 
     def part(self, name: str) -> Any:
         """A part of the settings; None where it is left out, or where the method has none."""
@@ -114,16 +128,14 @@ class AdapterMethod(Method):
                 "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
                 "would undo; remove one of them."
             )
-        layouts = {client: self.layout(client) for client in clients}
-        empty = [
-            layout for layout in layouts.values() if not layout.experts + layout.attention_rank
-        ]
+        layouts = [self.layout(client) for client in clients]
+        empty = any(layout.experts + layout.attention_rank == 0 for layout in layouts)
         if empty and type(self).adapter is AdapterMethod.adapter:
             raise CoterieError(
                 f"The method {self.name!r} has nothing to train: it needs one of the parts mlp and "
                 "attention, or an adapter() of its own."
             )
-        ranks = {layout.rank for layout in layouts.values()}
+        ranks = {layout.rank for layout in layouts}
         if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
             raise CoterieError(
                 f"The method {self.name!r} averages experts and needs the same rank for all "
@@ -229,13 +241,12 @@ class AdapterServer(ServerSide):
         """Groups beside the shared tensors that must survive a restart. One that the schema lets
         down goes to clients too, tensors by the same names."""
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        self.residuals = Residuals(self.parts) if method.averages_exactly else None
+        self.residuals = Residuals(self.parts if method.averages_exactly else {})
 
     def open(self, round: int, participants: list[ClientId]) -> None:
         """A round begins."""
         super().open(round, participants)
-        if self.residuals is not None:
-            self.residuals.open()
+        self.residuals.open()
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note which shared tensors a client holds."""
@@ -268,15 +279,13 @@ class AdapterServer(ServerSide):
 
     def download(self, client: ClientId) -> Message:
         """The shared tensors that the client holds."""
-        groups: dict[str, Tensors] = {}
-        if held := self.held[client]:
-            down = {field.name for field in self.method.schema().down}
-            kept = {group: tensors for group, tensors in self.kept.items() if group in down}
-            for group, tensors in {"adapter": self.shared, **kept}.items():
-                groups[group] = {name: tensors[name] for name in held}
-        if self.residuals is not None:
-            groups["residual"] = self.residuals.of(held)
-        return Message(self.round, groups)
+        held, down = self.held[client], {field.name for field in self.method.schema().down}
+        groups = {
+            group: {name: tensors[name] for name in held}
+            for group, tensors in {"adapter": self.shared, **self.kept}.items()
+            if group in down
+        }
+        return Message(self.round, {**groups, **self.residuals.groups(held)})
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """The same, back, in every group of which there is a mean."""
@@ -288,21 +297,17 @@ class AdapterServer(ServerSide):
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Where averages are exact, count products in."""
-        if self.residuals is not None:
-            self.residuals.receive(upload)
+        self.residuals.receive(upload)
 
     def close(self, mean: Message) -> None:
         """Replace what was uploaded by its mean; what nobody sent stays."""
         self.shared.update(mean["adapter"])
-        if self.residuals is not None:
-            self.residuals.close(self.shared)
+        self.residuals.close(self.shared)
         super().close(mean)
 
     def state(self) -> State:
         """The shared parameters, and what is kept beside them."""
-        groups: dict[str, Tensors] = {"adapter": self.shared, **self.kept}
-        if self.residuals is not None:
-            groups["residual"] = self.residuals.tensors
+        groups = {"adapter": self.shared, **self.kept, **self.residuals.groups(self.shared)}
         return State(groups, {"round": self.round})
 
     def restore(self, state: State) -> None:
@@ -310,8 +315,7 @@ class AdapterServer(ServerSide):
         super().restore(state)
         self.shared = dict(state["adapter"])
         self.kept = {group: dict(state[group]) for group in self.kept}
-        if self.residuals is not None:
-            self.residuals.tensors = dict(state["residual"])
+        self.residuals.tensors = dict(state["residual"])
 
 
 def fine_tuned(name: str) -> dict[str, dict[str, str]]:

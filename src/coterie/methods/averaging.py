@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from coterie.adapters import Layout, Role
 from coterie.adapters.full import FullAdapter
+from coterie.bases.sites import QUERY_VALUE
 from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
@@ -65,7 +66,8 @@ class FedProx(FedAvg):
     paper: ClassVar[str] = "arXiv 1812.06127"
     summary: ClassVar[str] = "as fedavg, with a proximal term towards the averaged parameters"
 
-    mu: float = Field(default=0.01, ge=0, description="weight of the proximal term")
+    mu: float = Field(0.01, ge=0)
+    """weight of the proximal term"""
 
     def penalty(self, client: AdapterClient) -> Penalty:
         """mu / 2 times the squared distance from the round's first values."""
@@ -96,4 +98,17 @@ class FFALora(AdapterMethod):
         return replace(super().layout(client), freeze_A=True)
 
 
-PRESETS = fine_tuned("fedavg")
+class FedIT(AdapterMethod):
+    """Federated averaging of one LoRA pair on each query and value projection."""
+
+    name: ClassVar[str] = "fedit"
+    paper: ClassVar[str] = "arXiv 2305.05644"
+    summary: ClassVar[str] = "one LoRA pair on queries and values averaged; one model for all"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: Lora = Lora(scale="rank")
+
+
+PRESETS = fine_tuned("fedavg") | fine_tuned("fedit")

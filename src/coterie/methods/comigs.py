@@ -10,6 +10,7 @@ phases of their own on fresh training batches ("-tr"), where CoMiGS has validati
 1 and 4).
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from coterie.adapters import Role
@@ -26,6 +27,9 @@ from coterie.methods.settings import (
     Specialists,
 )
 from coterie.training.schedule import Level, Penalty, learning_rate
+
+EXPERTS: tuple[Role, ...] = ("dense", "generalist", "specialist")
+ROUTERS: tuple[Role, ...] = ("router",)
 
 
 class Mixture(AdapterMethod):
@@ -44,29 +48,20 @@ class Mixture(AdapterMethod):
         if not isinstance(router, PhasedRouter):
             return super().levels(client)
         rate = learning_rate(client.context.training, client.context.rounds)
-        experts: tuple[Role, ...] = ("dense", "generalist", "specialist")
-        routers: tuple[Role, ...] = ("router",)
-        penalty, both = self.penalty(client), router.leftover_gradients
-        return [
-            Level(
-                "experts",
-                experts,
-                "train",
-                rate,
-                penalty=penalty,
-                leaves=routers if both else (),
-            ),
-            Level(
-                "routers",
-                routers,
-                self.routers_learn,
-                lambda step: router.learning_rate,
-                every=router.every,
-                steps=router.steps,
-                penalty=penalty,
-                leaves=experts if both else (),
-            ),
-        ]
+        penalty = self.penalty(client)
+        experts = Level("experts", EXPERTS, "train", rate, penalty=penalty)
+        routers = Level(
+            "routers",
+            ROUTERS,
+            self.routers_learn,
+            lambda step: router.learning_rate,
+            every=router.every,
+            steps=router.steps,
+            penalty=penalty,
+        )
+        if router.leftover_gradients:
+            return [replace(experts, leaves=ROUTERS), replace(routers, leaves=EXPERTS)]
+        return [experts, routers]
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
         """The load-balance loss, which stands in both levels of the problem (equation 2)."""
@@ -87,29 +82,20 @@ def _row(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
     return {"summary": summary, "mlp": mlp, "router": router, **sent}
 
 
+AVERAGED, TOGETHER = "and attention averaged", "router trained with the experts"
 PRESETS = {
     # Clients may have other numbers of experts, each its own (1GXS).
     "comigs-1g1s": _row(
-        Experts(), PHASED, "generalists and attention averaged; specialists and routers personal"
+        Experts(), PHASED, f"generalists {AVERAGED}; specialists and routers personal"
     ),
-    "comigs-2g": _row(
-        Generalists(), PHASED, "two generalists and attention averaged; routers personal"
-    ),
+    "comigs-2g": _row(Generalists(), PHASED, f"two generalists {AVERAGED}; routers personal"),
     "comigs-2s": _row(Specialists(), PHASED, "two specialists; nothing is sent"),
-    "pfedmoe": {
-        **_row(
-            Experts(), JOINT, "one expert and attention averaged; router trained with the experts"
-        ),
-        "paper": "arXiv 2402.01350",
-    },
-    "fedavg-moe": _row(
-        Generalists(), JOINT, "two experts and attention averaged; router trained with the experts"
-    ),
-    "local-moe": _row(
-        Specialists(), JOINT, "two experts; router trained with the experts; nothing is sent"
-    ),
+    "pfedmoe": _row(Experts(), JOINT, f"one expert {AVERAGED}; {TOGETHER}"),
+    "fedavg-moe": _row(Generalists(), JOINT, f"two experts {AVERAGED}; {TOGETHER}"),
+    "local-moe": _row(Specialists(), JOINT, f"two experts; {TOGETHER}; nothing is sent"),
 }
 """Each mixture's experts, router and summary."""
+PRESETS["pfedmoe"]["paper"] = "arXiv 2402.01350"
 for name, like in (
     ("comigs-tr", "comigs-1g1s"),
     ("fedavg-moe-tr", "comigs-2g"),

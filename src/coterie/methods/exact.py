@@ -16,7 +16,7 @@ from coterie.adapters import Part, pairs_of
 from coterie.aggregation.low_rank import LowRankSum, product_norm
 from coterie.aggregation.mean import TOKENS
 from coterie.messages import Field as Travels
-from coterie.messages import Message, Schema, Shapes, Tensors
+from coterie.messages import Groups, Message, Schema, Shapes, Tensors
 
 SETTING: Any = Field(
     default=False,
@@ -60,27 +60,29 @@ class Residuals:
     def open(self) -> None:
         """A round begins: start the sums."""
         self.sums: dict[str, LowRankSum] = {}
-        self.weights: dict[str, int] = {}
 
-    def of(self, names: Iterable[str]) -> Tensors:
-        """Those of a client that holds tensors of these names."""
-        return {name: self.tensors[name] for name in names if name in self.tensors}
+    def groups(self, names: Iterable[str]) -> Groups:
+        """The group of a message or state with those of a client that holds these tensors; none
+        without pairs."""
+        found = {name: self.tensors[name] for name in names if name in self.tensors}
+        return {"residual": found} if self.pairs else {}
 
     def receive(self, upload: Message) -> None:
         """Count a client's products in, by its weight in the mean."""
         adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
         for a, b in self.pairs:
             if a in adapter:
-                self.sums.setdefault(a, LowRankSum()).add(weight * adapter[b].double(), adapter[a])
-                self.weights[a] = self.weights.get(a, 0) + weight
+                total = self.sums.setdefault(a, LowRankSum())
+                total.add(weight * adapter[b].double(), adapter[a])
+                total.weight += weight
 
     def close(self, means: Tensors) -> None:
         """Add what the means of A and B miss."""
         for a, b in self.pairs:
             if a not in self.sums:
                 continue
-            total, weight = self.sums.pop(a), self.weights[a]
-            A, B = means[a], means[b]
+            total, A, B = self.sums.pop(a), means[a], means[b]
+            weight = total.weight
             total.add(-weight * B.double(), A)
             if a in self.tensors:
                 total.add(weight * self.tensors.pop(b).double(), self.tensors.pop(a))

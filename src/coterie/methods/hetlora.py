@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coterie.aggregation.low_rank import PaddedMean, product_norm
-from coterie.messages import Message, Schema, Shapes, Tensors, check_shapes
+from coterie.messages import Message, Shapes, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (
@@ -19,7 +19,6 @@ from coterie.methods.ranks import (
     RankServer,
     kept,
     present_rank,
-    ranked,
     tail,
     weighted_tails,
 )
@@ -43,16 +42,10 @@ class HetLora(RankMethod):
         "client-specific ranks that can shrink; zero-padded LoRA pairs averaged"
     )
 
-    gamma: float = Field(
-        default=0.99, gt=0, le=1, description="fraction of the rank kept when pruning"
-    )
-    penalty_weight: float = Field(
-        default=5e-4, ge=0, description="weight of the pruning penalty in the loss"
-    )
-
-    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pairs of each."""
-        return ranked(super().schema())
+    gamma: float = Field(0.99, gt=0, le=1)
+    """fraction of the rank kept when pruning"""
+    penalty_weight: float = Field(5e-4, ge=0)
+    """weight of the pruning penalty in the loss"""
 
     def gain(self, client: ClientId) -> float:
         """As released, pairs are averaged as they are."""
@@ -137,24 +130,27 @@ class HetLoraServer(RankServer):
         """No pair has come in yet."""
         super().open(round, participants)
         self.means: dict[str, PaddedMean] = {}
+        """By the name of an A or a B."""
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
         """The first shapes, or lower ranks."""
-        held = [a for a in self.pairs if a in self.held[client]]
-        return _shrunk(experts, self.held[client], {a: self.pairs[a] for a in held})
+        pairs = {a: self.pairs[a] for a in self.ranks[client]}
+        return _shrunk(experts, self.held[client], pairs)
 
     def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         """Add a padded and weighted pair; if all updates of a pair are zero they weigh the same."""
-        mean = self.means.setdefault(a, PaddedMean(len(self.shared[a])))
-        mean.add(B, A, *self.method.weights(B, A))
+        tensors = {self.pairs[a]: B, a: A}
+        for (name, tensor), weight in zip(tensors.items(), self.method.weights(B, A), strict=True):
+            if name not in self.means:
+                self.means[name] = PaddedMean(self.shared[name])
+            self.means[name].add(tensor, weight)
 
     def close(self, mean: Message) -> None:
         """Replace what was uploaded; rows and columns that nobody sent stay."""
         super().close(mean)
-        for a, padded in self.means.items():
-            b, rank, (B, A) = self.pairs[a], padded.largest, padded.result()
-            self.shared[a] = torch.cat([A[:rank], self.shared[a][rank:]])
-            self.shared[b] = torch.cat([B[:, :rank], self.shared[b][:, rank:]], dim=1)
+        while self.means:
+            name, padded = self.means.popitem()
+            self.shared[name] = padded.result()
 
 
 def _shrunk(experts: Tensors, whole: Shapes, pairs: Pairs) -> Shapes:

@@ -52,6 +52,7 @@ from coterie.training.spec import TrainingSpec
 
 Row = dict[ClientId, float]
 Uploads = Mapping[ClientId, Message]
+Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
@@ -67,12 +68,14 @@ class PCL(AdapterMethod):
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    warmup: int = Field(default=5, ge=1, description="rounds before the first exchange")
-    every: int = Field(default=2, ge=1, description="rounds between exchanges")
-    mix: bool = Field(default=True, description="mix models by trust; false: measure trust only")
-    form: Literal["paper", "released"] = Field(
-        default="paper", description="formulas of the paper, or of its released code"
-    )
+    warmup: int = Field(5, ge=1)
+    """rounds before the first exchange"""
+    every: int = Field(2, ge=1)
+    """rounds between exchanges"""
+    mix: bool = True
+    """mix models by trust; false: measure trust only"""
+    form: Literal["paper", "released"] = "paper"
+    """formulas of the paper, or of its released code"""
 
     def due(self, rounds: int) -> bool:
         """Whether clients exchange their models after so many rounds."""
@@ -148,9 +151,8 @@ class PCLValidation(PCL):
     summary: ClassVar[str] = "adapters sent to all clients; trust by loss on own validation text"
 
     trusted: Trusted = Trusted()
-    validation_batches: int = Field(
-        default=12, ge=1, description="validation batches per scored model"
-    )
+    validation_batches: int = Field(12, ge=1)
+    """validation batches per scored model"""
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
         """See the class."""
@@ -184,8 +186,10 @@ class PCLPredictions(PCL):
     )
 
     trusted: Trusted = Trusted()
-    public_batches: int = Field(default=4, ge=1, description="batches of the public set")
-    logits: int = Field(default=100, ge=1, description="largest logits sent per sample")
+    public_batches: int = Field(4, ge=1)
+    """batches of the public set"""
+    logits: int = Field(100, ge=1)
+    """largest logits sent per sample"""
 
     def check(self, setting: Setting) -> None:
         """There is a public text, too."""
@@ -245,15 +249,12 @@ class PCLTheoretical(PCL):
     compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
-    mixtures: dict[ClientId, dict[str, float]] = Field(
-        default={}, description="topic shares of each client; each client's sum to 1"
-    )
+    mixtures: Mixtures = Field({})
+    """topic shares of each client; each client's sum to 1"""
 
     @field_validator("mixtures")
     @classmethod
-    def _shares(
-        cls, mixtures: dict[ClientId, dict[str, float]]
-    ) -> dict[ClientId, dict[str, float]]:
+    def _shares(cls, mixtures: Mixtures) -> Mixtures:
         for client, shares in mixtures.items():
             if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
                 raise ValueError(
@@ -349,7 +350,7 @@ class PCLServer(AdapterServer):
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.context, self.training = context, context.training
+        self.context = context
         self.uploads: dict[ClientId, Groups] = {}
         self._coming: dict[ClientId, Groups] = {}
 
@@ -379,14 +380,13 @@ class PCLServer(AdapterServer):
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
         adapter = dict.fromkeys(self.method.groups, self.held[client])
-        for group, shapes in {**adapter, **self.method.shapes(self.training)}.items():
+        for group, shapes in {**adapter, **self.method.shapes(self.context.training)}.items():
             check_shapes(upload[group], shapes if self.method.due(self.round + 1) else {})
         self._coming[client] = upload.groups
 
     def close(self, mean: Message) -> None:
         """From now on, downloads hold this round's uploads."""
-        coming = self._coming if self.method.due(self.round + 1) else {}
-        self.uploads = {name: coming[name] for name in sorted(coming)}
+        self.uploads = self._coming if self.method.due(self.round + 1) else {}
         self.round += 1
 
     def state(self) -> State:

@@ -22,7 +22,7 @@ class Pretrained(Method):
 
     def server(self, context: ServerContext) -> ServerSide:
         """The server's bare base, where it has one."""
-        return ServerSide() if context.own is None else PretrainedServer(context.own.base)
+        return PretrainedServer(context)
 
 
 class PretrainedClient(ClientSide):
@@ -37,14 +37,14 @@ class PretrainedClient(ClientSide):
 
 
 class PretrainedServer(ServerSide):
-    """A server with a model of its own, which stays as it is."""
+    """Keeps its own model as it is, where it has one."""
 
-    def __init__(self, base: Base) -> None:
-        self.base = base
+    def __init__(self, context: ServerContext) -> None:
+        self.own = context.own
 
-    def model(self) -> PreTrainedModel:
+    def model(self) -> PreTrainedModel | None:
         """The base, bare."""
-        return bare(self.base)
+        return None if self.own is None else bare(self.own.base)
 
 
 def bare(base: Base) -> PreTrainedModel:

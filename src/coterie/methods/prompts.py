@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from coterie.adapters import Role
-from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
+from coterie.adapters.prompt import PromptAdapter, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientContext, ClientId
@@ -57,12 +57,8 @@ class FedPrompt(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=23, ge=1, description=TOKENS)
-    init_text: str | None = Field(
-        default=TEXT,
-        min_length=1,
-        description="text that initialises the prompt, repeated or cut to length; null: random "
-        "vectors",
-    )
+    init_text: str | None = Field(TEXT, min_length=1)
+    """text that initialises the prompt, repeated or cut to length; null: random vectors"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
         """A soft prompt, still without its text."""
@@ -72,11 +68,9 @@ class FedPrompt(AdapterMethod):
         """Gives the prompt its text, which takes a tokenizer and weights."""
         client = PromptClient(self, context)
         if self.init_text is not None:
-            assert isinstance(client.adapter, PromptAdapter)
-            prompt = client.adapter.encoder
-            assert isinstance(prompt, SoftPrompt)
             ids = context.base.tokenizer(self.init_text)["input_ids"]
-            prompt.start_from(context.base.model.get_input_embeddings(), list(ids))
+            embeddings = context.base.model.get_input_embeddings()
+            client.adapter.encoder.start_from(embeddings, list(ids))
         return client
 
 
@@ -90,9 +84,8 @@ class FedPTuning(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=20, ge=1, description=TOKENS)
-    encoder_hidden_size: int | None = Field(
-        default=None, ge=1, description="hidden size of the prompt encoder; null: the base's"
-    )
+    encoder_hidden_size: int | None = Field(None, ge=1)
+    """hidden size of the prompt encoder; null: the base's"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
         """A prompt encoder."""

@@ -7,14 +7,14 @@ that sent it; B is divided by the gain of the client that receives it.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from coterie.adapters import Part, Trainable, pairs_of
+from coterie.adapters import Part, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
 from coterie.errors import CoterieError
@@ -25,21 +25,10 @@ from coterie.methods.contract import ClientContext, ClientId, ServerContext, Set
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
-REPORTS = Literal["trained", "aggregated"]
-FORM: Any = Field(
-    default="paper", description="formulas of the paper, or of CoMiGS's released comparison"
-)
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
 """What FlexLoRA's loss has there, too, although it never prunes."""
 Pairs = dict[str, str]
 """Of the experts' pairs: the name of each A, and that of its B."""
-
-
-def ranked(schema: Schema, *hello: Travels) -> Schema:
-    """What travels: experts' pairs apart from the rest, each client's, in a group of their own."""
-    rest = Travels("adapter", WHAT["dense"], reduce="mean")
-    experts = Travels("experts", WHAT["generalist"])
-    return Schema((*schema.hello, *hello), (rest, experts), (rest, experts))
 
 
 class RankClient(AdapterClient):
@@ -47,7 +36,7 @@ class RankClient(AdapterClient):
 
     def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter)}
+        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parts())}
 
     def take(self, download: Message) -> None:
         """Replace the shared parameters by the server's."""
@@ -56,10 +45,9 @@ class RankClient(AdapterClient):
 
     def upload(self, round: int) -> Message:
         """The shared parameters, by group."""
-        whole = super().upload(round)["adapter"]
-        experts = {*self.pairs, *self.pairs.values()}
-        rest = {name: tensor for name, tensor in whole.items() if name not in experts}
-        return Message(round, {"adapter": rest, "experts": {n: whole[n] for n in sorted(experts)}})
+        rest = dict(super().upload(round)["adapter"])
+        experts = {name: rest.pop(name) for pair in self.pairs.items() for name in pair}
+        return Message(round, {"adapter": rest, "experts": experts})
 
 
 class RankServer(AdapterServer):
@@ -67,8 +55,7 @@ class RankServer(AdapterServer):
 
     def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
         super().__init__(method, context)
-        experts = {name: p for name, p in self.parts.items() if p.role == "generalist"}
-        self.pairs: Pairs = {a.name: b.name for a, b in pairs_of(experts)}
+        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parts)}
         self.ranks: dict[ClientId, dict[str, int]] = {}
         """The present rank of each of a client's pairs, by the name of A."""
 
@@ -105,9 +92,8 @@ class RankServer(AdapterServer):
 
     def expects(self, client: ClientId) -> dict[str, Shapes]:
         """All but experts' pairs."""
-        held = self.held[client]
-        rest = {n: shape for n, shape in held.items() if self.parts[n].role != "generalist"}
-        return {"adapter": rest}
+        held = self.held[client].items()
+        return {"adapter": {n: shape for n, shape in held if self.parts[n].role != "generalist"}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Count experts' pairs in, as the method has it."""
@@ -146,12 +132,21 @@ class RankMethod(AdapterMethod):
     """Experts of ranks of their own."""
 
     mixes_ranks: ClassVar[bool] = True
-    reports: ClassVar[REPORTS] = "aggregated"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    told: ClassVar[tuple[Travels, ...]] = ()
+    """What a client's hello has beside its shapes."""
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    form: Literal["paper", "released"] = FORM
+    form: Literal["paper", "released"] = "paper"
+    """formulas of the paper, or of CoMiGS's released comparison"""
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Experts' pairs apart from the rest, each client's, in a group of their own."""
+        rest = Travels("adapter", WHAT["dense"], reduce="mean")
+        groups = rest, Travels("experts", WHAT["generalist"])
+        return Schema((*super().schema().hello, *self.told), groups, groups)
 
     def check(self, setting: Setting) -> None:
         """Experts are counted together by rules of their own, which a server optimiser does not
@@ -184,10 +179,7 @@ class FlexLora(RankMethod):
     summary: ClassVar[str] = (
         "client-specific ranks; full updates averaged and truncated to each rank by SVD"
     )
-
-    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Pairs of each, and the number of training tokens."""
-        return ranked(super().schema(), TOKENS)
+    told: ClassVar[tuple[Travels, ...]] = (TOKENS,)
 
     def gain(self, client: ClientId) -> float:
         """As released, updates are alpha / r B A on the server, whatever they are in training."""
@@ -224,8 +216,6 @@ class FlexLoraServer(RankServer):
     def __init__(self, method: FlexLora, context: ServerContext) -> None:
         super().__init__(method, context)
         self.tokens: dict[ClientId, int] = {}
-        self.sums: dict[str, LowRankSum] = {}
-        self.weights: dict[str, int] = {}
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note the client's weight."""
@@ -238,7 +228,7 @@ class FlexLoraServer(RankServer):
     def open(self, round: int, participants: list[ClientId]) -> None:
         """Start the sums."""
         super().open(round, participants)
-        self.sums, self.weights = {}, {}
+        self.sums: dict[str, LowRankSum] = {}
 
     def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         """Add a weighted update."""
@@ -247,17 +237,17 @@ class FlexLoraServer(RankServer):
             # If the round's updates have fewer directions than a client has ranks, A is filled up
             # with directions that are not zero, or they could never be learnt.
             self.sums[a].add(0 * self.shared[self.pairs[a]], self.shared[a])
-        weight = self.tokens[client]
-        self.sums[a].add(weight * B, A)
-        self.weights[a] = self.weights.get(a, 0) + weight
+        self.sums[a].add(self.tokens[client] * B, A)
+        self.sums[a].weight += self.tokens[client]
 
     def close(self, mean: Message) -> None:
         """Replace what was uploaded by its mean."""
         super().close(mean)
-        for a in list(self.sums):
-            B, A = self.sums.pop(a).factors(len(self.shared[a]))
+        while self.sums:
+            a, total = self.sums.popitem()
+            B, A = total.factors(len(self.shared[a]))
             self.shared[a] = A.float().contiguous()
-            self.shared[self.pairs[a]] = (B / self.weights[a]).float()
+            self.shared[self.pairs[a]] = (B / total.weight).float()
 
 
 def kept(rank: int, gamma: float) -> int:
@@ -273,7 +263,7 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
     """The sum of all experts' tails, weighted: HetLoRA's penalty."""
-    pairs = [(a.parameter, b.parameter) for a, b in expert_pairs(client.adapter)]
+    pairs = [(a.parameter, b.parameter) for a, b in expert_pairs(client.adapter.parts())]
 
     def tails() -> Tensor:
         device = client.context.base.device
@@ -288,6 +278,6 @@ def present_rank(A: Tensor) -> int:
     return int(rows[-1]) + 1 if len(rows) else 1
 
 
-def expert_pairs(adapter: Trainable) -> list[tuple[Part, Part]]:
+def expert_pairs(parts: Mapping[str, Part]) -> list[tuple[Part, Part]]:
     """A and B of every shared expert's linear layers."""
-    return pairs_of({n: p for n, p in adapter.parts().items() if p.role == "generalist"})
+    return pairs_of({name: part for name, part in parts.items() if part.role == "generalist"})

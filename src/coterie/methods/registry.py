@@ -21,46 +21,35 @@ if TYPE_CHECKING:
 POOLED = "centralized"
 """Not a method: a federation of one client that holds everybody's text and trains like `local`."""
 
-OWN = {
-    "pretrained": "pretrained:Pretrained",
-    "local": "averaging:Local",
-    "local-full": "averaging:LocalFull",
-    "fedavg": "averaging:FedAvg",
-    "fedavg-ft": "averaging:FedAvg",
-    "fedprox": "averaging:FedProx",
-    "ffa-lora": "averaging:FFALora",
-    "hetlora": "hetlora:HetLora",
-    "flexlora": "ranks:FlexLora",
-    "pcl-uniform": "pcl:PCLUniform",
-    "pcl-theoretical": "pcl:PCLTheoretical",
-    "pcl-1": "pcl:PCLWeights",
-    "pcl-2": "pcl:PCLValidation",
-    "pcl-3": "pcl:PCLPredictions",
-    "local-moe": "comigs:Mixture",
-    "fedavg-moe": "comigs:Mixture",
-    "pfedmoe": "comigs:Mixture",
-    "local-moe-tr": "comigs:Mixture",
-    "fedavg-moe-tr": "comigs:Mixture",
-    "comigs-tr": "comigs:Mixture",
-    "comigs-1g1s": "comigs:Mixture",
-    "comigs-2g": "comigs:Mixture",
-    "comigs-2s": "comigs:Mixture",
-    "fedit": "fedit:FedIT",
-    "fedit-ft": "fedit:FedIT",
-    "fedprompt": "prompts:FedPrompt",
-    "fedprompt-ft": "prompts:FedPrompt",
-    "fedptuning": "prompts:FedPTuning",
-    "fedptuning-ft": "prompts:FedPTuning",
-    "fdlora": "fdlora:FDLora",
-    "fedamole": "fedamole.method:FedAMoLE",
-    "fedmkt": "fedmkt.method:FedMKT",
-    "fedmkt-fedavg": "fedmkt.method:FedMKT",
-    "llm2slm": "fedmkt.method:FedMKT",
+_CLASSES = {
+    "pretrained:Pretrained": "pretrained",
+    "averaging:Local": "local",
+    "averaging:LocalFull": "local-full",
+    "averaging:FedAvg": "fedavg fedavg-ft",
+    "averaging:FedProx": "fedprox",
+    "averaging:FFALora": "ffa-lora",
+    "hetlora:HetLora": "hetlora",
+    "ranks:FlexLora": "flexlora",
+    "pcl:PCLUniform": "pcl-uniform",
+    "pcl:PCLTheoretical": "pcl-theoretical",
+    "pcl:PCLWeights": "pcl-1",
+    "pcl:PCLValidation": "pcl-2",
+    "pcl:PCLPredictions": "pcl-3",
+    "comigs:Mixture": "local-moe fedavg-moe pfedmoe local-moe-tr fedavg-moe-tr comigs-tr "
+    "comigs-1g1s comigs-2g comigs-2s",
+    "averaging:FedIT": "fedit fedit-ft",
+    "prompts:FedPrompt": "fedprompt fedprompt-ft",
+    "prompts:FedPTuning": "fedptuning fedptuning-ft",
+    "fdlora:FDLora": "fdlora",
+    "fedamole.method:FedAMoLE": "fedamole",
+    "fedmkt.method:FedMKT": "fedmkt fedmkt-fedavg llm2slm",
 }
-"""The package's own, in the order in which tables show them: by name, the file and the class.
+"""The files and classes of the package's own methods, and the names that each class has.
 
 A name that is not the class's own is that of a preset, in the file's table `PRESETS`.
 """
+OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
+"""The package's own, in the order in which tables show them: by name, the file and the class."""
 
 K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from coterie.adapters import Layout
 from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
 from coterie.training.context import ClientId
@@ -19,24 +18,25 @@ PerClient = int | dict[ClientId, int]
 NOUNS = {"sets": "LoRA sets"}
 """What error messages call a number, where it is not the setting's name."""
 SETS: Any = Field(default=2, description="number of LoRA sets, whose outputs are averaged")
+GENERALISTS = "number of generalists (experts averaged over clients)"
+SPECIALISTS = "number of specialists (experts that stay on the client)"
 
 
 class Settings(BaseModel):
     """A part of a method's settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Mlp(Settings):
     """Sets of LoRA pairs on all linear layers of all MLPs."""
 
-    rank: PerClient = Field(default=8, description="LoRA rank on MLP layers (r)")
-    placement: Literal["auto", "inside", "beside"] = Field(
-        default="auto",
-        description="inside: on the linear layers of MLPs; beside: next to each feed-forward block "
-        "(one pair from hidden states to hidden states); auto: inside where the base has MLPs of "
-        "a known form, else beside",
-    )
+    rank: PerClient = 8
+    """LoRA rank on MLP layers (r)"""
+    placement: Literal["auto", "inside", "beside"] = "auto"
+    """inside: on the linear layers of MLPs; beside: next to each feed-forward block (one pair from
+    hidden states to hidden states); auto: inside where the base has MLPs of a known form, else
+    beside"""
 
     counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
     """The settings that hold the numbers of averaged and of personal sets; empty without any."""
@@ -69,100 +69,81 @@ class OwnSets(Mlp):
 class Generalists(Mlp):
     """Routed experts on every MLP, all averaged over clients."""
 
-    generalists: PerClient = Field(
-        default=2, description="number of generalists (experts averaged over clients)"
-    )
+    generalists: PerClient = Field(default=2, description=GENERALISTS)
 
 
 class Specialists(Mlp):
     """Routed experts on every MLP, all personal."""
 
-    specialists: PerClient = Field(
-        default=2, description="number of specialists (experts that stay on the client)"
-    )
+    specialists: PerClient = Field(default=2, description=SPECIALISTS)
 
 
 class Experts(Mlp):
     """Routed experts on every MLP, averaged (generalists) and personal (specialists)."""
 
-    generalists: PerClient = Field(
-        default=1, description="number of generalists (experts averaged over clients)"
-    )
-    specialists: PerClient = Field(
-        default=1, description="number of specialists (experts that stay on the client)"
-    )
+    generalists: PerClient = Field(default=1, description=GENERALISTS)
+    specialists: PerClient = Field(default=1, description=SPECIALISTS)
 
 
 class Attention(Settings):
     """One LoRA pair on each targeted linear layer."""
 
-    rank: int = Field(default=8, ge=1, description="LoRA rank (r)")
-    targets: str | None = Field(
-        default=None,
-        description="regular expression for names of linear layers, such as q_proj, or for what "
-        "they do, such as attention.q; null: all linear layers of attention",
-    )
+    rank: int = Field(8, ge=1)
+    """LoRA rank (r)"""
+    targets: str | None = None
+    """regular expression for names of linear layers, such as q_proj, or for what they do, such as
+    attention.q; null: all linear layers of attention"""
 
 
 class LoraAlpha(Settings):
     """Scale of LoRA pairs by alpha / r, and their dropout."""
 
-    alpha: float = Field(default=16.0, gt=0, description="LoRA alpha")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="dropout rate of each LoRA pair's input, in training"
-    )
+    alpha: float = Field(16.0, gt=0)
+    """LoRA alpha"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """dropout rate of each LoRA pair's input, in training"""
 
 
 class Lora(LoraAlpha):
     """Scale and dropout of LoRA pairs."""
 
-    scale: Literal["sqrt", "rank"] = Field(
-        default="sqrt", description="scale of a LoRA pair: alpha / sqrt(r), or alpha / r"
-    )
+    scale: Literal["sqrt", "rank"] = "sqrt"
+    """scale of a LoRA pair: alpha / sqrt(r), or alpha / r"""
 
 
 class Router(Settings):
     """Routing of tokens to experts; the router is trained with the experts."""
 
-    top_k: int | None = Field(
-        default=None, ge=1, description="experts per token (k); null: min(2, number of experts)"
-    )
-    load_balance: Literal["none", "uniform", "generalist"] = Field(
-        default="generalist",
-        description="load-balancing loss; generalist: half of the load on expert 0",
-    )
-    load_balance_weight: float = Field(
-        default=0.01, ge=0, description="weight of the load-balancing loss (lambda)"
-    )
+    top_k: int | None = Field(None, ge=1)
+    """experts per token (k); null: min(2, number of experts)"""
+    load_balance: Literal["none", "uniform", "generalist"] = "generalist"
+    """load-balancing loss; generalist: half of the load on expert 0"""
+    load_balance_weight: float = Field(0.01, ge=0)
+    """weight of the load-balancing loss (lambda)"""
 
 
 class PhasedRouter(Router):
     """Routing of tokens to experts; the router is trained in separate phases."""
 
-    every: int = Field(default=30, ge=1, description="steps between router phases (tau)")
-    steps: int = Field(default=10, ge=1, description="router updates per phase (s)")
-    learning_rate: float = Field(
-        default=2e-3, gt=0, description="learning rate of router updates (constant)"
-    )
-    leftover_gradients: bool = Field(
-        default=False,
-        description="true: a phase also leaves gradients on the experts, which their next step "
-        "adds to its own, and steps of the experts leave some on the routers, as in the released "
-        "code; experts then learn from validation text, too",
-    )
+    every: int = Field(30, ge=1)
+    """steps between router phases (tau)"""
+    steps: int = Field(10, ge=1)
+    """router updates per phase (s)"""
+    learning_rate: float = Field(2e-3, gt=0)
+    """learning rate of router updates (constant)"""
+    leftover_gradients: bool = False
+    """true: a phase also leaves gradients on the experts, which their next step adds to its own,
+    and steps of the experts leave some on the routers, as in the released code; experts then learn
+    from validation text, too"""
 
 
 class Trusted(Settings):
     """Whom a client trusts at all, of those it has scored."""
 
-    top: int | None = Field(
-        default=None, ge=1, description="number of best-scored clients to trust; null: no limit"
-    )
-    threshold: float | None = Field(
-        default=None,
-        description="score above which clients are trusted (the best two always "
-        "are); null: no limit",
-    )
+    top: int | None = Field(None, ge=1)
+    """number of best-scored clients to trust; null: no limit"""
+    threshold: float | None = None
+    """score above which clients are trusted (the best two always are); null: no limit"""
 
     @model_validator(mode="after")
     def _one_choice(self) -> "Trusted":
@@ -180,30 +161,6 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
     for key in keys:
         if getattr(settings, key) != type(settings).model_fields[key].get_default():
             raise ValueError(f"{key} has no effect with `{beside}`; remove it")
-
-
-def layout_of(
-    client: ClientId,
-    mlp: Mlp | None,
-    attention: Attention | None,
-    lora: Lora,
-    router: Router | None = None,
-) -> Layout:
-    """What some parts attach to the base for a client; raises CoterieError if they cannot."""
-    generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
-    return Layout(
-        generalists=generalists,
-        specialists=specialists,
-        rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
-        placement="auto" if mlp is None else mlp.placement,
-        attention_rank=0 if attention is None else attention.rank,
-        targets=None if attention is None else attention.targets,
-        alpha=lora.alpha,
-        scale=lora.scale,
-        routed=router is not None,
-        top_k=None if router is None else router.top_k,
-        dropout=lora.dropout,
-    )
 
 
 def for_client(counts: PerClient, client: ClientId, what: str) -> int:

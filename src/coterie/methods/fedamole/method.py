@@ -39,7 +39,9 @@ class FedAMoLE(Method, FedAMoLESettings):
 
     def check(self, setting: Setting) -> None:
         """There is an assignment within the bounds."""
-        self.check_bounds(len(setting.clients))
+        clients = len(setting.clients)
+        experts = self.count(clients)
+        self.bounds(experts, clients, relaxed=False).refuse(experts, clients)
 
     def sends(self, part: Part) -> bool:
         """All that is trained."""

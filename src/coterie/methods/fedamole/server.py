@@ -115,7 +115,7 @@ class FedAMoLEServer(ServerSide):
 
     def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
         """Every layer's experts choose among these clients; depends on the round and them alone."""
-        bounds = self.settings.bounds(self.experts, len(participants))
+        bounds = self.settings.bounds(self.experts, len(participants), relaxed=True)
         scores = {path: self._scores(path, participants) for path in self.paths}
         chosen = assign_all(scores, bounds)
         return {

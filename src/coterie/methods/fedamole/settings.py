@@ -17,60 +17,41 @@ class Privacy(Settings):
     It says nothing of the samples that adapters are trained on: those are others.
     """
 
-    epsilon: float = Field(
-        gt=0,
-        le=MOST_EPSILON,
-        description="privacy budget over all rounds, per sample of the embedding set",
-    )
-    delta: float = Field(
-        default=1e-5, gt=0, lt=1, description="probability that the guarantee of epsilon fails"
-    )
-    clip: float = Field(
-        default=1.0,
-        gt=0,
-        description="maximum l2 norm of a sample's embeddings, all layers together",
-    )
+    epsilon: float = Field(gt=0, le=MOST_EPSILON)
+    """privacy budget over all rounds, per sample of the embedding set"""
+    delta: float = Field(1e-5, gt=0, lt=1)
+    """probability that the guarantee of epsilon fails"""
+    clip: float = Field(1.0, gt=0)
+    """maximum l2 norm of a sample's embeddings, all layers together"""
 
 
 class Embeddings(Settings):
     """Mean embeddings of samples set apart from training, by which experts choose clients."""
 
-    share: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description="fraction of the training samples to set apart for them",
-    )
-    samples: int = Field(default=200, ge=1, description="maximum number of samples to use")
-    privacy: Privacy | None = Field(
-        default=None, description="differential privacy of the mean embeddings"
-    )
+    share: float = Field(0.05, gt=0, lt=1)
+    """fraction of the training samples to set apart for them"""
+    samples: int = Field(200, ge=1)
+    """maximum number of samples to use"""
+    privacy: Privacy | None = None
+    """differential privacy of the mean embeddings"""
 
 
 class AmoleRouter(Settings):
     """Routing of tokens to the domain experts that a client holds."""
 
-    kind: Literal["token", "vanilla"] = Field(
-        default="token",
-        description="scores from the experts' own embeddings, or from a gate with one row per "
-        "expert",
-    )
-    top_k: int = Field(default=2, ge=1, description="domain experts per token (k)")
-    score_scale: Literal["rank", "dim"] = Field(
-        default="rank",
-        description="divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper",
-    )
-    renormalise: bool = Field(
-        default=True, description="normalise each token's weights to sum to 1 (unlike the paper)"
-    )
-    load_balance_weight: float = Field(
-        default=1e-3, ge=0, description="weight of the load-balancing loss (beta)"
-    )
-    load: Literal["top_k", "first"] = Field(
-        default="top_k",
-        description="tokens that count as an expert's load: all that it works on, or those whose "
-        "best expert it is, as in the paper",
-    )
+    kind: Literal["token", "vanilla"] = "token"
+    """scores from the experts' own embeddings, or from a gate with one row per expert"""
+    top_k: int = Field(2, ge=1)
+    """domain experts per token (k)"""
+    score_scale: Literal["rank", "dim"] = "rank"
+    """divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper"""
+    renormalise: bool = True
+    """normalise each token's weights to sum to 1 (unlike the paper)"""
+    load_balance_weight: float = Field(1e-3, ge=0)
+    """weight of the load-balancing loss (beta)"""
+    load: Literal["top_k", "first"] = "top_k"
+    """tokens that count as an expert's load: all that it works on, or those whose best expert it
+    is, as in the paper"""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
@@ -87,22 +68,19 @@ class FedAMoLESettings(Settings):
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()
     router: AmoleRouter = AmoleRouter()
-    experts: int | None = Field(
-        default=None, ge=1, description="domain experts per layer (E); default: three per client"
-    )
-    clients_per_expert: int = Field(
-        default=2, ge=1, description="clients that each expert chooses (k_c)"
-    )
-    min_experts: int = Field(
-        default=2, ge=0, description="fewest experts per client and layer (k_e)"
-    )
-    max_experts: int = Field(default=8, ge=1, description="most experts per client and layer (b)")
-    assignment: Literal["rsea", "homogeneous", "random", "random-once"] = Field(
-        default="rsea",
-        description="who assigns experts to clients: the experts (rsea), the experts with as many "
-        "for each client (homogeneous), chance in every round, or chance once",
-    )
-    shared_expert: bool = Field(default=True, description="add one expert shared by all clients")
+    experts: int | None = Field(None, ge=1)
+    """domain experts per layer (E); default: three per client"""
+    clients_per_expert: int = Field(2, ge=1)
+    """clients that each expert chooses (k_c)"""
+    min_experts: int = Field(2, ge=0)
+    """fewest experts per client and layer (k_e)"""
+    max_experts: int = Field(8, ge=1)
+    """most experts per client and layer (b)"""
+    assignment: Literal["rsea", "homogeneous", "random", "random-once"] = "rsea"
+    """who assigns experts to clients: the experts (rsea), the experts with as many for each client
+    (homogeneous), chance in every round, or chance once"""
+    shared_expert: bool = True
+    """add one expert shared by all clients"""
     embeddings: Embeddings = Embeddings()
 
     @model_validator(mode="after")
@@ -148,16 +126,10 @@ class FedAMoLESettings(Settings):
             load=self.router.load,
         )
 
-    def bounds(self, experts: int, clients: int) -> Bounds:
-        """How many clients and experts get each other; where clients are missing, relaxed."""
-        relaxed, even = self._bounds().relaxed(experts, clients), self.assignment == "homogeneous"
-        return relaxed.homogeneous(experts, clients) if even else relaxed
-
-    def _bounds(self) -> Bounds:
-        return Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
-
-    def check_bounds(self, clients: int) -> None:
-        """Raise CoterieError if no assignment of experts to clients is within the bounds."""
-        bounds, experts = self._bounds(), self.count(clients)
+    def bounds(self, experts: int, clients: int, *, relaxed: bool) -> Bounds:
+        """How many clients and experts get each other; relaxed: where clients may be missing."""
+        bounds = Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
+        if relaxed:
+            bounds = bounds.relaxed(experts, clients)
         even = self.assignment == "homogeneous"
-        (bounds.homogeneous(experts, clients) if even else bounds).refuse(experts, clients)
+        return bounds.homogeneous(experts, clients) if even else bounds

@@ -9,8 +9,7 @@ from torch import Tensor
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Message
-from coterie.methods.adapter import AdapterClient, AdapterMethod
-from coterie.methods.contract import ClientContext
+from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.methods.fedmkt.vocabulary import spelt
@@ -21,16 +20,12 @@ log = logging.getLogger(__name__)
 class FedMKTClient(AdapterClient):
     """Learns from the server, trains on private samples, and offers what it knows."""
 
-    def __init__(
-        self, method: AdapterMethod, settings: FedMKTSettings, context: ClientContext
-    ) -> None:
-        super().__init__(method, context)
-        self.settings = settings
+    method: FedMKTSettings
 
     @cached_property
     def distiller(self) -> Distiller:
         """What learns; made when it is first needed: a model that is only loaded has no samples."""
-        return Distiller(self.settings, self.context, self.adapter)
+        return Distiller(self.method, self.context, self.adapter)
 
     @cached_property
     def private(self) -> Tensor:
@@ -61,29 +56,29 @@ class FedMKTClient(AdapterClient):
 
         Where adapters are averaged, their mean comes with the other downloads.
         """
-        if self.settings.averages(download.round - 1):
+        if self.method.averages(download.round - 1):
             super().take(download)
         if not download["knowledge"]:
             return
         size, distiller = len(self.vocabulary.tokens), self.distiller
-        theirs = Knowledge.received(download["knowledge"], size, self.settings.logits)
+        theirs = Knowledge.received(download["knowledge"], size, self.method.logits)
         distiller.begin(distiller.knowledge())
         distiller.offer(0, theirs)
-        done = download.round // self.settings.per_round
+        done = download.round // self.method.per_round
         loss, quality = distiller.distil(done), distiller.quality()
         self.context.log("taught", {"after": download.round, "loss": loss, **quality})
 
     def train(self, round: int) -> None:
         """The local steps, before predictions are exchanged."""
-        if not self.settings.averages(round):
-            super().train(round // self.settings.per_round)
+        if not self.method.averages(round):
+            super().train(round // self.method.per_round)
 
     def upload(self, round: int) -> Message:
         """What is known now, of samples that are not this client's own; or the adapter."""
-        if self.settings.averages(round):
+        if self.method.averages(round):
             return super().upload(round)
         private = self.private  # a warning, too, where nothing is taught
-        if not self.settings.teaches:
+        if not self.method.teaches:
             return Message(round)
         known = self.distiller.knowledge()
         known = known.only(~torch.isin(known.samples, private))

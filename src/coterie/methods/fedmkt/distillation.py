@@ -165,11 +165,11 @@ class Distiller:
         model, learns = self.model(), self._with_own()
         updater = Updater(context, self.adapter, ROLES)
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
-        batches = [
-            batch
-            for turn in range(self.settings.epochs)
-            for batch in self._shuffled(samples, round, turn).split(training.batch)
-        ]
+        batches: list[Tensor] = []
+        for turn in range(self.settings.epochs):
+            chance = generator(context.seed, "public", context.name, round, turn)
+            order = torch.randperm(len(samples), generator=chance)
+            batches += samples[order].split(training.batch)
         rate = learning_rate_beside(training, context.rounds, round, len(batches))
         for number, batch in enumerate(batches):
             shares = self._shares(batch)
@@ -182,11 +182,6 @@ class Distiller:
             ]
             losses.append(updater.update(pieces, rate(number), where="on the public samples"))
         return fmean(losses)
-
-    def _shuffled(self, samples: Tensor, round: int, turn: int) -> Tensor:
-        """The samples of a pass in their order."""
-        chance = generator(self.context.seed, "public", self.context.name, round, turn)
-        return samples[torch.randperm(len(samples), generator=chance)]
 
     def _shares(self, batch: Tensor) -> Tensor:
         """How much the distillation of each sample counts in a batch, (n,): 1, or with `own: none`

@@ -21,7 +21,6 @@ from coterie.adapters import Role
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, Schema
-from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import SERVER, ClientContext, ServerContext, Setting
 from coterie.methods.fedmkt.client import FedMKTClient
 from coterie.methods.fedmkt.server import FedMKTServer
@@ -44,7 +43,7 @@ KNOWLEDGE = Travels(
 )
 
 
-class FedMKT(AdapterMethod, FedMKTSettings):
+class FedMKT(FedMKTSettings):
     """Clients and the server learn from one another's predictions."""
 
     name: ClassVar[str] = "fedmkt"
@@ -93,11 +92,11 @@ class FedMKT(AdapterMethod, FedMKTSettings):
 
     def client(self, context: ClientContext) -> FedMKTClient:
         """Trains, then learns from the server."""
-        return FedMKTClient(self, self, context)
+        return FedMKTClient(self, context)
 
     def server(self, context: ServerContext) -> FedMKTServer:
         """Learns from the clients."""
-        return FedMKTServer(self, self, context)
+        return FedMKTServer(self, context)
 
 
 PRESETS = {

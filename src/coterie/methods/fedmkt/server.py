@@ -13,7 +13,7 @@ from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Groups, Message, Shapes, State
-from coterie.methods.adapter import AdapterMethod, AdapterServer, copied, copy
+from coterie.methods.adapter import AdapterServer, copied, copy
 from coterie.methods.contract import ClientId, ServerContext
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
@@ -25,11 +25,10 @@ log = logging.getLogger(__name__)
 class FedMKTServer(AdapterServer):
     """Learns from the clients, round after round; averages their adapters where those travel."""
 
-    def __init__(
-        self, method: AdapterMethod, settings: FedMKTSettings, context: ServerContext
-    ) -> None:
+    method: FedMKTSettings
+
+    def __init__(self, method: FedMKTSettings, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.settings = settings
         assert context.own is not None, "FedMKT.check makes sure of it"
         self.own, self.log = context.own, context.log
         self.adapter = method.adapter(self.own.base.model, self.own.seed, self.own.name)
@@ -44,7 +43,7 @@ class FedMKTServer(AdapterServer):
     @cached_property
     def distiller(self) -> Distiller:
         """What learns; made when it is first needed: a model that is only loaded has no samples."""
-        distiller = Distiller(self.settings, self.own, self.adapter)
+        distiller = Distiller(self.method, self.own, self.adapter)
         scored = keys_of(self.own.data.validation, self.own.data.test)
         if both := int(torch.isin(distiller.positions.samples, scored).sum()):
             log.warning("the server learns %d of the samples that it is scored on", both)
@@ -65,12 +64,12 @@ class FedMKTServer(AdapterServer):
         """Await what clients know."""
         super().open(round, participants)
         self.names = sorted(participants)
-        if self.settings.teaches and not self.settings.averages(round):
+        if self.method.teaches and not self.method.averages(round):
             self.distiller.begin(self.known or self.distiller.knowledge())
 
     def download(self, client: ClientId) -> Message:
         """The mean of adapters, or what the server predicts, in the client's tokens."""
-        if self.known is None or self.settings.averages(self.round - 1):
+        if self.known is None or self.method.averages(self.round - 1):
             return super().download(client)
         _, _, back = self.clients[client]
         tokens = back.ids[self.known.tokens.long()]
@@ -83,29 +82,29 @@ class FedMKTServer(AdapterServer):
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """Adapters, where these are exchanged."""
-        return super().expects(client) if self.settings.averages(self.round) else {}
+        return super().expects(client) if self.method.averages(self.round) else {}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep what this client predicts best so far."""
         size, there, _ = self.clients[client]
-        if self.settings.teaches and not self.settings.averages(self.round):
-            theirs = Knowledge.received(upload["knowledge"], size, self.settings.logits)
+        if self.method.teaches and not self.method.averages(self.round):
+            theirs = Knowledge.received(upload["knowledge"], size, self.method.logits)
             self.distiller.offer(self.names.index(client), theirs, there.ids)
 
     def close(self, mean: Message) -> None:
         """Learn, and predict anew; or take the mean of adapters in."""
-        if not self.settings.averages(self.round):
+        if not self.method.averages(self.round):
             self._learn()
         super().close(mean)
 
     def _learn(self) -> None:
-        if self.settings.teaches:
-            done = self.round // self.settings.per_round
+        if self.method.teaches:
+            done = self.round // self.method.per_round
             loss, teachers = self.distiller.distil(done), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
             quality = self.distiller.quality()
             self.log("taught", {"after": self.round, "loss": loss, **quality, "by": counts})
-        if self.settings.teaches or self.known is None:
+        if self.method.teaches or self.known is None:
             self.known = self.distiller.knowledge()
 
     def model(self) -> PreTrainedModel:

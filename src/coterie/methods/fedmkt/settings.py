@@ -4,10 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.methods.settings import Attention, Lora, Settings
+from coterie.methods.adapter import AdapterMethod
+from coterie.methods.settings import Attention, Lora
 
 
-class FedMKTSettings(Settings):
+class FedMKTSettings(AdapterMethod):
     """Settings of FedMKT; defaults are the paper's, but for `own`."""
 
     teaches: ClassVar[bool] = True
@@ -17,29 +18,21 @@ class FedMKTSettings(Settings):
 
     attention: Attention = Attention()
     lora: Lora = Lora(scale="rank")
-    task_weight: float = Field(
-        default=0.9,
-        ge=0,
-        le=1,
-        description="weight of the label loss (lambda); the rest is distillation",
-    )
-    logits: int = Field(default=128, ge=1, description="most likely tokens sent per position (k)")
-    temperature: float = Field(
-        default=1.0, gt=0, description="temperature of the teachers' distributions"
-    )
-    epochs: int = Field(default=1, ge=1, description="passes over the public set per round")
-    own: Literal["none", "labels", "self", "mean"] = Field(
-        default="labels",
-        description="target of distillation where no teacher is better: none (the paper's form: "
-        "its mean is over the other samples of a batch), labels, or the model's own predictions "
-        "(self); mean: as self, and elsewhere a mean of own and teacher's "
-        "predictions weighted by exp(-loss)",
-    )
-    align: Literal["offsets", "warping"] = Field(
-        default="offsets",
-        description="match positions that have read the same characters, or by the paper's "
-        "dynamic programme over edit distances",
-    )
+    task_weight: float = Field(0.9, ge=0, le=1)
+    """weight of the label loss (lambda); the rest is distillation"""
+    logits: int = Field(128, ge=1)
+    """most likely tokens sent per position (k)"""
+    temperature: float = Field(1.0, gt=0)
+    """temperature of the teachers' distributions"""
+    epochs: int = Field(1, ge=1)
+    """passes over the public set per round"""
+    own: Literal["none", "labels", "self", "mean"] = "labels"
+    """target of distillation where no teacher is better: none (the paper's form: its mean is over
+    the other samples of a batch), labels, or the model's own predictions (self); mean: as self, and
+    elsewhere a mean of own and teacher's predictions weighted by exp(-loss)"""
+    align: Literal["offsets", "warping"] = "offsets"
+    """match positions that have read the same characters, or by the paper's dynamic programme over
+    edit distances"""
 
     def averages(self, exchange: int) -> bool:
         """Whether an exchange (0 is the first) ends with the mean of adapters; else predictions
