@@ -101,7 +101,9 @@ def test_a_model_answers_from_what_it_read_in_training() -> None:
         item = Talk(given.system, said).conversation()
         samples = tokens([item], template, WIDE)
         prompt = samples.ids[: int(samples.answers[0])].tolist()
-        assert text(template.tokenizer, prompt) == "".join(template.opening(item.turns[:-1]))
+        assert text(template.tokenizer, prompt) == "".join(
+            template.opening_and_answer(item.turns[:-1])[:-1]
+        )
 
 
 def test_a_batch_counts_what_the_samples_count() -> None:

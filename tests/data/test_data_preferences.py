@@ -12,7 +12,7 @@ from coterie.data.examples import joined
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, Reference, joined_pairs, pairs, preferences
+from coterie.data.kinds.preferences import Pairs, Reference, pairs, preferences
 from coterie.data.spec import DataSpec, PreferenceSpec
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -177,7 +177,7 @@ def test_some_pairs_keep_their_reference() -> None:
 def test_pairs_of_several_clients_are_one_clients() -> None:
     items = some(6)
     parts = [made(items[:2]), made(items[2:])]
-    found = joined_pairs(parts, joined([part.both for part in parts]))
+    found = joined(parts)
     assert torch.equal(found.ids, made(items).ids)
     assert found.items == tuple(items)
 

@@ -109,19 +109,12 @@ class ChatTemplate:
         found = {marker for text in rendered for marker in _TURN_MARKER.findall(text)}
         return found.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
 
-    def opening(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """What a base reads before it answers these turns, in parts; before it thinks, with
-        `thinking`.
-
-        It is what `rendered` gives before the answer, which in some templates is not what they
-        write with `add_generation_prompt`.
-        """
-        return self.opening_and_answer(turns, thinking)[:-1]
-
     def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """Return the parts of `opening`, and one with an answer that stands for any.
+        """What a base reads before it answers these turns, in parts, and last an answer that stands
+        for any, as the tokens at the end of a text depend on what follows it.
 
-        The tokens at the end of a text depend on what follows it.
+        Before it thinks, with `thinking`. It is what `rendered` gives before the answer, which in
+        some templates is not what they write with `add_generation_prompt`.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
         whole = Conversation((*turns, answer))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.control import contents, count_control
+from coterie.data.control import count_control, own_texts
 from coterie.data.files import listed, listed_first
 from coterie.data.items import Conversation, Instruction, Preference
 from coterie.data.kinds.text import Tokens, pieces
@@ -109,7 +109,7 @@ def special_tokens(
     items: Sequence[Any],
     read: Split,
     tokenizer: PreTrainedTokenizerBase,
-    control: re.Pattern[str] | None,
+    control: re.Pattern[str],
 ) -> SpecialTokens:
     """Return the unknown and control tokens of one split.
 
@@ -267,7 +267,7 @@ def find_copies(
                 nearly = {**_found(place, where[other]), **nearly}
             for kind in KINDS:
                 if found := exact.get(kind) or nearly.get(kind):
-                    shown = "\n".join(filter(None, *contents([item])))
+                    shown = "\n".join(filter(None, own_texts(item)))
                     copies.append(Copy(kind, kind in exact, place, found, shown))
     return copies
 
@@ -278,7 +278,7 @@ def _near(
     """Return the near duplicates of each text among distinct ones."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
-    for a, b in near_pairs(list(contents(items.values())), progress):
+    for a, b in near_pairs(list(map(own_texts, items.values())), progress):
         near[texts[a]].append(texts[b])
         near[texts[b]].append(texts[a])
     return near

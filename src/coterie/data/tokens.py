@@ -17,8 +17,8 @@ from coterie.data.control import control_tokens, has_conversations, refuse_contr
 from coterie.data.examples import Examples, joined
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, joined_pairs, pairs
-from coterie.data.kinds.text import Tokens, joined_streams, stream
+from coterie.data.kinds.preferences import Pairs, pairs
+from coterie.data.kinds.text import Tokens, stream
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts
 from coterie.errors import CoterieError
@@ -84,16 +84,7 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
     """
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]
-    return ClientData(**{split: _pooled(parts) for split, parts in splits.items()})
-
-
-def _pooled(parts: Sequence[Split]) -> Split:
-    if compared := [part for part in parts if isinstance(part, Pairs)]:
-        return joined_pairs(compared, joined([part.both for part in compared]))
-    samples = [part for part in parts if isinstance(part, Examples)]
-    return (
-        joined(samples) if samples else joined_streams([p for p in parts if isinstance(p, Tokens)])
-    )
+    return ClientData(**{split: joined(parts) for split, parts in splits.items()})
 
 
 def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:

@@ -49,7 +49,7 @@ class Reading:
             parts.append(("everybody", "public", self.public, self.public_split))
 
         @cache
-        def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str] | None:
+        def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str]:
             template = chat_template(tokenizer, config.data.chat_template) if chats else None
             return control_tokens(tokenizer, template)
 

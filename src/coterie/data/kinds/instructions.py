@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coterie.data.examples import Examples, samples_of
+from coterie.data.examples import Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -142,10 +142,8 @@ def examples(
             if items
             else f"{owner} has no samples; add text or raise its data.fractions."
         )
-    rows = [
-        [([first, *prompt], False), ([*answer, end], True)]
-        for prompt, answer in (pairs[number] for number in kept)
-    ]
-    chosen = [items[number] for number in kept]
-    sizes = [len(item.answer.encode()) for item in chosen]
-    return samples_of(rows, chosen, sizes, len(items) - sum(fits))
+    samples: list[Sample] = []
+    for item, (prompt, answer) in ((items[number], pairs[number]) for number in kept):
+        parts = [([first, *prompt], False), ([*answer, end], True)]
+        samples.append(Sample(parts, item, len(item.answer.encode())))
+    return samples_of(samples, len(items) - sum(fits))

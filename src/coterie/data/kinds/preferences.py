@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate, parts_of
-from coterie.data.examples import Examples, samples_of
+from coterie.data.examples import Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -113,11 +113,8 @@ def _text(record: Record, field: str) -> str:
     return record.text([field])
 
 
-Parts = list[tuple[list[int], bool]]
-"""A sample's parts: their tokens, and whether the loss counts them."""
-
-
-class Reference(NamedTuple):
+@dataclass(frozen=True)
+class Reference:
     """What answers are compared with."""
 
     logprobs: Tensor
@@ -133,7 +130,7 @@ class Reference(NamedTuple):
 
     def only(self, rows: Tensor | slice) -> Self:
         """Return the reference of some pairs."""
-        return self._replace(logprobs=self.logprobs[rows], rounding=self.rounding[rows])
+        return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
 class PairBatch(NamedTuple):
@@ -151,7 +148,7 @@ class PairBatch(NamedTuple):
     @property
     def chosen(self) -> Batch:
         """The samples with the chosen answers."""
-        return self.both.only(torch.arange(0, len(self.both.ids), 2))
+        return self.both.only(slice(None, None, 2))
 
     @property
     def terms(self) -> int:
@@ -174,9 +171,8 @@ class PairBatch(NamedTuple):
 
     def split(self, size: int) -> Iterator[Self]:
         """The same in batches of at most `size` pairs."""
-        for number, part in enumerate(self.both.split(2 * size)):
-            rows = slice(number * size, (number + 1) * size)
-            yield type(self)(part, self.reference.only(rows))
+        for start in range(0, self.terms, size):
+            yield self.only(torch.arange(start, min(start + size, self.terms)))
 
 
 AnyBatch = Batch | PairBatch
@@ -230,21 +226,11 @@ class Pairs:
             reference=None if self.reference is None else self.reference.only(rows),
         )
 
-    def sample(self, batch: int, chance: torch.Generator) -> PairBatch:
-        """Pairs at random, drawn with replacement."""
-        return self.batch(torch.randint(len(self), (batch,), generator=chance))
-
     def batch(self, chosen: Tensor | range) -> PairBatch:
         """These pairs, padded at their ends to the longest of them."""
         rows = torch.as_tensor(chosen)
         assert self.reference is not None, "engines compute it before anything is learnt"
         return PairBatch(self.both.batch(both_rows(rows)), self.reference.only(rows))
-
-
-def joined_pairs(parts: Sequence[Pairs], both: Examples) -> Pairs:
-    """Several clients' pairs as one client's; `both`: their samples, joined."""
-    items = tuple(item for part in parts for item in part.items)
-    return Pairs(both, items, sum(part.too_long for part in parts))
 
 
 def pairs(
@@ -264,8 +250,8 @@ def pairs(
     """
     ids_of = PartEncoder(encoder).ids
 
-    def read(item: Instruction | Conversation) -> tuple[Parts, int]:
-        """A sample's parts, and UTF-8 bytes of its answer."""
+    def read(item: Instruction | Conversation) -> Sample:
+        """An item as tokens, of which those of its last answer count."""
         texts = parts_of(item, template)
         ids = ids_of(texts)
         if isinstance(item, Instruction):
@@ -274,18 +260,19 @@ def pairs(
         else:
             assert template is not None, "there are conversations"
             size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
-        return [(part, n == len(ids) - 1) for n, part in enumerate(ids)], size
+        *before, last = ids
+        return Sample([*((part, False) for part in before), (last, True)], item, size)
 
     kept: list[Preference] = []
-    found: list[tuple[Parts, int]] = []
+    samples: list[Sample] = []
     too_long = 0
     for item in items:
         both = [read(item.chosen), read(item.rejected)]
-        if any(sum(len(ids) for ids, _ in parts) > window + 1 for parts, _ in both):
+        if max(sample.tokens for sample in both) > window + 1:
             too_long += 1
         elif limit is None or len(kept) < limit:
             kept.append(item)
-            found += both
+            samples += both
     if not kept:
         raise CoterieError(
             f"{owner} has no pair whose two samples have at most {window} tokens ({len(items)} "
@@ -293,6 +280,4 @@ def pairs(
             if items
             else f"{owner} has no pairs; add some or raise its data.fractions."
         )
-    rows, sizes = zip(*found, strict=True)
-    samples = [sample for item in kept for sample in (item.chosen, item.rejected)]
-    return Pairs(samples_of(rows, samples, sizes, 0), tuple(kept), too_long)
+    return Pairs(samples_of(samples), tuple(kept), too_long)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.files import Document
+from coterie.data.examples import joined
 from coterie.errors import CoterieError
 
 CHUNK = 100_000
@@ -81,10 +81,10 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
                 parts.append(_tokens([end], 0))
                 room -= 1
             if len(encoding.ids) >= room:
-                return joined_streams([*parts, _encode_chunk(chunk, encoder, room)])
+                return joined([*parts, _encode_chunk(chunk, encoder, room)])
             parts.append(_tokens(encoding.ids, len(chunk.encode())))
             room -= len(encoding.ids)
-    return joined_streams(parts)
+    return joined(parts)
 
 
 def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
@@ -107,16 +107,6 @@ def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
 
 def _tokens(ids: list[int], size: int) -> Tokens:
     return Tokens(torch.tensor(ids, dtype=torch.int32), size)
-
-
-def joined_streams(parts: Sequence[Tokens]) -> Tokens:
-    """Return several streams as one, one after another."""
-    return Tokens(torch.cat([part.ids for part in parts]), sum(part.bytes for part in parts))
-
-
-def parts_of(document: Document, piece: int) -> Iterable[str]:
-    """What may be given to different splits or clients: a record whole, a .txt file in pieces."""
-    return pieces(document.text, piece) if document.divisible else [document.text]
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
