@@ -43,7 +43,7 @@ def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     alike = examples(wanted, ENCODER, FIRST, END, 60, None, "Ada")
     assert torch.equal(found.both.ids, alike.ids)
     assert torch.equal(found.both.counted, alike.counted)
-    assert (len(found), found.bytes, found.chosen.bytes) == (1, 14, 4)
+    assert (len(found), found.both.bytes, found.chosen.bytes) == (1, 14, 4)
 
 
 @pytest.mark.parametrize(

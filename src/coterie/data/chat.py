@@ -12,7 +12,7 @@ from datetime import datetime
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -236,8 +236,8 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
     for turn in turns:
         if turn.role == "assistant":
             thinking, _ = parted(turn.content)
-            before = f"<think>{_mark('t', number)}</think>" if thinking else ""
-            turn = turn._replace(content=before + _mark("a", number))
+            before = f"<think>\ue000t{number}\ue001</think>" if thinking else ""
+            turn = turn._replace(content=f"{before}\ue000a{number}\ue001")
             number += 1
         marked.append(turn)
     return marked
@@ -247,10 +247,6 @@ def _after_space(text: str, start: int) -> int:
     """Where the first character is, from `start` on, that is no space."""
     found = _SPACE.match(text, start)
     return start if found is None else found.end()
-
-
-def _mark(kind: Literal["t", "a"], number: int) -> str:
-    return f"\ue000{kind}{number}\ue001"
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:

@@ -7,6 +7,7 @@ split by fractions; a part "at random" is the first so many of the shuffled reco
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -293,11 +294,9 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     other = (size - own) // (len(pools) - 1)
     parts: list[list[int]] = [[] for _ in pools]
     for label, pool in enumerate(pools.values()):
-        start = 0
+        left = iter(pool)
         for client, part in enumerate(parts):
-            count = own if client == label else other
-            part += pool[start : start + count]
-            start += count
+            part += islice(left, own if client == label else other)
     return parts
 
 

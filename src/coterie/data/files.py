@@ -60,6 +60,11 @@ class Record:
             )
         return value
 
+    def unfit(self, field: str, value: Any, wanted: str) -> CoterieError:
+        """The error that a field's value is not what is wanted, which `wanted` says, and what to
+        do."""
+        return CoterieError(f"{self.where}: field {field} contains {value!r:.60}, not {wanted}.")
+
     def text(self, fields: Sequence[str]) -> str:
         """The text of the fields, joined by newlines."""
         values = [self[field] for field in fields]

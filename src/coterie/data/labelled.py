@@ -94,10 +94,8 @@ def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
         return label
     value = record[spec.label]
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise CoterieError(
-            f"{record.where}: field {spec.label} contains {value!r}, not a label (a text or a "
-            "whole number); fix the record or set divide.label."
-        )
+        wanted = "a label (a text or a whole number); fix the record or set divide.label"
+        raise record.unfit(spec.label, value, wanted)
     return Record(record.where, {spec.label: str(value)}).text([spec.label])
 
 

@@ -33,7 +33,9 @@ def survey(
     sources: Iterable[tuple[str, str]], data: DataSpec, divide: DivideSpec | None, root: Path
 ) -> Survey:
     """Return what is left out of sources, each with its owner."""
-    used = _used_fields(data) | _divided_by(divide)
+    used = _used_fields(data)
+    if divide is not None:
+        used |= {divide.label, *([] if divide.where is None else names_in(divide.where))}
     empty = 0
     unused: dict[str, Counter[str]] = {}
     skipped: dict[str, Counter[str]] = {}
@@ -82,9 +84,3 @@ def _used_fields(data: DataSpec) -> set[str]:
         if isinstance(given, str):
             used |= set(fields(given)) if is_text(given) else {given}
     return used
-
-
-def _divided_by(divide: DivideSpec | None) -> set[str]:
-    if divide is None:
-        return set()
-    return {divide.label} | (set() if divide.where is None else names_in(divide.where))

@@ -58,10 +58,8 @@ def turns_of(record: Record, field: str) -> list[Turn]:
     """The turns that a field of a record lists; raises CoterieError as `conversations` does."""
     messages = record[field]
     if not isinstance(messages, list):
-        raise CoterieError(
-            f"{record.where}: field {field} contains {messages!r:.60}, not a list of turns; fix "
-            "the record or name another field."
-        )
+        wanted = "a list of turns; fix the record or name another field"
+        raise record.unfit(field, messages, wanted)
     if not messages:
         raise CoterieError(
             f"{record.where}: field {field} is an empty list; add turns or remove the record."

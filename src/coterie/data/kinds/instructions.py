@@ -62,10 +62,8 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
     system, history = (record.fields.get(field) for field in EARLIER)
     pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise CoterieError(
-            f"{record.where}: field history contains {history!r:.60}, not a list of pairs (what "
-            "the user said, and the answer); fix the record or remove the field."
-        )
+        wanted = "a list of pairs (what the user said, and the answer)"
+        raise record.unfit("history", history, f"{wanted}; fix the record or remove the field")
     said = [("system", system)] * bool(system)
     said += [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
     messages = [{"role": role, "content": content} for role, content in said]
@@ -90,10 +88,8 @@ def _text(record: Record, field: str, value: Any) -> str:
     if number and math.isfinite(value):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        raise CoterieError(
-            f"{record.where}: field {field} contains {value!r:.60}, not an answer (a text or "
-            "a number); fix the record or name another field in data.instructions."
-        )
+        remedy = "fix the record or name another field in data.instructions"
+        raise record.unfit(field, value, f"an answer (a text or a number); {remedy}")
     return Record(record.where, {field: value.strip()}).text([field])
 
 
@@ -104,10 +100,8 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
     else:
         values = record[given] if isinstance(given, str) else given
     if not isinstance(values, list):
-        raise CoterieError(
-            f"{record.where}: field {given} contains {values!r:.60}, not a list of answers; "
-            "fix the record or set data.instructions.choices."
-        )
+        wanted = "a list of answers; fix the record or set data.instructions.choices"
+        raise record.unfit(str(given), values, wanted)
     choices = tuple(dict.fromkeys(_text(record, str(given), value) for value in values))
     if answer not in choices:
         raise CoterieError(
@@ -132,18 +126,16 @@ def examples(
     text". Raises CoterieError if none is left.
     """
     encoded = PartEncoder(encoder).batch([item.parts for item in items])
-    pairs = [(prompt.ids, answer.ids) for prompt, answer in encoded]
-    fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
-    kept = [number for number, fit in enumerate(fits) if fit][:limit]
-    if not kept:
+    samples: list[Sample] = []
+    for item, (prompt, answer) in zip(items, encoded, strict=True):
+        parts = [([first, *prompt.ids], False), ([*answer.ids, end], True)]
+        samples.append(Sample(parts, item, len(item.answer.encode())))
+    fitting = [sample for sample in samples if sample.tokens <= window + 1]
+    if not fitting:
         raise CoterieError(
             f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
             "raise data.window or shorten the template."
             if items
             else f"{owner} has no samples; add text or raise its data.fractions."
         )
-    samples: list[Sample] = []
-    for item, (prompt, answer) in ((items[number], pairs[number]) for number in kept):
-        parts = [([first, *prompt], False), ([*answer, end], True)]
-        samples.append(Sample(parts, item, len(item.answer.encode())))
-    return samples_of(samples, len(items) - sum(fits))
+    return samples_of(fitting[:limit], len(items) - len(fitting))

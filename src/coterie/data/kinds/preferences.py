@@ -55,8 +55,8 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
 def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversation]:
     """Both conversations of a record with messages; `whole`: its answers begin with the prompt."""
     if not whole:
-        asked = [Turn("user", _text(record, "prompt"))] if isinstance(prompt, str) else None
-        turns = turns_of(record, "prompt") if asked is None else asked
+        said = isinstance(prompt, str)
+        turns = [Turn("user", _text(record, "prompt"))] if said else turns_of(record, "prompt")
         return [_conversation(record, turns, _answer(record, field)) for field in ANSWERS]
     chosen, rejected = (turns_of(record, field) for field in ANSWERS)
     before = chosen[:-1]
@@ -106,10 +106,8 @@ def _text(record: Record, field: str) -> str:
     """A field's text, which is not blank."""
     value = record[field]
     if not isinstance(value, str) or not value.strip():
-        raise CoterieError(
-            f"{record.where}: field {field} contains {value!r:.60}, not a text or a list of "
-            "messages; fix or remove the record."
-        )
+        wanted = "a text or a list of messages; fix or remove the record"
+        raise record.unfit(field, value, wanted)
     return record.text([field])
 
 
@@ -210,11 +208,6 @@ class Pairs:
     def chosen(self) -> Examples:
         """The samples with the chosen answers."""
         return self.both.only(range(0, len(self.both), 2))
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of all answers."""
-        return self.both.bytes
 
     def only(self, chosen: Sequence[int]) -> "Pairs":
         """These pairs, in this order."""
