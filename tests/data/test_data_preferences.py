@@ -8,7 +8,7 @@ from questions import records
 
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.chat import chat_template
-from coterie.data.examples import joined
+from coterie.data.examples import Encoding, joined
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
@@ -32,7 +32,8 @@ def read(record: dict[str, Any], **spec: Any) -> Preference:
 
 
 def made(items: list[Preference], window: int = 60, limit: int | None = None) -> Pairs:
-    return pairs(items, ENCODER, (FIRST, END), TEMPLATE, window, limit, "Ada: its text")
+    how = Encoding(ENCODER, (FIRST, END), window, limit, "Ada: its text", TEMPLATE)
+    return pairs(items, how)
 
 
 def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
@@ -40,7 +41,7 @@ def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     assert item.chosen == Instruction("Is it so? ", "Yes.")
     found = made([item])
     wanted = [Instruction("Is it so?", "Yes."), Instruction("Is it so?", "No, never.")]
-    alike = examples(wanted, ENCODER, FIRST, END, 60, None, "Ada")
+    alike = examples(wanted, Encoding(ENCODER, (FIRST, END), 60, None, "Ada"))
     assert torch.equal(found.both.ids, alike.ids)
     assert torch.equal(found.both.counted, alike.counted)
     assert (len(found), found.both.bytes, found.chosen.bytes) == (1, 14, 4)
@@ -66,7 +67,8 @@ def test_messages_go_through_the_chat_template(record) -> None:
     turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
     both = [(*turns, Turn("assistant", text)) for text in ("Yes.", "No, never.")]
     assert [item.chosen, item.rejected] == [Conversation(t, "line 1 of x.jsonl") for t in both]
-    wanted = chats([Conversation(t) for t in both], ENCODER, TEMPLATE, 60, None, "Ada")
+    how = Encoding(ENCODER, (FIRST, END), 60, None, "Ada", TEMPLATE)
+    wanted = chats([Conversation(t) for t in both], how)
     found = made([item]).both
     for name in ("ids", "starts", "answers", "counted", "sizes"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name

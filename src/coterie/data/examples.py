@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
@@ -118,6 +119,24 @@ def joined(parts: Sequence[S]) -> S:
             case value if is_dataclass(value):
                 whole[field.name] = joined(values)
     return replace(first, **whole)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How the items of a split become tokens.
+
+    ends: the tokens before a text prompt and after its answer. window: samples of more than one
+    more token do not fit. limit: so many samples, or tokens of a stream, are kept at most, from the
+    start. owner: begins an error, such as "Client anna: its train text". template: of
+    conversations.
+    """
+
+    encoder: Tokenizer
+    ends: tuple[int, int]
+    window: int
+    limit: int | None
+    owner: str
+    template: ChatTemplate | None = None
 
 
 class Sample(NamedTuple):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.bases import context_token
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, has_conversations, refuse_control
-from coterie.data.examples import Examples, joined
+from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
 from coterie.data.kinds.preferences import Pairs, pairs
@@ -61,20 +61,19 @@ def encoded(
     Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
     encoder, end = bare_encoder(tokenizer)
-    limit = getattr(data.limits, split)
     chat = data.chats or has_conversations(items)
     template = chat_template(tokenizer, data.chat_template) if chat else None
     if data.special_tokens == "refuse":
         refuse_control(items, control_tokens(tokenizer, template), owner)
+    ends, limit = (context_token(tokenizer), end), getattr(data.limits, split)
+    how = Encoding(encoder, ends, data.window, limit, owner, template)
     if data.preferences is not None:
-        ends = context_token(tokenizer), end
-        return pairs(items, encoder, ends, template, data.window, limit, owner)
+        return pairs(items, how)
     if template is not None:
-        return chats(items, encoder, template, data.window, limit, owner)
+        return chats(items, how)
     if data.instructions is not None:
-        first = context_token(tokenizer)
-        return examples(items, encoder, first, end, data.window, limit, owner)
-    return stream(items, encoder, end, data.window, limit, split, owner)
+        return examples(items, how)
+    return stream(items, how, split)
 
 
 def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:

@@ -4,11 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
-from tokenizers import Tokenizer
-
-from coterie.bases import context_token
-from coterie.data.chat import ChatTemplate
-from coterie.data.examples import Examples, Sample, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Turn
 from coterie.data.parts import PartEncoder
@@ -139,22 +135,15 @@ def _refuse(turn: str, why: str) -> NoReturn:
     raise CoterieError(f"{turn} {why}.")
 
 
-def chats(
-    items: Sequence[Conversation],
-    encoder: Tokenizer,
-    template: ChatTemplate,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
+def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     """The conversations as tokens, as their template renders them.
 
     Conversations of more than window + 1 tokens are cut before a turn of the user's into several,
     which all begin with the system prompt; exchanges that are too long are dropped and counted.
-    `limit` keeps so many samples at most. Raises CoterieError, which begins with `owner`, if none
-    is left.
+    Raises CoterieError if none is left.
     """
-    ids_of, first = PartEncoder(encoder).ids, context_token(template.tokenizer)
+    ids_of, template, limit = PartEncoder(how.encoder).ids, how.template, how.limit
+    assert template is not None, "as for all conversations"
     chosen: list[Sample] = []
     cut = too_long = 0
 
@@ -163,9 +152,9 @@ def chats(
         rendered = template.rendered(item)
         texts, said = zip(*rendered.parts, strict=True)
         ids = ids_of(texts)
-        ids[0] = ids[0] or [first]  # an answer that nothing comes before
+        ids[0] = ids[0] or [how.ends[0]]  # an answer that nothing comes before
         sample = Sample(list(zip(ids, said, strict=True)), item, rendered.bytes)
-        return sample if sample.tokens <= window + 1 else None
+        return sample if sample.tokens <= how.window + 1 else None
 
     for item in items:
         if limit is not None and len(chosen) >= limit:
@@ -175,10 +164,10 @@ def chats(
         chosen += pieces
     if not chosen:
         raise CoterieError(
-            f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
-            "data.window."
+            f"{how.owner} has no conversation with an exchange of at most {how.window + 1} tokens; "
+            "raise data.window."
             if items
-            else f"{owner} has no conversations; add some or raise its data.fractions."
+            else f"{how.owner} has no conversations; add some or raise its data.fractions."
         )
     return samples_of(chosen[:limit], too_long, cut, template)
 

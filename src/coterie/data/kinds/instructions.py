@@ -5,9 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from coterie.data.examples import Examples, Sample, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -111,31 +109,23 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
     return choices
 
 
-def examples(
-    items: Sequence[Instruction],
-    encoder: Tokenizer,
-    first: int,
-    end: int,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
-    """The samples as tokens; those of more than window + 1 are dropped and counted.
+def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
+    """The samples as tokens; those that do not fit are dropped and counted.
 
-    `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
-    text". Raises CoterieError if none is left.
+    Raises CoterieError if none is left.
     """
-    encoded = PartEncoder(encoder).batch([item.parts for item in items])
+    encoded = PartEncoder(how.encoder).batch([item.parts for item in items])
+    first, end = how.ends
     samples: list[Sample] = []
     for item, (prompt, answer) in zip(items, encoded, strict=True):
         parts = [([first, *prompt.ids], False), ([*answer.ids, end], True)]
         samples.append(Sample(parts, item, len(item.answer.encode())))
-    fitting = [sample for sample in samples if sample.tokens <= window + 1]
+    fitting = [sample for sample in samples if sample.tokens <= how.window + 1]
     if not fitting:
         raise CoterieError(
-            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
+            f"{how.owner} has no sample of at most {how.window} tokens ({len(items)} are longer); "
             "raise data.window or shorten the template."
             if items
-            else f"{owner} has no samples; add text or raise its data.fractions."
+            else f"{how.owner} has no samples; add text or raise its data.fractions."
         )
-    return samples_of(fitting[:limit], len(items) - len(fitting))
+    return samples_of(fitting[: how.limit], len(items) - len(fitting))

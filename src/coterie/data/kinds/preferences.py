@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate, parts_of
-from coterie.data.examples import Examples, Sample, samples_of
+from coterie.data.chat import parts_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -32,9 +31,11 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Prefere
 
 
 def _preference(record: Record, spec: PreferenceSpec) -> Preference:
-    whole = [_is_whole(record[field]) for field in ANSWERS]
+    given = [record[field] for field in ANSWERS]
+    # Conversations from their beginning, and not answers alone.
+    whole = [isinstance(answer, list) and len(answer) > 1 for answer in given]
     prompt = record.fields.get("prompt")
-    if any(whole) or isinstance(prompt, list) or isinstance(record["chosen"], list):
+    if any(whole) or isinstance(prompt, list) or isinstance(given[0], list):
         found = _conversations(record, prompt, all(whole))
     else:
         text, answers = _text(record, "prompt"), [_text(record, field) for field in ANSWERS]
@@ -70,11 +71,6 @@ def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversatio
             "the same turns, and differ in the last one alone."
         )
     return [_conversation(record, before, _said(record, t[-1:])) for t in (chosen, rejected)]
-
-
-def _is_whole(answer: Any) -> bool:
-    """Whether it is a conversation from its beginning, and not an answer alone."""
-    return isinstance(answer, list) and len(answer) > 1
 
 
 def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Conversation:
@@ -226,29 +222,20 @@ class Pairs:
         return PairBatch(self.both.batch(both_rows(rows)), self.reference.only(rows))
 
 
-def pairs(
-    items: Sequence[Preference],
-    encoder: Tokenizer,
-    ends: tuple[int, int],
-    template: ChatTemplate | None,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Pairs:
-    """Preferences as tokens; pairs with a sample of more than window + 1 are dropped and counted.
+def pairs(items: Sequence[Preference], how: Encoding) -> Pairs:
+    """Preferences as tokens; pairs with a sample that does not fit are dropped and counted.
 
-    ends: the tokens before a text prompt and after its answer. template: of conversations. `limit`
-    keeps so many pairs at most, from the start. `owner` begins an error: "Client anna: its train
-    text". Raises CoterieError if none is left.
+    Raises CoterieError if none is left.
     """
-    ids_of = PartEncoder(encoder).ids
+    ids_of, template = PartEncoder(how.encoder).ids, how.template
+    first, end = how.ends
 
     def read(item: Instruction | Conversation) -> Sample:
         """An item as tokens, of which those of its last answer count."""
         texts = parts_of(item, template)
         ids = ids_of(texts)
         if isinstance(item, Instruction):
-            ids = [[ends[0], *ids[0]], [*ids[1], ends[1]]]
+            ids = [[first, *ids[0]], [*ids[1], end]]
             size = len(item.answer.encode())
         else:
             assert template is not None, "there are conversations"
@@ -261,16 +248,16 @@ def pairs(
     too_long = 0
     for item in items:
         both = [read(item.chosen), read(item.rejected)]
-        if max(sample.tokens for sample in both) > window + 1:
+        if max(sample.tokens for sample in both) > how.window + 1:
             too_long += 1
-        elif limit is None or len(kept) < limit:
+        elif how.limit is None or len(kept) < how.limit:
             kept.append(item)
             samples += both
     if not kept:
         raise CoterieError(
-            f"{owner} has no pair whose two samples have at most {window} tokens ({len(items)} "
-            "are longer); raise data.window."
+            f"{how.owner} has no pair whose two samples have at most {how.window} tokens "
+            f"({len(items)} are longer); raise data.window."
             if items
-            else f"{owner} has no pairs; add some or raise its data.fractions."
+            else f"{how.owner} has no pairs; add some or raise its data.fractions."
         )
     return Pairs(samples_of(samples), tuple(kept), too_long)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.examples import joined
+from coterie.data.examples import Encoding, joined
 from coterie.errors import CoterieError
 
 CHUNK = 100_000
@@ -34,28 +34,19 @@ class Tokens:
     bytes: int
 
 
-def stream(
-    documents: Sequence[str],
-    encoder: Tokenizer,
-    end: int,
-    window: int,
-    limit: int | None,
-    split: str,
-    owner: str,
-) -> Tokens:
-    """Return documents as tokens, `end` between them, up to `limit` tokens.
+def stream(documents: Sequence[str], how: Encoding, split: str) -> Tokens:
+    """Return documents as tokens, the end of text between them, up to the limit.
 
-    Raises:
-        CoterieError: If the stream has fewer than window + 1 tokens. `owner` begins the message:
-            "Client anna: its train text"; `split` tells what to change.
+    Raises CoterieError if the stream has fewer than window + 1 tokens; `split` tells what to
+    change.
     """
-    tokens = _encode(documents, encoder, end, limit)
+    tokens, window = _encode(documents, how.encoder, how.ends[1], how.limit), how.window
     if len(tokens.ids) <= window:
         remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
-        if limit is not None or split == "public":
+        if how.limit is not None or split == "public":
             remedy = f"raise data.limits.{split}"
         raise CoterieError(
-            f"{owner} has {len(tokens.ids)} tokens, but a window of {window} needs at least "
+            f"{how.owner} has {len(tokens.ids)} tokens, but a window of {window} needs at least "
             f"{window + 1}; add text, {remedy}, or lower data.window."
         )
     return tokens
