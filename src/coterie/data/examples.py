@@ -13,6 +13,7 @@ from torch import Tensor
 from coterie.data.batch import Batch
 from coterie.data.chat import ChatTemplate
 from coterie.data.items import Conversation, Instruction
+from coterie.errors import CoterieError
 
 S = TypeVar("S")
 
@@ -137,6 +138,12 @@ class Encoding:
     limit: int | None
     owner: str
     template: ChatTemplate | None = None
+
+    def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
+        """The error that no sample is left: of the items none is `fitting`, or there are none of
+        this kind; both say what to do."""
+        what = f"{fitting}." if items else f"{kind} or raise its data.fractions."
+        return CoterieError(f"{self.owner} has no {what}")
 
 
 class Sample(NamedTuple):

@@ -163,12 +163,8 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
         cut, too_long = cut + (len(pieces) > 1), too_long + lost
         chosen += pieces
     if not chosen:
-        raise CoterieError(
-            f"{how.owner} has no conversation with an exchange of at most {how.window + 1} tokens; "
-            "raise data.window."
-            if items
-            else f"{how.owner} has no conversations; add some or raise its data.fractions."
-        )
+        fitting = f"conversation with an exchange of at most {how.window + 1} tokens"
+        raise how.nothing(items, f"{fitting}; raise data.window", "conversations; add some")
     return samples_of(chosen[:limit], too_long, cut, template)
 
 

@@ -122,10 +122,7 @@ def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
         samples.append(Sample(parts, item, len(item.answer.encode())))
     fitting = [sample for sample in samples if sample.tokens <= how.window + 1]
     if not fitting:
-        raise CoterieError(
-            f"{how.owner} has no sample of at most {how.window} tokens ({len(items)} are longer); "
-            "raise data.window or shorten the template."
-            if items
-            else f"{how.owner} has no samples; add text or raise its data.fractions."
-        )
+        wanted = f"sample of at most {how.window} tokens ({len(items)} are longer)"
+        remedy = "raise data.window or shorten the template"
+        raise how.nothing(items, f"{wanted}; {remedy}", "samples; add text")
     return samples_of(fitting[: how.limit], len(items) - len(fitting))

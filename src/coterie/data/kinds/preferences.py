@@ -254,10 +254,7 @@ def pairs(items: Sequence[Preference], how: Encoding) -> Pairs:
             kept.append(item)
             samples += both
     if not kept:
-        raise CoterieError(
-            f"{how.owner} has no pair whose two samples have at most {how.window} tokens "
-            f"({len(items)} are longer); raise data.window."
-            if items
-            else f"{how.owner} has no pairs; add some or raise its data.fractions."
-        )
+        size = f"at most {how.window} tokens ({len(items)} are longer)"
+        fitting = f"pair whose two samples have {size}; raise data.window"
+        raise how.nothing(items, fitting, "pairs; add some")
     return Pairs(samples_of(samples), tuple(kept), too_long)
