@@ -49,7 +49,9 @@ def survey(
             empty += blank
             for field in held.keys() - used:
                 unused.setdefault(field, Counter())[owner] += held[field]
-    return Survey(empty, unused, skipped)
+    # Plain mappings, as `dataclasses.asdict` would count the items of a Counter anew.
+    plain = [{what: dict(by) for what, by in found.items()} for found in (unused, skipped)]
+    return Survey(empty, *plain)
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
