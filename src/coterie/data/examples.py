@@ -126,8 +126,8 @@ def joined(parts: Sequence[S]) -> S:
 class Encoding:
     """How the items of a split become tokens.
 
-    ends: the tokens before a text prompt and after its answer. window: samples of more than one
-    more token do not fit. limit: so many samples, or tokens of a stream, are kept at most, from the
+    ends: the tokens before a text prompt and after its answer. window: samples of more than
+    window + 1 tokens do not fit. limit: so many samples, or tokens of a stream, are kept, from the
     start. owner: begins an error, such as "Client anna: its train text". template: of
     conversations.
     """
@@ -147,7 +147,7 @@ class Encoding:
 
 
 class Sample(NamedTuple):
-    """A sample that fits."""
+    """A sample as tokens."""
 
     parts: Sequence[tuple[list[int], bool]]
     """The ids of each part, and whether they count; the last part is the last answer."""
