@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.files import Document
-from coterie.data.spec import DataSpec
+from coterie.data.kinds.text import pieces
+from coterie.data.spec import PIECE, DataSpec
 from coterie.data.texts import Texts, split_by_fractions
 from coterie.data.tokens import ClientData, Split, encoded, tokenise
 from coterie.data.windows import sample_batch
@@ -96,7 +96,7 @@ def read_files(folder: Path) -> dict[str, str]:
 
 def divided(files: dict[str, str], seed: int) -> Texts:
     """Random pieces of the texts set aside, the rest for training."""
-    documents = [Document(text, divisible=True) for text in files.values()]
+    documents = [pieces(text, PIECE) for text in files.values()]
     return Texts(**split_by_fractions(documents, HELD_OUT, generator(seed, "split")))
 
 

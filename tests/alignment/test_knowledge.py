@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.sequence import dynamic
 from coterie.bases import context_token, load_tokenizer
-from coterie.data.examples import Examples
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
@@ -57,7 +57,9 @@ BOTH = [(a, b) for a in TOKENIZERS for b in TOKENIZERS]
 def encoded(name: str, items: list[Instruction]) -> Examples:
     tokenizer = TOKENIZERS[name]
     encoder, end = bare_encoder(tokenizer)
-    return examples(items, encoder, context_token(tokenizer), end, 80, None, "The public text")
+    return examples(
+        items, Encoding(encoder, (context_token(tokenizer), end), 80, None, "The public text")
+    )
 
 
 def positions(name: str, items: list[Instruction]) -> Positions:

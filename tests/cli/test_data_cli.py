@@ -229,7 +229,10 @@ def test_fields_and_files_that_are_not_read_are_named(tmp_path) -> None:
     (folder / "gone.txt").symlink_to(elsewhere / "gone.txt")
     file = write(tmp_path, "tiny-gpt2", {"instructions": {"template": "alpaca"}}, path=[])
     file.write_text(file.read_text().replace("path.jsonl", "ann"))
-    out = said(file)
+    out = said(file, "--json", tmp_path / "found.json")
+    survey = json.loads((tmp_path / "found.json").read_text())["survey"]
+    assert survey["unused"] == {"history": {"Client ann": 5}, "id": {"Client ann": 30}}
+    assert survey["skipped"][".md"] == {"Client ann": 2}
     assert "Field history is not used; records that contain it: Client ann (5)." in out
     assert "Field id is not used; records that contain it: Client ann (30)." in out
     assert "Field system" not in out

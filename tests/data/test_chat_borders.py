@@ -10,9 +10,12 @@ import pytest
 from every_method import some
 from kinds import KINDS, STRIPS, tokenizer
 from talks import NAMES, TEMPLATES, needs_templates
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from coterie.bases import context_token
 from coterie.data.chat import OURS, ChatTemplate
+from coterie.data.examples import Encoding
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
@@ -32,6 +35,10 @@ ROUNDS = [
     [("<|end|> a", "[INST] b"), ("x", "don't stop!\n\n\n1")],
     [("q", "\tso"), ("r", "Hello there"), ("s", "> | ###")],
 ]
+
+
+def encoding(encoder: Tokenizer, chat: ChatTemplate) -> Encoding:
+    return Encoding(encoder, (context_token(chat.tokenizer), 0), WIDE, None, "The text", chat)
 
 
 def conversations(system: bool) -> list[Conversation]:
@@ -84,7 +91,7 @@ def check(chat: ChatTemplate) -> None:
         except CoterieError:
             continue  # a text that the template changes
         text = "".join(part for part, _ in parts)
-        samples = chats([item], encoder, chat, WIDE, None, "Client anna: its train text")
+        samples = chats([item], encoding(encoder, chat))
         ids = samples.ids.tolist()
         assert ids == words(text, add_special_tokens=False)["input_ids"]
         spans, at = [], 0
@@ -122,10 +129,9 @@ def test_a_model_answers_from_the_tokens_of_training(name: str, kind: str, strip
     turns = (Turn("user", "The question"), Turn("assistant", "Yes"), Turn("user", "So?"))
     for answer in ("The answer", "no", "Hello there"):
         item = Conversation((*turns, Turn("assistant", answer)))
-        samples = chats([item], encoder, chat, WIDE, None, "Client anna: its train text")
+        samples = chats([item], encoding(encoder, chat))
         prompt = samples.ids[: int(samples.answers[0])].tolist()
         parts = chat.opening_and_answer(turns)
-        assert parts[:-1] == chat.opening(turns)
         assert PartEncoder(encoder).opening(parts) == prompt
 
 
@@ -139,11 +145,10 @@ def test_instructions_and_preferences_are_encoded_as_a_whole(kind: str, strip: s
             item = Instruction(prompt, answer)
             text = prompt if prompt.endswith("\n") else f"{prompt.rstrip()} "
             ids = words(text + answer, add_special_tokens=False)["input_ids"]
-            samples = examples([item], encoder, 1, end, WIDE, None, "The text")
+            how = Encoding(encoder, (1, end), WIDE, None, "The text")
+            samples = examples([item], how)
             assert samples.ids.tolist() == [1, *ids, end]
-            both = pairs(
-                [Preference(item, item)], encoder, (1, end), None, WIDE, None, "The text"
-            ).both
+            both = pairs([Preference(item, item)], how).both
             assert both.only([0]).ids.tolist() == [1, *ids, end]
             assert both.answers[0] == samples.answers[0]
 
@@ -164,7 +169,7 @@ def test_every_choice_is_encoded_as_a_whole(source: str, kind: str, strip: str) 
     chat = ChatTemplate(words, source, "a test's")
     turns = (Turn("user", "The question"), Turn("assistant", CHOICES[0]))
     encoder, _ = bare_encoder(words)
-    samples = chats([Conversation(turns, "x", CHOICES)], encoder, chat, WIDE, None, "The text")
+    samples = chats([Conversation(turns, "x", CHOICES)], encoding(encoder, chat))
     rows, owners = with_choices(base, samples, WIDE)
     assert owners.tolist() == [0, 0, 0]
     for number, choice in enumerate(CHOICES):
@@ -183,7 +188,7 @@ def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyP
     base: Any = SimpleNamespace(tokenizer=words, context_token=1)
     encoder, end = bare_encoder(words)
     items = [Instruction("|\n", "\n ..."), Instruction("What?", "no")]
-    samples = examples(items, encoder, 1, end, WIDE, None, "The text")
+    samples = examples(items, Encoding(encoder, (1, end), WIDE, None, "The text"))
     assert samples.answers.tolist()[0] < 1 + len(encoder.encode(items[0].prompt).ids)
     given: list[list[int]] = []
 

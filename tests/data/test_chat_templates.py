@@ -116,7 +116,7 @@ def test_what_opens_an_answer_is_what_comes_before_it(name: str) -> None:
         parts = chat.rendered(given.conversation()).parts
         *before, _ = given.turns()
         thinks = "<think>" in parts[-1][0]
-        opening = chat.opening(before, thinking=thinks)
+        opening = chat.opening_and_answer(before, thinking=thinks)[:-1]
         if name == "deepseekv3" and given.said[-1].thinking is not None:
             continue  # it leaves the thinking out, and the space after it in
         assert opening == [part for part, _ in parts[:-1]]
@@ -267,7 +267,7 @@ def test_empty_thinking_counts_where_the_template_leaves_it_in(name: str) -> Non
     kept = answer.removeprefix(lead).removesuffix(marker).strip()
     assert counts
     assert kept in (said, "It is.")
-    opening = "".join(chat.opening([Turn("user", "Is it?")]))
+    opening = "".join(chat.opening_and_answer([Turn("user", "Is it?")])[:-1])
     assert (kept == said) == ("<think>" not in opening and name != "deepseekv3")
 
 
@@ -278,6 +278,6 @@ def test_a_conversation_goes_on_whatever_a_model_said_before(name: str) -> None:
     for said in ("foo</think>bar", "x <think>y</think> z", "It is."):
         turns = [Turn("user", "Is it?"), Turn("assistant", said), Turn("user", "Why?")]
         for thinking in (False, True):
-            opening = "".join(chat.opening(turns, thinking))
+            opening = "".join(chat.opening_and_answer(turns, thinking)[:-1])
             assert "\ue000" not in opening
             assert opening.rindex("Why?") > opening.rindex("Is it?")

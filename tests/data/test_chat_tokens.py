@@ -12,9 +12,9 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AddedToken
 
-from coterie.bases import Tokenizer, load_tokenizer
+from coterie.bases import Tokenizer, context_token, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, chat_template
-from coterie.data.examples import Examples, joined
+from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.items import Conversation
 from coterie.data.kinds.conversations import chats
 from coterie.data.parts import PartEncoder
@@ -43,7 +43,8 @@ def tokens(
     given: list[Conversation], template: ChatTemplate, window: int, limit: int | None = None
 ) -> Examples:
     encoder, _ = bare_encoder(template.tokenizer)
-    return chats(given, encoder, template, window, limit, "Client anna: its train text")
+    ends, owner = (context_token(template.tokenizer), 0), "Client anna: its train text"
+    return chats(given, Encoding(encoder, ends, window, limit, owner, template))
 
 
 def runs(samples: Examples, number: int) -> list[tuple[list[int], bool]]:
@@ -101,7 +102,9 @@ def test_a_model_answers_from_what_it_read_in_training() -> None:
         item = Talk(given.system, said).conversation()
         samples = tokens([item], template, WIDE)
         prompt = samples.ids[: int(samples.answers[0])].tolist()
-        assert text(template.tokenizer, prompt) == "".join(template.opening(item.turns[:-1]))
+        assert text(template.tokenizer, prompt) == "".join(
+            template.opening_and_answer(item.turns[:-1])[:-1]
+        )
 
 
 def test_a_batch_counts_what_the_samples_count() -> None:

@@ -5,6 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from coterie.bases import load_tokenizer
+from coterie.data.examples import Encoding
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.parts import PartEncoder
@@ -52,7 +53,8 @@ def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None
 def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
     items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
-    made = (examples(i, encoder, end, end, 40, None, "ada") for i in (items, [items[2], items[1]]))
+    how = Encoding(encoder, (end, end), 40, None, "ada")
+    made = (examples(i, how) for i in (items, [items[2], items[1]]))
     whole, wanted = made
     found = whole.only([2, 1])
     for name in ("ids", "starts", "answers"):

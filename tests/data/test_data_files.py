@@ -6,12 +6,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from coterie.data.files import find_files, read_documents
+from coterie.data.files import find_files
+from coterie.data.texts import read_documents
 from coterie.errors import CoterieError
 
 
 def read(root: Path, source: str, fields: tuple[str, ...] = ("text",)) -> list[str]:
-    return [document.text for document in read_documents(root, source, fields, "Client anna")]
+    return ["".join(parts) for parts in read_documents(root, source, fields, "Client anna")]
 
 
 def write_lines(file: Path, *records: object) -> None:

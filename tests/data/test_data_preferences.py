@@ -8,11 +8,11 @@ from questions import records
 
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.chat import chat_template
-from coterie.data.examples import joined
+from coterie.data.examples import Encoding, joined
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, Reference, joined_pairs, pairs, preferences
+from coterie.data.kinds.preferences import Pairs, Reference, pairs, preferences
 from coterie.data.spec import DataSpec, PreferenceSpec
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -32,7 +32,8 @@ def read(record: dict[str, Any], **spec: Any) -> Preference:
 
 
 def made(items: list[Preference], window: int = 60, limit: int | None = None) -> Pairs:
-    return pairs(items, ENCODER, (FIRST, END), TEMPLATE, window, limit, "Ada: its text")
+    how = Encoding(ENCODER, (FIRST, END), window, limit, "Ada: its text", TEMPLATE)
+    return pairs(items, how)
 
 
 def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
@@ -40,10 +41,10 @@ def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     assert item.chosen == Instruction("Is it so? ", "Yes.")
     found = made([item])
     wanted = [Instruction("Is it so?", "Yes."), Instruction("Is it so?", "No, never.")]
-    alike = examples(wanted, ENCODER, FIRST, END, 60, None, "Ada")
+    alike = examples(wanted, Encoding(ENCODER, (FIRST, END), 60, None, "Ada"))
     assert torch.equal(found.both.ids, alike.ids)
     assert torch.equal(found.both.counted, alike.counted)
-    assert (len(found), found.bytes, found.chosen.bytes) == (1, 14, 4)
+    assert (len(found), found.both.bytes, found.chosen.bytes) == (1, 14, 4)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,8 @@ def test_messages_go_through_the_chat_template(record) -> None:
     turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
     both = [(*turns, Turn("assistant", text)) for text in ("Yes.", "No, never.")]
     assert [item.chosen, item.rejected] == [Conversation(t, "line 1 of x.jsonl") for t in both]
-    wanted = chats([Conversation(t) for t in both], ENCODER, TEMPLATE, 60, None, "Ada")
+    how = Encoding(ENCODER, (FIRST, END), 60, None, "Ada", TEMPLATE)
+    wanted = chats([Conversation(t) for t in both], how)
     found = made([item]).both
     for name in ("ids", "starts", "answers", "counted", "sizes"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -177,7 +179,7 @@ def test_some_pairs_keep_their_reference() -> None:
 def test_pairs_of_several_clients_are_one_clients() -> None:
     items = some(6)
     parts = [made(items[:2]), made(items[2:])]
-    found = joined_pairs(parts, joined([part.both for part in parts]))
+    found = joined(parts)
     assert torch.equal(found.ids, made(items).ids)
     assert found.items == tuple(items)
 

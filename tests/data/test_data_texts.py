@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data.files import Document
 from coterie.data.kinds.text import pieces
 from coterie.data.spec import ClientSpec, DataSpec, Fractions
 from coterie.data.texts import PIECE, client_texts, split_by_fractions
@@ -46,7 +45,7 @@ def test_a_text_file_is_split_near_the_fractions_and_completely() -> None:
 
 def test_adjacent_pieces_of_a_split_stay_one_document() -> None:
     lines = "".join(f"{i:06d} line\n" for i in range(5000))
-    texts = split_by_fractions([Document(lines, True)], {"test": 0.2}, generator(0, "split"))
+    texts = split_by_fractions([pieces(lines, PIECE)], {"test": 0.2}, generator(0, "split"))
     for part in texts["train"][:-1]:
         following = lines.index(part) + len(part)
         assert any(lines.startswith(other, following) for other in texts["test"])
@@ -61,11 +60,12 @@ def test_adjacent_pieces_of_a_split_stay_one_document() -> None:
 def test_records_are_dealt_whole_in_order_and_near_the_fractions(
     lengths: list[int], validation: float, test: float
 ) -> None:
-    documents = [Document(f"{i:03d}" + "x" * n, False) for i, n in enumerate(lengths)]
+    documents = [f"{i:03d}" + "x" * n for i, n in enumerate(lengths)]
     fractions = {"validation": validation, "test": test}
-    splits = split_by_fractions(documents, fractions, generator(3, "split", "anna"))
-    assert sorted(chain(*splits.values())) == [document.text for document in documents]
-    total = sum(len(document.text) for document in documents)
+    chance = generator(3, "split", "anna")
+    splits = split_by_fractions([[document] for document in documents], fractions, chance)
+    assert sorted(chain(*splits.values())) == documents
+    total = sum(map(len, documents))
     for split, fraction in fractions.items():
         assert splits[split] == sorted(splits[split])
         assert abs(sum(map(len, splits[split])) - fraction * total) <= 503

@@ -14,8 +14,8 @@ from coterie.data.files import Record, read_records
 from coterie.data.kinds.instructions import instructions
 from coterie.data.kinds.preferences import preferences
 from coterie.data.labelled import labelled
-from coterie.data.records import field_records
 from coterie.data.spec import DataSpec, InstructionSpec, PreferenceSpec
+from coterie.data.texts import field_records
 from coterie.errors import CoterieError
 
 SPEC = InstructionSpec(template="alpaca")

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.data.batch import Batch
 from coterie.data.kinds.text import Tokens
 from coterie.data.windows import evaluation_windows, even_windows, sample_batch
 from coterie.seeding import generator
@@ -34,7 +35,9 @@ def test_every_token_is_predicted_once_after_the_token_before_it(
 
 def test_batches_are_windows_of_the_stream_at_every_offset_alike() -> None:
     tokens = stream(12)
-    batch, counted, real = sample_batch(tokens, 8000, 9, generator(0, "batch"))
+    found = sample_batch(tokens, 8000, 9, generator(0, "batch"))
+    assert isinstance(found, Batch)
+    batch, counted, real = found
     assert counted is None
     assert real is None
     assert batch.shape == (8000, 10)

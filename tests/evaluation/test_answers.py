@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.errors import CoterieError
@@ -48,7 +48,8 @@ def adapted(folder: str, precision: Literal["fp32", "bf16"] = "fp32") -> Base:
 def encoded(base: Base, items: list[Instruction], window: int = 40) -> Examples:
     words: Any = base.tokenizer
     encoder, end = words.backend_tokenizer, words.eos_token_id
-    return examples(items, encoder, base.context_token, end, window, None, "Client ada: its text")
+    ends = base.context_token, end
+    return examples(items, Encoding(encoder, ends, window, None, "Client ada: its text"))
 
 
 def parts(base: Base, item: Instruction, answer: str) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from coterie.evaluation.commonest import commonest
 def samples(*items: tuple[str, tuple[str, ...]]) -> Examples:
     none = torch.zeros(0, dtype=torch.int64)
     texts = tuple(Instruction("?", answer, choices) for answer, choices in items)
-    return Examples(none, none, none, none.bool(), none, texts)
+    return Examples(none, none.bool(), none, none, none, texts)
 
 
 YES_NO = ("yes", "no")

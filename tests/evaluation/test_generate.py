@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AddedToken
 
 from coterie.adapters import Adapter, Layout
-from coterie.bases import Base, load_base
+from coterie.bases import Base, context_token, load_base
 from coterie.data.chat import ChatTemplate, chat_template
-from coterie.data.examples import Examples
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Conversation, Instruction, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
@@ -36,6 +37,11 @@ def adapted(folder: str) -> Base:
         parameter.data.normal_(std=0.5, generator=chance)
     adapter.attach(base.model)
     return base
+
+
+def encoding(encoder: Tokenizer, template: ChatTemplate) -> Encoding:
+    ends = context_token(template.tokenizer), 0
+    return Encoding(encoder, ends, 60, None, "Client ada: its text", template)
 
 
 @torch.no_grad()
@@ -107,7 +113,8 @@ def test_the_prompt_of_a_sample_is_all_before_its_answer(bases) -> None:
     words: Any = base.tokenizer
     items = [Instruction(f"Name {n} of them. ", "no", ()) for n in ("one", "a hundred", "ten")]
     end = words.eos_token_id
-    found = examples(items, words.backend_tokenizer, base.context_token, end, 32, None, "Ada")
+    ends = base.context_token, end
+    found = examples(items, Encoding(words.backend_tokenizer, ends, 32, None, "Ada"))
     expected = []
     for item in items:
         text = words(item.prompt.rstrip(), add_special_tokens=False)["input_ids"]
@@ -141,7 +148,7 @@ def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
 
     def read(end: str) -> Examples:
         template = ChatTemplate(words, CHAT.replace("MARK", end), "a test's")
-        return chats(items, encoder, template, 60, None, "Client ada: its text")
+        return chats(items, encoding(encoder, template))
 
     end = "<stop>"
     if marker == "token":
@@ -182,7 +189,7 @@ def test_thinking_is_no_part_of_an_answer(bases, monkeypatch) -> None:
     encoder, _ = bare_encoder(base.tokenizer)
     template = chat_template(base.tokenizer, None)
     item = Conversation((Turn("user", "Who?"), Turn("assistant", "<think>hm</think> I.")))
-    samples = chats([item], encoder, template, 60, None, "Client ada: its text")
+    samples = chats([item], encoding(encoder, template))
     wrote = ["<think>\nWell.\n</think>\n\nI."]
     monkeypatch.setattr("coterie.evaluation.generation.continuations", lambda *_: wrote)
     assert generate_answers(base, base.model, samples, 6, 2) == ["I."]

@@ -38,7 +38,7 @@ def ids_of(base: Base, *parts: str) -> list[int]:
 @torch.no_grad()
 def slowly(base: Base, turns: list[Turn], model: Any = None) -> str:
     """The likeliest token after all that there is, until the end."""
-    ids = ids_of(base, *chat_template(base.tokenizer, None).opening(turns))
+    ids = ids_of(base, *chat_template(base.tokenizer, None).opening_and_answer(turns)[:-1])
     before = len(ids)
     model = model or base.model
     while len(ids) < before + GREEDY.tokens and ids[-1] != base.tokenizer.eos_token_id:
@@ -171,9 +171,9 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
         fits = [
             n
             for n in range(0, len(said), 2)
-            if len(ids_of(base, *template.opening([system, *said[n:]]))) + 12 <= 91
+            if len(ids_of(base, *template.opening_and_answer([system, *said[n:]])[:-1])) + 12 <= 91
         ]
-        expected = template.opening([system, *said[fits[0] :]])
+        expected = template.opening_and_answer([system, *said[fits[0] :]])[:-1]
         assert model.read[-1] == ids_of(base, *expected)
         assert talk.left_out == fits[0] // 2
     assert talk.left_out > 2
@@ -202,4 +202,6 @@ def test_with_thinking_the_model_reads_what_stands_before_it(base) -> None:
     model = Scripted([ids_of(base, "<think>Hm.</think>Yes.")])
     talk = speaker(base, Sampling(9, 0, 1, 0, thinking=True), model)
     assert talk.answer("Well?", lambda piece: None) == "<think>Hm.</think>Yes."
-    assert model.read == [ids_of(base, *talk.template.opening([Turn("user", "Well?")], True))]
+    assert model.read == [
+        ids_of(base, *talk.template.opening_and_answer([Turn("user", "Well?")], True)[:-1])
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import ClientData, bare_encoder
@@ -46,7 +46,8 @@ def base(bases: Path) -> Base:
 
 def encoded(base: Base, items: list[Instruction]) -> Examples:
     encoder, end = bare_encoder(base.tokenizer)
-    return examples(items, encoder, base.context_token, end, 60, None, "The public text")
+    ends = base.context_token, end
+    return examples(items, Encoding(encoder, ends, 60, None, "The public text"))
 
 
 def distiller_of(

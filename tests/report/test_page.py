@@ -155,10 +155,10 @@ def test_pieces_are_the_text_and_whole_characters(runs) -> None:
 
 
 def test_prompts_with_answers_are_read_one_by_one() -> None:
-    starts = torch.tensor([0, 70, 160, 200])
+    lengths = torch.tensor([70, 90, 40])
     items = (Instruction("q", "a"),) * 3
     ids, sizes = torch.arange(200, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
-    samples = Examples(ids, starts, starts[:-1] + 5, torch.ones(200).bool(), sizes, items)
+    samples = Examples(ids, torch.ones(200).bool(), lengths, lengths - 5, sizes, items)
     parts = _beginning(samples, 7)
     assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 69), (70, 21)]  # 90 but for firsts
     (text,) = _beginning(Tokens(torch.arange(200, dtype=torch.int32), 9), 7)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Examples
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.tokens import bare_encoder
@@ -38,7 +38,8 @@ def base(request, bases) -> Base:
 
 def encoded(base: Base) -> Examples:
     encoder, end = bare_encoder(base.tokenizer)
-    return examples(ITEMS, encoder, base.context_token, end, 60, None, "The public text")
+    ends = base.context_token, end
+    return examples(ITEMS, Encoding(encoder, ends, 60, None, "The public text"))
 
 
 @torch.no_grad()

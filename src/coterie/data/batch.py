@@ -24,8 +24,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Self:
         """The same on a device."""
-        masks = (None if mask is None else mask.to(device) for mask in self[1:])
-        return type(self)(self.ids.to(device), *masks)
+        return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
         """The same samples, the shortest first; as they are where nothing is padding."""
@@ -49,20 +48,17 @@ class Batch(NamedTuple):
             order = everything
         for start, end in zip([0, *ends], ends, strict=False):
             rows, time = order[start:end], longest[end - 1]
-            masks = self.counted[rows, :time], self.real[rows, :time]
-            yield rows, type(self)(self.ids[rows, : time + 1], *masks)
+            counted, real = self.counted[rows, :time], self.real[rows, :time]
+            yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
 
-    def only(self, rows: Tensor) -> Self:
+    def only(self, rows: Tensor | slice) -> Self:
         """Some of the samples, by their numbers."""
-        masks = (None if mask is None else mask[rows] for mask in self[1:])
-        return type(self)(self.ids[rows], *masks)
+        return self._make(None if part is None else part[rows] for part in self)
 
     def split(self, size: int) -> Iterator[Self]:
         """The same in batches of at most `size`."""
         for start in range(0, len(self.ids), size):
-            rows = slice(start, start + size)
-            masks = (None if mask is None else mask[rows] for mask in self[1:])
-            yield type(self)(self.ids[rows], *masks)
+            yield self.only(slice(start, start + size))
 
 
 def _ends(lengths: Sequence[int], price: int) -> list[int]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
@@ -109,19 +109,12 @@ class ChatTemplate:
         found = {marker for text in rendered for marker in _TURN_MARKER.findall(text)}
         return found.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
 
-    def opening(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """What a base reads before it answers these turns, in parts; before it thinks, with
-        `thinking`.
-
-        It is what `rendered` gives before the answer, which in some templates is not what they
-        write with `add_generation_prompt`.
-        """
-        return self.opening_and_answer(turns, thinking)[:-1]
-
     def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """Return the parts of `opening`, and one with an answer that stands for any.
+        """What a base reads before it answers these turns, in parts, and last an answer that stands
+        for any, as the tokens at the end of a text depend on what follows it.
 
-        The tokens at the end of a text depend on what follows it.
+        Before it thinks, with `thinking`. It is what `rendered` gives before the answer, which in
+        some templates is not what they write with `add_generation_prompt`.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
         whole = Conversation((*turns, answer))
@@ -243,8 +236,8 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
     for turn in turns:
         if turn.role == "assistant":
             thinking, _ = parted(turn.content)
-            before = f"<think>{_mark('t', number)}</think>" if thinking else ""
-            turn = turn._replace(content=before + _mark("a", number))
+            before = f"<think>\ue000t{number}\ue001</think>" if thinking else ""
+            turn = turn._replace(content=f"{before}\ue000a{number}\ue001")
             number += 1
         marked.append(turn)
     return marked
@@ -254,10 +247,6 @@ def _after_space(text: str, start: int) -> int:
     """Where the first character is, from `start` on, that is no space."""
     found = _SPACE.match(text, start)
     return start if found is None else found.end()
-
-
-def _mark(kind: Literal["t", "a"], number: int) -> str:
-    return f"\ue000{kind}{number}\ue001"
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:

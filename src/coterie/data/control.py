@@ -16,13 +16,15 @@ from coterie.errors import CoterieError
 
 AROUND = 20
 """Characters of a text that an error shows before and after a control token."""
+NEVER = "(?!)"
+"""A pattern that matches nothing."""
 _BARS = re.compile(r"<[|｜].*[|｜]>")
 """The form of tokens that some tokenizers do not declare special, such as DeepSeek's."""
 
 
-def contents(items: Iterable[Any]) -> Iterable[tuple[str, ...]]:
-    """Return the own texts of documents or samples, without those of templates."""
-    return ((item,) if isinstance(item, str) else item.content for item in items)
+def own_texts(item: Any) -> tuple[str, ...]:
+    """Return the own texts of a document or a sample, without that of a template."""
+    return (item,) if isinstance(item, str) else item.content
 
 
 def has_conversations(items: Sequence[Any]) -> bool:
@@ -32,8 +34,8 @@ def has_conversations(items: Sequence[Any]) -> bool:
 
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
-) -> re.Pattern[str] | None:
-    """Return a pattern of all control tokens, the longest first; None if there are none.
+) -> re.Pattern[str]:
+    """Return a pattern of all control tokens, the longest first.
 
     They are the tokenizer's special tokens and, with a chat template, the markers of its turns.
     """
@@ -41,17 +43,15 @@ def control_tokens(
     tokens = {t.content for t in added if t.special or _BARS.fullmatch(t.content)}
     tokens |= set(template.turn_markers) if template else set()
     ordered = sorted(filter(str.strip, tokens), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+    return re.compile("|".join(map(re.escape, ordered)) or NEVER)
 
 
-def count_control(items: Iterable[Any], tokens: re.Pattern[str] | None) -> int:
+def count_control(items: Iterable[Any], tokens: re.Pattern[str]) -> int:
     """Return how many control tokens the own texts of documents or samples contain."""
-    if tokens is None:
-        return 0
-    return sum(len(tokens.findall(text)) for own in contents(items) for text in own)
+    return sum(len(tokens.findall(text)) for item in items for text in own_texts(item))
 
 
-def refuse_control(items: Sequence[Any], tokens: re.Pattern[str] | None, owner: str) -> None:
+def refuse_control(items: Iterable[Any], tokens: re.Pattern[str], owner: str) -> None:
     """Raise CoterieError for the first control token in documents or samples.
 
     Args:
@@ -59,10 +59,8 @@ def refuse_control(items: Sequence[Any], tokens: re.Pattern[str] | None, owner: 
         tokens: a pattern of all control tokens.
         owner: whose text it is, such as "Client anna: its train text".
     """
-    if tokens is None:
-        return
-    for item, own in zip(items, contents(items), strict=True):
-        for text in own:
+    for item in items:
+        for text in own_texts(item):
             if found := tokens.search(text):
                 start, end = max(0, found.start() - AROUND), found.end() + AROUND
                 where = owner if isinstance(item, str) else getattr(item, "chosen", item).where

@@ -7,7 +7,7 @@ split by fractions; a part "at random" is the first so many of the shuffled reco
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -68,8 +68,7 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     own = {split: _shuffled(given, seed, split) for split, given in found.items()}
     fractions = {split: share for split, share in data.fractions if split not in own}
     if spec.by == "even":
-        items = {split: [item for _, item in given] for split, given in own.items()}
-        return _evenly(spec, [item for _, item in records], fractions, items)
+        return _evenly(spec, records, fractions, own)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools = _pools(records)
     names = _client_names(spec, list(pools))
@@ -80,11 +79,11 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     if spec.mixtures is None:
         train = [_alternating(part, records) for part in _divide(spec, pools, seed)]
     else:
-        supply = _Supply(pools, _asked(spec.mixtures, pools), lengths)
+        asked = _asked(spec.mixtures, pools)
         if not held:
-            size = supply.most()
-            held = {split: supply.take(share * size) for split, share in fractions.items()}
-        train = supply.take(supply.most())
+            size = _most(pools, asked, lengths)
+            held = {s: _take(pools, asked, lengths, size * f) for s, f in fractions.items()}
+        train = _take(pools, asked, lengths, _most(pools, asked, lengths))
     given = {split: _dealt_alike(spec, part, train, records) for split, part in own.items()}
 
     texts: dict[str, Texts[Any]] = {}
@@ -126,9 +125,9 @@ def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int
     else:
         sizes = {label: sum(lengths[number] for number in pool) for label, pool in pools.items()}
         mixtures = [{label: size / sum(sizes.values()) for label, size in sizes.items()}]
-    size = spec.public * _Supply(pools, mixtures, lengths).most() * len(mixtures)
+    size = spec.public * _most(pools, mixtures, lengths) * len(mixtures)
     every = {label: sum(m.get(label, 0) for m in mixtures) / len(mixtures) for label in pools}
-    [part] = _Supply(pools, [every], lengths).take(size)
+    [part] = _take(pools, [every], lengths, size)
     return part
 
 
@@ -152,10 +151,7 @@ def _dealt_alike(
 
 
 def _evenly(
-    spec: DivideSpec,
-    items: Sequence[Any],
-    fractions: Mapping[str, float],
-    own: Mapping[str, list[Any]],
+    spec: DivideSpec, records: Records, fractions: Mapping[str, float], own: Mapping[str, Records]
 ) -> Division:
     """Deal shuffled items in parts of one size: one per client and, if asked for, a public one;
     with more `parts` than that, the others are unused.
@@ -164,27 +160,22 @@ def _evenly(
     are everybody's, as FedMKT scores all models alike. Fewer items than there are parts are left
     over, unused.
     """
-    names = _client_names(spec, [])
-    parts = spec.parts or spec.taken
-    held = dict(own)
-    start = 0
+    items = [item for _, item in records]
+    held = {split: [item for _, item in given] for split, given in own.items()}
     for split, fraction in fractions.items():
-        count = int(fraction * len(items))
-        held[split] = list(items[start : start + count])
-        start += count
-    size = (len(items) - start) // parts
+        count = int(fraction * len(records))
+        held[split], items = items[:count], items[count:]
+    parts = spec.parts or spec.taken
+    size = len(items) // parts
     if not size or not all(held.values()):
         raise CoterieError(
-            f"divide: {len(items)} records are too few for {parts} parts with the validation "
+            f"divide: {len(records)} records are too few for {parts} parts with the validation "
             "and test splits of data.fractions; add records, or lower divide.clients or "
             "divide.parts."
         )
-    dealt = [
-        Texts(train=list(items[first : first + size]), **held)
-        for first in range(start, start + spec.taken * size, size)
-    ]
+    dealt = [Texts(items[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
     public = dealt.pop() if spec.public else None
-    return Division(dict(zip(names, dealt, strict=True)), {}, public)
+    return Division(dict(zip(_client_names(spec, []), dealt, strict=True)), {}, public)
 
 
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
@@ -303,11 +294,9 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     other = (size - own) // (len(pools) - 1)
     parts: list[list[int]] = [[] for _ in pools]
     for label, pool in enumerate(pools.values()):
-        start = 0
+        left = iter(pool)
         for client, part in enumerate(parts):
-            count = own if client == label else other
-            part += pool[start : start + count]
-            start += count
+            part += islice(left, own if client == label else other)
     return parts
 
 
@@ -323,43 +312,36 @@ def _asked(mixtures: Mapping[str, Mapping[str, float]], pools: Pools) -> list[Ma
     return [mixtures[client] for client in sorted(mixtures)]
 
 
-@dataclass(frozen=True)
-class _Supply:
-    """The records that are left for clients with given mixtures.
+Mixtures = Sequence[Mapping[str, float]]
+"""Each client's shares of the labels, of characters: so a client's tokens follow them."""
 
-    Shares are of characters rather than records, so that a client's tokens follow them.
+
+def _most(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
+    """The characters that every client can have; the label that is scarcest decides."""
+    sizes: list[float] = []
+    for label, pool in pools.items():
+        if asked := sum(shares.get(label, 0) for shares in mixtures):
+            sizes.append(sum(lengths[number] for number in pool) / asked)
+    return min(sizes)
+
+
+def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
+    """For each client the numbers of records of `size` characters, which leave the pools.
+
+    Of each label a client has its share to within one record: what it is dealt begins and ends
+    with the record's end that is nearest. Labels alternate so that the shares also hold, to
+    within a record of each label, for the start of the text, which is what a limit keeps.
     """
-
-    pools: Pools
-    mixtures: list[Mapping[str, float]]
-    lengths: list[int]
-    """Characters of each record."""
-
-    def most(self) -> float:
-        """The characters that every client can have; the label that is scarcest decides."""
-        sizes: list[float] = []
-        for label, pool in self.pools.items():
-            if asked := sum(shares.get(label, 0) for shares in self.mixtures):
-                sizes.append(sum(self.lengths[number] for number in pool) / asked)
-        return min(sizes)
-
-    def take(self, size: float) -> list[list[int]]:
-        """For each client the numbers of records of `size` characters, which leave the pools.
-
-        Of each label a client has its share to within one record: what it is dealt begins and ends
-        with the record's end that is nearest. Labels alternate so that the shares also hold, to
-        within a record of each label, for the start of the text, which is what a limit keeps.
-        """
-        parts: list[list[tuple[float, int]]] = [[] for _ in self.mixtures]
-        for label, pool in self.pools.items():
-            ends = numpy.cumsum([0, *(self.lengths[number] for number in pool)])
-            start, wanted = 0, 0.0
-            for part, shares in zip(parts, self.mixtures, strict=True):
-                wanted += size * shares.get(label, 0)
-                end = int(abs(ends - wanted).argmin())
-                middles = (ends[start:end] + ends[start + 1 : end + 1]) / 2 - ends[start]
-                places = middles / (ends[end] - ends[start])  # 0 to 1, in the label's own text
-                part += zip(places.tolist(), pool[start:end], strict=True)
-                start = end
-            del pool[:start]
-        return [[number for _, number in sorted(part)] for part in parts]
+    parts: list[list[tuple[float, int]]] = [[] for _ in mixtures]
+    for label, pool in pools.items():
+        ends = numpy.cumsum([0, *(lengths[number] for number in pool)])
+        start, wanted = 0, 0.0
+        for part, shares in zip(parts, mixtures, strict=True):
+            wanted += size * shares.get(label, 0)
+            end = int(abs(ends - wanted).argmin())
+            middles = (ends[start:end] + ends[start + 1 : end + 1]) / 2 - ends[start]
+            places = middles / (ends[end] - ends[start])  # 0 to 1, in the label's own text
+            part += zip(places.tolist(), pool[start:end], strict=True)
+            start = end
+        del pool[:start]
+    return [[number for _, number in sorted(part)] for part in parts]

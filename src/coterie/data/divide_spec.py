@@ -7,18 +7,28 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coterie.data.spec import PIECE, Spec
+from coterie.data.spec import PIECE, Spec, optional
 from coterie.files import ClientName
 
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
+USED_BY = {
+    "clients": ("dirichlet", "even"),
+    "alpha": ("dirichlet",),
+    "share": ("mixture",),
+    "mixtures": ("mixtures",),
+    "balanced": ("dirichlet",),
+    "parts": ("even",),
+    "held_out": ("label", "dirichlet", "mixture", "mixtures"),
+}
+"""Which ways to divide use an option."""
 
 
 class SourceSpec(Spec):
     """A label's source in `divide.source`, where it is a subset of a hub data set."""
 
     source: str = Field(description="file, folder, or hub name of a data set")
-    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
+    subset: str | None = optional("subset (configuration) of a hub data set")
 
 
 class DivideSpec(Spec):
@@ -28,24 +38,20 @@ class DivideSpec(Spec):
         description="file, folder, or hub name of a data set; or a mapping of each label to "
         "one, or to its `source` and `subset`"
     )
-    subset: str | None = Field(default=None, description="subset (configuration) of a hub data set")
+    subset: str | None = optional("subset (configuration) of a hub data set")
     split: str = Field(default="train", description="split of a hub data set to divide")
-    validation: str | None = Field(
-        default=None,
-        description="the data set's own validation text, dealt to clients in the shares of their "
+    validation: str | None = optional(
+        "the data set's own validation text, dealt to clients in the shares of their "
         "training text: split of a hub data set, or file or folder; default: "
-        "data.fractions.validation of what is divided",
+        "data.fractions.validation of what is divided"
     )
-    test: str | None = Field(
-        default=None,
-        description="the data set's own test text, likewise; default: data.fractions.test of what "
-        "is divided",
+    test: str | None = optional(
+        "the data set's own test text, likewise; default: data.fractions.test of what is divided"
     )
-    where: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Jinja expression over a record's fields, such as `output | wordcount > 10`; "
+    where: str | None = optional(
+        "Jinja expression over a record's fields, such as `output | wordcount > 10`; "
         "other records are left out",
+        min_length=1,
     )
     by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
         description="one label per client; Dirichlet shares; mostly one label per client; "
@@ -54,36 +60,27 @@ class DivideSpec(Spec):
     label: str = Field(
         default="label", description="field that contains a record's label (not used by even)"
     )
-    clients: int | None = Field(
-        default=None, ge=1, description="number of clients (dirichlet and even only)"
-    )
-    parts: int | None = Field(
-        default=None,
-        ge=1,
-        description="equal parts that records are dealt in, of which each client and the public "
+    clients: int | None = optional("number of clients (dirichlet and even only)", ge=1)
+    parts: int | None = optional(
+        "equal parts that records are dealt in, of which each client and the public "
         "set take one; default: as many as these take (even only)",
+        ge=1,
     )
-    alpha: float | None = Field(
-        default=None,
+    alpha: float | None = optional(
+        "Dirichlet concentration; larger values give more even shares (dirichlet only)",
         gt=0,
         allow_inf_nan=False,
-        description="Dirichlet concentration; larger values give more even shares (dirichlet only)",
     )
     balanced: bool = Field(
         default=False,
         description="give no further labels to clients that have their even share of the "
         "records (dirichlet only)",
     )
-    share: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="share of a client's own label in its text (mixture only)",
+    share: float | None = optional(
+        "share of a client's own label in its text (mixture only)", ge=0, le=1
     )
-    mixtures: dict[ClientName, dict[Label, Share]] | None = Field(
-        default=None,
-        description="label shares of each client, in characters (with instructions: samples) "
-        "(mixtures only)",
+    mixtures: dict[ClientName, dict[Label, Share]] | None = optional(
+        "label shares of each client, in characters (with instructions: samples) (mixtures only)"
     )
     piece: int = Field(
         default=PIECE,
@@ -110,26 +107,12 @@ class DivideSpec(Spec):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Self:
-        needed = {
-            "label": (),
-            "dirichlet": ("clients", "alpha"),
-            "mixture": ("share",),
-            "mixtures": ("mixtures",),
-            "even": ("clients",),
-        }[self.by]
-        for option in ("clients", "alpha", "share", "mixtures"):
-            given = getattr(self, option) is not None
-            if given and option not in needed:
+        for option, ways in USED_BY.items():
+            given = getattr(self, option) != type(self).model_fields[option].default
+            if given and self.by not in ways:
                 raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
-            if not given and option in needed:
+            if not given and self.by in ways and option not in ("balanced", "parts", "held_out"):
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
-        for option, refused in (
-            ("balanced", self.balanced and self.by != "dirichlet"),
-            ("parts", self.parts is not None and self.by != "even"),
-            ("held_out", self.held_out != "own" and self.by == "even"),
-        ):
-            if refused:
-                raise ValueError(f"dividing by {self.by} does not use {option}; remove it")
         if self.parts is not None and self.parts < self.taken:
             raise ValueError(
                 f"divide.parts is {self.parts}, but clients and the public set take {self.taken}; "

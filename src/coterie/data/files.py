@@ -24,14 +24,6 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
-class Document:
-    """A text of its own; a divisible one (a .txt file) may be split in the middle, a record not."""
-
-    text: str
-    divisible: bool
-
-
-@dataclass(frozen=True)
 class Unreadable:
     """A field's value that cannot be decoded; an error only if the field is used."""
 
@@ -68,6 +60,11 @@ class Record:
             )
         return value
 
+    def unfit(self, field: str, value: Any, wanted: str) -> CoterieError:
+        """The error that a field's value is not what is wanted, which `wanted` says, and what to
+        do."""
+        return CoterieError(f"{self.where}: field {field} contains {value!r:.60}, not {wanted}.")
+
     def text(self, fields: Sequence[str]) -> str:
         """The text of the fields, joined by newlines."""
         values = [self[field] for field in fields]
@@ -86,18 +83,6 @@ class Record:
                 f"{error.start} of its text; fix or remove it."
             ) from error
         return text
-
-
-def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -> list[Document]:
-    """The documents of a file or folder: every .txt file, and every record that is not blank."""
-    documents: list[Document] = []
-    for file in find_files(resolve(root, source), owner):
-        if file.suffix.lower() == ".txt":
-            documents.append(Document(read_text(file, owner), divisible=True))
-        else:
-            texts = (record.text(fields) for record in read_records(file, owner))
-            documents += [Document(text, divisible=False) for text in texts if text.strip()]
-    return documents
 
 
 def resolve(root: Path, source: str) -> Path:
@@ -179,7 +164,12 @@ _SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 def read_text(file: Path, owner: str) -> str:
     """A file's text, exactly, but for a byte order mark; it must be UTF-8."""
-    raw = _read_bytes(file, owner)
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise CoterieError(
+            f"{owner}: {file} cannot be read ({error.strerror}); check its permissions."
+        ) from error
     if not raw.strip():
         raise CoterieError(f"{owner}: {file} is empty; add text or remove the file.")
     if b"\0" in raw:
@@ -192,15 +182,6 @@ def read_text(file: Path, owner: str) -> str:
     except UnicodeDecodeError as error:
         raise CoterieError(
             f"{owner}: {file} is not UTF-8 (at byte {error.start}); save it again in UTF-8."
-        ) from error
-
-
-def _read_bytes(file: Path, owner: str) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise CoterieError(
-            f"{owner}: {file} cannot be read ({error.strerror}); check its permissions."
         ) from error
 
 

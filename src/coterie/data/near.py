@@ -49,42 +49,35 @@ def near_pairs(
     wholes = [p[0] if len(p) == 1 else numpy.unique(numpy.concatenate(p)) for p in parts]
     if not wholes:
         return []
-    counts = _Counts(wholes)
+    values, counts = numpy.unique(numpy.concatenate(wholes), return_counts=True)
+
+    def held(shingles: Hashes) -> NDArray[numpy.int64]:
+        """How many records have each shingle."""
+        return counts[numpy.searchsorted(values, shingles)]
+
+    def are_near(a: Sequence[Hashes], b: Sequence[Hashes]) -> bool:
+        return len(a) == len(b) and all(
+            _is_near(one, other, held) for one, other in zip(a, b, strict=True)
+        )
+
     empty = MinHash(BANDS * ROWS, hashfunc=int)
     index = MinHashLSH(num_perm=BANDS * ROWS, params=(BANDS, ROWS))
     pairs: list[tuple[int, int]] = []
     for b, shingles in enumerate(wholes):
         progress(b, len(wholes))
-        rare = shingles[counts.of(shingles) <= COMMON]
+        rare = shingles[held(shingles) <= COMMON]
         if not len(rare):
             continue
         sketch = empty.copy()
         sketch.update_batch(rare)
         proposed = sorted(cast("list[int]", index.query(sketch)))
-        pairs += [(a, b) for a in proposed if _are_near(parts[a], parts[b], counts)]
+        pairs += [(a, b) for a in proposed if are_near(parts[a], parts[b])]
         index.insert(b, sketch, check_duplication=False)
     return sorted(pairs)
 
 
-class _Counts:
-    """How many records have each shingle."""
-
-    def __init__(self, wholes: Sequence[Hashes]) -> None:
-        self.values, self.counts = numpy.unique(numpy.concatenate(wholes), return_counts=True)
-
-    def of(self, shingles: Hashes) -> NDArray[numpy.int64]:
-        """Return the number of records for each shingle."""
-        return self.counts[numpy.searchsorted(self.values, shingles)]
-
-
-def _are_near(a: Sequence[Hashes], b: Sequence[Hashes], counts: _Counts) -> bool:
-    return len(a) == len(b) and all(
-        _is_near(one, other, counts) for one, other in zip(a, b, strict=True)
-    )
-
-
-def _is_near(a: Hashes, b: Hashes, counts: _Counts) -> bool:
-    """Return whether two parts are nearly the same, boilerplate apart.
+def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]]) -> bool:
+    """Return whether two parts are nearly the same, boilerplate apart; `held`: by how many records.
 
     Records that share a header and differ in the text after it are alike in the header alone. That
     shows in the other records with the header: where these two differ, they agree with neither. Of
@@ -98,8 +91,8 @@ def _is_near(a: Hashes, b: Hashes, counts: _Counts) -> bool:
     if not needed:
         return True
     # The rarest shingles that suffice for the similarity: at most so many records have them.
-    records = int(numpy.partition(counts.of(both), needed - 1)[needed - 1])
-    agreeing = float((counts.of(different) - 1).mean())
+    records = int(numpy.partition(held(both), needed - 1)[needed - 1])
+    agreeing = float((held(different) - 1).mean())
     return records <= FEW or agreeing >= AGREEING * (records - 2)
 
 

@@ -4,7 +4,6 @@ What is compared are records, prompts with their answers, and pieces of text fil
 travels: it is for whoever holds the texts.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.control import contents, count_control
+from coterie.data.control import own_texts
 from coterie.data.files import listed, listed_first
 from coterie.data.items import Conversation, Instruction, Preference
 from coterie.data.kinds.text import Tokens, pieces
@@ -103,30 +102,11 @@ class Quality:
     """Whether `data.deduplicate` is on."""
 
 
-def special_tokens(
-    client: str,
-    split: str,
-    items: Sequence[Any],
-    read: Split,
-    tokenizer: PreTrainedTokenizerBase,
-    control: re.Pattern[str] | None,
-) -> SpecialTokens:
-    """Return the unknown and control tokens of one split.
-
-    Args:
-        client: the client's name.
-        split: train, validation, test or public.
-        items: the split's documents or samples.
-        read: the tokens that the run reads of them.
-        tokenizer: the client's tokenizer.
-        control: a pattern of the control tokens; see `control_tokens`.
-    """
+def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many of the tokens that a run reads of a split are unknown ones."""
     unknown = tokenizer.unk_token_id
-    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
-    count = 0
-    if isinstance(unknown, int) and unknown not in ends:
-        count = int(read.ids.eq(unknown).sum())
-    return SpecialTokens(client, split, len(read.ids), count, count_control(items, control))
+    ends = (None, tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's is its end
+    return 0 if unknown in ends else int(read.ids.eq(unknown).sum())
 
 
 def quality(
@@ -189,11 +169,13 @@ def sentences(found: Quality) -> list[str]:
     if found.deduplicated:
         removed = {f"{s.client} {s.split}": s.removed for s in train}
         lines.append(f"texts removed by data.deduplicate: {_total(removed)}")
-    for what, by_owner in (("fields", found.survey.unused), ("files", found.survey.skipped)):
+    for what, by_owner in (
+        ("fields not used (records that have them)", found.survey.unused),
+        ("files skipped", found.survey.skipped),
+    ):
         if by_owner:
             kinds = {kind: sum(counts.values()) for kind, counts in by_owner.items()}
-            verb = "not used (records that have them)" if what == "fields" else "skipped"
-            lines.append(f"{what} {verb}: {listed(kinds)}")
+            lines.append(f"{what}: {listed(kinds)}")
     if unknown := sum(s.unknown for s in found.special):
         share = unknown / sum(s.tokens for s in found.special)
         lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all)")
@@ -267,7 +249,7 @@ def find_copies(
                 nearly = {**_found(place, where[other]), **nearly}
             for kind in KINDS:
                 if found := exact.get(kind) or nearly.get(kind):
-                    shown = "\n".join(filter(None, *contents([item])))
+                    shown = "\n".join(filter(None, own_texts(item)))
                     copies.append(Copy(kind, kind in exact, place, found, shown))
     return copies
 
@@ -278,7 +260,7 @@ def _near(
     """Return the near duplicates of each text among distinct ones."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
-    for a, b in near_pairs(list(contents(items.values())), progress):
+    for a, b in near_pairs(list(map(own_texts, items.values())), progress):
         near[texts[a]].append(texts[b])
         near[texts[b]].append(texts[a])
     return near
@@ -315,8 +297,9 @@ def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
     kept: list[Any] = []
     parts = [(number, part, _text(part) in again) for number, part in train]
     for (_, gone), run in groupby(parts, key=lambda part: (part[0], part[2])):
+        left = [part for _, part, _ in run]
         if not gone:
-            kept.append(_joined([part for _, part, _ in run]))
+            kept.append("".join(left) if isinstance(left[0], str) else left[0])
     removed = sum(gone and bool(_text(part)) for _, part, gone in parts)
     if removed and not any(_text(part) for _, part, gone in parts if not gone):
         raise CoterieError(
@@ -330,7 +313,3 @@ def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
 def _parts(item: Item) -> Sequence[Item]:
     """What is compared of an item: its pieces, or the prompt with its answer as a whole."""
     return list(pieces(item, PIECE)) if isinstance(item, str) else [item]
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return "".join(parts) if isinstance(parts[0], str) else parts[0]

@@ -22,34 +22,31 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def optional(description: str, **limits: Any) -> Any:
+    """A key that may be left out, and is None then."""
+    return Field(default=None, description=description, **limits)
+
+
 class ClientLimits(Spec):
     """At most so much of a client's split is kept, from its start; without a limit, all.
 
     A limit counts tokens, or samples where the data are instructions or conversations.
     """
 
-    train: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum number of training tokens (with instructions: samples); default: all",
+    train: int | None = optional(
+        "maximum number of training tokens (with instructions: samples); default: all", ge=1
     )
-    validation: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum number of validation tokens (or samples); default: all",
+    validation: int | None = optional(
+        "maximum number of validation tokens (or samples); default: all", ge=1
     )
-    test: int | None = Field(
-        default=None, ge=1, description="maximum number of test tokens (or samples); default: all"
-    )
+    test: int | None = optional("maximum number of test tokens (or samples); default: all", ge=1)
 
 
 class Limits(ClientLimits):
     """The limits of all clients, and of the public set."""
 
-    public: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum number of tokens (or samples) of the public set; default: all",
+    public: int | None = optional(
+        "maximum number of tokens (or samples) of the public set; default: all", ge=1
     )
 
 
@@ -88,11 +85,10 @@ class InstructionSpec(Spec):
         min_length=1,
         description="field that contains the answer, or Jinja text that renders it",
     )
-    choices: Annotated[list[Choice], Field(min_length=2)] | str | None = Field(
-        default=None,
-        description="answers to choose from, for accuracy: a list, a field that contains one, "
+    choices: Annotated[list[Choice], Field(min_length=2)] | str | None = optional(
+        "answers to choose from, for accuracy: a list, a field that contains one, "
         "or Jinja text that renders one per line; default: the distinct answers of "
-        "a source's records with the same `instruction`, if there are 2 to 20",
+        "a source's records with the same `instruction`, if there are 2 to 20"
     )
 
     @field_validator("choices", mode="before")
@@ -109,10 +105,8 @@ class InstructionSpec(Spec):
 class MessagesSpec(Spec):
     """How records become conversations: the run file's section `data.messages:`."""
 
-    field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="field that contains the list of turns; default: messages, else conversations",
+    field: str | None = optional(
+        "field that contains the list of turns; default: messages, else conversations", min_length=1
     )
 
 
@@ -144,26 +138,21 @@ class DataSpec(Spec):
         description="field or fields that contain a record's text, joined by newlines; unused "
         "with instructions and messages",
     )
-    instructions: InstructionSpec | None = Field(
-        default=None,
-        description="treat records as prompts with answers, and train on the answers only; "
-        "default: plain text",
+    instructions: InstructionSpec | None = optional(
+        "treat records as prompts with answers, and train on the answers only; default: plain text"
     )
-    messages: MessagesSpec | None = Field(
-        default=None,
-        description="treat records as conversations, and train on what the assistant says in them; "
-        "true: with the defaults; default: plain text",
+    messages: MessagesSpec | None = optional(
+        "treat records as conversations, and train on what the assistant says in them; "
+        "true: with the defaults; default: plain text"
     )
-    preferences: PreferenceSpec | None = Field(
-        default=None,
-        description="treat records as a prompt with a chosen and a rejected answer, and learn to "
-        "prefer the chosen ones (see training.dpo); true: with the defaults; default: no",
+    preferences: PreferenceSpec | None = optional(
+        "treat records as a prompt with a chosen and a rejected answer, and learn to "
+        "prefer the chosen ones (see training.dpo); true: with the defaults; default: no"
     )
-    chat_template: str | None = Field(
-        default=None,
-        min_length=1,
-        description="path of a chat template (Jinja), or its text, for all bases; default: each "
+    chat_template: str | None = optional(
+        "path of a chat template (Jinja), or its text, for all bases; default: each "
         "base's own, else a plain one",
+        min_length=1,
     )
     fractions: Fractions = Field(
         default=Fractions(),
@@ -186,9 +175,7 @@ class DataSpec(Spec):
         description="whether control tokens in texts, such as the end-of-text token or a chat "
         "template's markers, are trained as such (keep) or are an error (refuse)",
     )
-    public: str | None = Field(
-        default=None, description="file or folder of the public set, for methods that need one"
-    )
+    public: str | None = optional("file or folder of the public set, for methods that need one")
 
     @property
     def fields(self) -> list[str]:
@@ -256,19 +243,12 @@ class ClientSpec(Spec):
     name: ClientName = Field(
         description="client name: letters (a to z, A to Z), digits, dots, dashes and underscores"
     )
-    path: str | None = Field(
-        default=None,
-        description="file or folder of .txt, .jsonl or .parquet, split by data.fractions",
+    path: str | None = optional(
+        "file or folder of .txt, .jsonl or .parquet, split by data.fractions"
     )
-    train: str | None = Field(
-        default=None, description="file or folder to train on, instead of path"
-    )
-    validation: str | None = Field(
-        default=None, description="file or folder for validation; default: a fraction of train"
-    )
-    test: str | None = Field(
-        default=None, description="file or folder for testing; default: a fraction of train"
-    )
+    train: str | None = optional("file or folder to train on, instead of path")
+    validation: str | None = optional("file or folder for validation; default: a fraction of train")
+    test: str | None = optional("file or folder for testing; default: a fraction of train")
 
     @model_validator(mode="after")
     def _path_or_splits(self) -> Self:

@@ -33,7 +33,9 @@ def survey(
     sources: Iterable[tuple[str, str]], data: DataSpec, divide: DivideSpec | None, root: Path
 ) -> Survey:
     """Return what is left out of sources, each with its owner."""
-    used = _used_fields(data) | _divided_by(divide)
+    used = _used_fields(data)
+    if divide is not None:
+        used |= {divide.label, *([] if divide.where is None else names_in(divide.where))}
     empty = 0
     unused: dict[str, Counter[str]] = {}
     skipped: dict[str, Counter[str]] = {}
@@ -47,7 +49,9 @@ def survey(
             empty += blank
             for field in held.keys() - used:
                 unused.setdefault(field, Counter())[owner] += held[field]
-    return Survey(empty, unused, skipped)
+    # Plain mappings, as `dataclasses.asdict` would count the items of a Counter anew.
+    plain = [{what: dict(by) for what, by in found.items()} for found in (unused, skipped)]
+    return Survey(empty, *plain)
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
@@ -82,9 +86,3 @@ def _used_fields(data: DataSpec) -> set[str]:
         if isinstance(given, str):
             used |= set(fields(given)) if is_text(given) else {given}
     return used
-
-
-def _divided_by(divide: DivideSpec | None) -> set[str]:
-    if divide is None:
-        return set()
-    return {divide.label} | (set() if divide.where is None else names_in(divide.where))

@@ -49,14 +49,12 @@ def inlined(template: str, root: Path) -> str:
     text is not Jinja.
     """
     if template not in SHIPPED and not is_text(template):
-        file = resolve(root, template)
-        if not file.is_file():
-            raise CoterieError(
-                f"data.instructions.template: there is no file {file}; correct the path, use a "
-                f"built-in template ({', '.join(SHIPPED)}), or write Jinja text, such as "
-                f"'{{{{ question }}}} Answer:'."
-            )
-        template = read_text(file, "data.instructions.template").removesuffix("\n")
+        instead = (
+            f"use a built-in template ({', '.join(SHIPPED)}), or write Jinja text, such as "
+            "'{{ question }} Answer:'"
+        )
+        file, text = _read(template, root, "data.instructions.template", instead)
+        template = text.removesuffix("\n")
         if not is_text(template):
             raise CoterieError(
                 f"The template {file} uses no field; insert one, such as {{{{ question }}}}."
@@ -70,19 +68,22 @@ def inlined_chat(template: str, root: Path) -> str:
     `root`. Raises CoterieError if there is no such file."""
     if is_text(template):
         return template
-    file = resolve(root, template)
-    if not file.is_file():
-        raise CoterieError(
-            f"data.chat_template: there is no file {file}; correct the path, or leave it out for "
-            "each base's own."
-        )
-    text = read_text(file, "data.chat_template")
+    instead = "or leave it out for each base's own"
+    file, text = _read(template, root, "data.chat_template", instead)
     if not is_text(text):
         raise CoterieError(
             f"data.chat_template: {file} is not a chat template, which is Jinja text over "
             "`messages`; give another file."
         )
     return text
+
+
+def _read(path: str, root: Path, key: str, instead: str) -> tuple[Path, str]:
+    """The file that a key of a run file names, and its text; `instead`: what else to do."""
+    file = resolve(root, path)
+    if not file.is_file():
+        raise CoterieError(f"{key}: there is no file {file}; correct the path, {instead}.")
+    return file, read_text(file, key)
 
 
 def render(template: str, fields: Mapping[str, Any], where: str) -> str:
@@ -93,14 +94,12 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     """
     compiled, names = _compiled(template)
     record = Record(where, {name: value for name, value in fields.items() if value is not None})
+    for name in names & record.fields.keys():
+        record[name]  # raises where it cannot be read
     try:
-        for name in names & record.fields.keys():
-            record[name]  # raises where it cannot be read
         prompt = compiled.render(record.fields)
-    except CoterieError:
-        raise
-    except UndefinedError as error:
-        for name in names - record.fields.keys():
+    except Exception as error:  # whatever an expression of the template can raise
+        for name in names - record.fields.keys() if isinstance(error, UndefinedError) else ():
             if str(error).startswith(f"{name!r} is"):
                 if name in fields:
                     raise CoterieError(
@@ -108,10 +107,6 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
                         "in or remove the record."
                     ) from error
                 record[name]  # raises, and says which fields there are
-        raise CoterieError(
-            f"{where} does not fit the template ({error}); fix one of them."
-        ) from error
-    except Exception as error:  # whatever an expression of the template can raise
         raise CoterieError(
             f"{where} does not fit the template ({error}); fix one of them."
         ) from error

@@ -4,18 +4,21 @@ Nothing here looks at another client, so a client that joins late, or runs elsew
 splits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from coterie.data.files import Document, read_documents
-from coterie.data.kinds.text import parts_of
-from coterie.data.records import field_records, items_by_split, items_of
+from coterie.data.files import Record, find_files, read_records, read_text, resolve
+from coterie.data.kinds.conversations import conversations
+from coterie.data.kinds.instructions import instructions
+from coterie.data.kinds.preferences import preferences
+from coterie.data.kinds.text import pieces
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
+from coterie.errors import CoterieError
 from coterie.seeding import generator
 
 SPLITS = ("train", "validation", "test")
@@ -54,9 +57,7 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
         return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
     documents = read_documents(root, source, data.fields, owner)
     texts = split_by_fractions(documents, fractions, chance)
-    for split, path in given.items():
-        texts[split] = [d.text for d in read_documents(root, path, data.fields, owner)]
-    return Texts(**texts)
+    return Texts(**texts | {s: whole_text(path, data, root, owner) for s, path in given.items()})
 
 
 def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
@@ -66,22 +67,62 @@ def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
     """
     if data.samples:
         return list(items_of(field_records(root, path, owner), data))
-    return [document.text for document in read_documents(root, path, data.fields, owner)]
+    return ["".join(parts) for parts in read_documents(root, path, data.fields, owner)]
+
+
+def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -> list[list[str]]:
+    """The documents of a file or folder, each in parts that may be in different splits: every .txt
+    file in pieces, and every record that is not blank, whole."""
+    documents: list[list[str]] = []
+    for file in find_files(resolve(root, source), owner):
+        if file.suffix.lower() == ".txt":
+            documents.append(list(pieces(read_text(file, owner), PIECE)))
+        else:
+            texts = (record.text(fields) for record in read_records(file, owner))
+            documents += [[text] for text in texts if text.strip()]
+    return documents
+
+
+def field_records(root: Path, source: str, owner: str) -> list[Record]:
+    """The records of a file or folder without .txt files, which have no fields for a template."""
+    files = find_files(resolve(root, source), owner)
+    for file in files:
+        if file.suffix.lower() == ".txt":
+            raise CoterieError(
+                f"{owner}: {file} is plain text without the fields that data.instructions "
+                "and its kin need; give .jsonl or .parquet records, or remove the key."
+            )
+    return [record for file in files for record in read_records(file, owner)]
+
+
+def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
+    """Return the items of each split's records, which are read together: see `items_of`."""
+    items = iter(items_of(list(chain(*records.values())), data))
+    return {split: list(islice(items, len(part))) for split, part in records.items()}
+
+
+def items_of(records: Sequence[Record], data: DataSpec) -> Sequence[Any]:
+    """Return the instructions, conversations or preferences of records, in their order.
+
+    Choices of instructions that the run file does not give are found in all of them.
+    """
+    if data.messages is not None:
+        return conversations(records, data.messages)
+    if data.preferences is not None:
+        return preferences(records, data.preferences)
+    assert data.instructions is not None, "else records are text"
+    return instructions(records, data.instructions)
 
 
 def split_by_fractions(
-    documents: Sequence[Document], fractions: Mapping[str, float], chance: torch.Generator
+    documents: Sequence[Iterable[str]], fractions: Mapping[str, float], chance: torch.Generator
 ) -> dict[str, list[str]]:
     """Set aside random parts of the documents, split name -> share, and leave the rest for "train".
 
     The shares are by characters and as near as whole pieces allow; the order within a split is that
     of the documents. A split that gets nothing is an empty list.
     """
-    parts = [
-        (number, part)
-        for number, document in enumerate(documents)
-        for part in parts_of(document, PIECE)
-    ]
+    parts = [(number, part) for number, document in enumerate(documents) for part in document]
     splits = deal([len(part) for _, part in parts], fractions, chance)
     texts: dict[str, list[str]] = {split: [] for split in ("train", *fractions)}
     dealt = [(number, split, part) for (number, part), split in zip(parts, splits, strict=True)]

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coterie.bases import context_token
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, has_conversations, refuse_control
-from coterie.data.examples import Examples, joined
+from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, joined_pairs, pairs
-from coterie.data.kinds.text import Tokens, joined_streams, stream
+from coterie.data.kinds.preferences import Pairs, pairs
+from coterie.data.kinds.text import Tokens, stream
 from coterie.data.spec import DataSpec
 from coterie.data.texts import SPLITS, Texts
 from coterie.errors import CoterieError
@@ -61,20 +61,19 @@ def encoded(
     Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
     encoder, end = bare_encoder(tokenizer)
-    limit = getattr(data.limits, split)
     chat = data.chats or has_conversations(items)
     template = chat_template(tokenizer, data.chat_template) if chat else None
     if data.special_tokens == "refuse":
         refuse_control(items, control_tokens(tokenizer, template), owner)
+    ends, limit = (context_token(tokenizer), end), getattr(data.limits, split)
+    how = Encoding(encoder, ends, data.window, limit, owner, template)
     if data.preferences is not None:
-        ends = context_token(tokenizer), end
-        return pairs(items, encoder, ends, template, data.window, limit, owner)
+        return pairs(items, how)
     if template is not None:
-        return chats(items, encoder, template, data.window, limit, owner)
+        return chats(items, how)
     if data.instructions is not None:
-        first = context_token(tokenizer)
-        return examples(items, encoder, first, end, data.window, limit, owner)
-    return stream(items, encoder, end, data.window, limit, split, owner)
+        return examples(items, how)
+    return stream(items, how, split)
 
 
 def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:
@@ -84,16 +83,7 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
     """
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]
-    return ClientData(**{split: _pooled(parts) for split, parts in splits.items()})
-
-
-def _pooled(parts: Sequence[Split]) -> Split:
-    if compared := [part for part in parts if isinstance(part, Pairs)]:
-        return joined_pairs(compared, joined([part.both for part in compared]))
-    samples = [part for part in parts if isinstance(part, Examples)]
-    return (
-        joined(samples) if samples else joined_streams([p for p in parts if isinstance(p, Tokens)])
-    )
+    return ClientData(**{split: joined(parts) for split, parts in splits.items()})
 
 
 def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:

@@ -1,28 +1,14 @@
 """What a model sees of a split: random windows to train on, and every token once to test on."""
 
 from collections.abc import Callable, Iterator
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from coterie.data.batch import Batch
-from coterie.data.examples import Examples
 from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
-
-
-@overload
-def sample_batch(
-    tokens: Tokens | Examples, batch: int, window: int, generator: torch.Generator
-) -> Batch: ...
-
-
-@overload
-def sample_batch(
-    tokens: Split, batch: int, window: int, generator: torch.Generator
-) -> AnyBatch: ...
 
 
 def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
@@ -33,7 +19,7 @@ def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Genera
     `tokenise` has made sure. Of prompts with answers, whole samples; of preferences, pairs.
     """
     if not isinstance(tokens, Tokens):
-        return tokens.sample(batch, generator)
+        return tokens.batch(torch.randint(len(tokens), (batch,), generator=generator))
     windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
     starts = torch.randint(len(windows), (batch,), generator=generator)
     return Batch(windows[starts].long())

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import parts_of
-from coterie.data.examples import Examples, joined, samples_of
+from coterie.data.examples import Examples, Sample, joined, samples_of
 from coterie.data.items import Conversation, Instruction
-from coterie.data.kinds.preferences import Pairs, Parts
+from coterie.data.kinds.preferences import Pairs
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
@@ -86,16 +86,16 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
-    rows: list[Parts] = []
+    rows: list[Sample] = []
     for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
         *prompt, answer = (part.ids for part in parts)
         before = [id for ids in prompt for id in ids]
         if isinstance(item, Instruction):
             before, answer = [base.context_token, *before], [*answer, eos]
         before = before or [base.context_token]
-        rows.append([(before, False), (answer[: window + 1 - len(before)], True)])
-    added = samples_of(rows, items, [0] * len(items), 0)
-    return joined([samples, added]), torch.tensor(owners)
+        answer = answer[: window + 1 - len(before)]
+        rows.append(Sample([(before, False), (answer, True)], item))
+    return joined([samples, samples_of(rows)]), torch.tensor(owners)
 
 
 def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:

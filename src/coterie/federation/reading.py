@@ -9,8 +9,8 @@ from typing import Any
 from coterie.bases import Tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
-from coterie.data.control import control_tokens, has_conversations
-from coterie.data.quality import Progress, Quality, SpecialTokens, quality, special_tokens
+from coterie.data.control import control_tokens, count_control, has_conversations
+from coterie.data.quality import Progress, Quality, SpecialTokens, quality, unknown_tokens
 from coterie.data.survey import survey
 from coterie.data.texts import SPLITS, Texts
 from coterie.data.tokens import ClientData, Split
@@ -49,7 +49,7 @@ class Reading:
             parts.append(("everybody", "public", self.public, self.public_split))
 
         @cache
-        def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str] | None:
+        def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str]:
             template = chat_template(tokenizer, config.data.chat_template) if chats else None
             return control_tokens(tokenizer, template)
 
@@ -57,7 +57,8 @@ class Reading:
         for name, split, items, read in parts:
             tokenizer = self.tokenizers.get(name, self.tokenizers[min(self.texts)])
             tokens = control(tokenizer, has_conversations(items))
-            special.append(special_tokens(name, split, items, read, tokenizer, tokens))
+            counts = unknown_tokens(read, tokenizer), count_control(items, tokens)
+            special.append(SpecialTokens(name, split, len(read.ids), *counts))
         removed = self.removed if config.data.deduplicate else None
         return quality(self.texts, self.data, most, left_out, special, removed, progress)
 

@@ -2,13 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
-from tokenizers import Tokenizer
-
-from coterie.bases import context_token
-from coterie.data.chat import ChatTemplate
-from coterie.data.examples import Examples, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Turn
 from coterie.data.parts import PartEncoder
@@ -58,10 +54,8 @@ def turns_of(record: Record, field: str) -> list[Turn]:
     """The turns that a field of a record lists; raises CoterieError as `conversations` does."""
     messages = record[field]
     if not isinstance(messages, list):
-        raise CoterieError(
-            f"{record.where}: field {field} contains {messages!r:.60}, not a list of turns; fix "
-            "the record or name another field."
-        )
+        wanted = "a list of turns; fix the record or name another field"
+        raise record.unfit(field, messages, wanted)
     if not messages:
         raise CoterieError(
             f"{record.where}: field {field} is an empty list; add turns or remove the record."
@@ -74,28 +68,28 @@ def turns_of(record: Record, field: str) -> list[Turn]:
             f"{record.where} has a system prompt in the field system, outside the conversation; "
             "put it into the first turn."
         )
-    turns = [_turn(record, number, turn) for number, turn in enumerate(messages, start=1)]
-    for number, turn in enumerate(turns[1:], start=2):
-        if turn.role == "system":
-            _refuse(record, number, "is a system prompt; only the first turn may be one")
+    turns: list[Turn] = []
+    for number, turn in enumerate(messages, start=1):
+        where = f"{record.where}: turn {number}"
+        turns.append(_turn(where, turn))
+        if turns[-1].role == "system" and number > 1:
+            _refuse(where, "is a system prompt; only the first turn may be one")
     return turns
 
 
-def _turn(record: Record, number: int, turn: Any) -> Turn:
+def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
-        why = f"is {turn!r:.60}, not a mapping such as {{role: user, content: Hello}}"
-        _refuse(record, number, why)
+        _refuse(where, f"is {turn!r:.60}, not a mapping such as {{role: user, content: Hello}}")
     held = {key: value for key, value in turn.items() if not is_nothing(value)}
     speaker = "from" if "from" in held else "role"
     said = FORMS[speaker]
     role, content = held.pop(speaker, None), held.pop(said, "")
     if role is None:
-        _refuse(record, number, "has no role, which says who speaks; add one")
+        _refuse(where, "has no role, which says who speaks; add one")
     if role in TOOL_ROLES:
-        _refuse(record, number, f"has the role {role}: {NO_TOOLS}")
+        _refuse(where, f"has the role {role}: {NO_TOOLS}")
     if not isinstance(role, str) or role not in ROLES:
-        why = f"has {role!r:.40} as {speaker}, not one of {', '.join(ROLES)}; correct it"
-        _refuse(record, number, why)
+        _refuse(where, f"has {role!r:.40} as {speaker}, not one of {', '.join(ROLES)}; correct it")
     for key in held:
         if key in TOOLS:
             why = NO_TOOLS
@@ -105,32 +99,30 @@ def _turn(record: Record, number: int, turn: Any) -> Turn:
             why = f"what is said belongs in the key {said}"
         else:
             why = "Coterie does not use it; remove it"
-        _refuse(record, number, f"has the key {key}: {why}")
-    found = Turn(ROLES[role], _text(record, number, said, content))
+        _refuse(where, f"has the key {key}: {why}")
+    found = Turn(ROLES[role], _text(where, said, content))
     if found.role != "system" and not found.answer:
         whose = "answer" if found.role == "assistant" else "turn of the user's"
-        _refuse(record, number, f"is an empty {whose}; correct or remove the record")
+        _refuse(where, f"is an empty {whose}; correct or remove the record")
     return found
 
 
-def _text(record: Record, number: int, key: str, content: Any) -> str:
+def _text(where: str, key: str, content: Any) -> str:
     """What is said, as a text or in parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            _refuse(
-                record,
-                number,
-                f"has a part of type {kind!r:.40} in {key}; only text can be learned, so remove it",
+            why = (
+                f"has a part of type {kind!r:.40} in {key}; only text can be learned, so remove it"
             )
+            _refuse(where, why)
         held = {name for name, value in part.items() if not is_nothing(value)} - {"type", "text"}
         if held or not isinstance(part.get("text"), str):
             why = f"the key {min(held)}" if held else f"{part.get('text')!r:.40}, not text,"
-            _refuse(record, number, f"has {why} in {key}; fix or remove it")
+            _refuse(where, f"has {why} in {key}; fix or remove it")
         texts.append(part["text"])
-    where = f"{record.where}: turn {number}"
     return Record(where, {key: "".join(texts)}).text([key])
 
 
@@ -139,38 +131,30 @@ def is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
-def _refuse(record: Record, number: int, why: str) -> NoReturn:
-    raise CoterieError(f"{record.where}: turn {number} {why}.")
+def _refuse(turn: str, why: str) -> NoReturn:
+    raise CoterieError(f"{turn} {why}.")
 
 
-def chats(
-    items: Sequence[Conversation],
-    encoder: Tokenizer,
-    template: ChatTemplate,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
+def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     """The conversations as tokens, as their template renders them.
 
     Conversations of more than window + 1 tokens are cut before a turn of the user's into several,
     which all begin with the system prompt; exchanges that are too long are dropped and counted.
-    `limit` keeps so many samples at most. Raises CoterieError, which begins with `owner`, if none
-    is left.
+    Raises CoterieError if none is left.
     """
-    ids_of, first = PartEncoder(encoder).ids, context_token(template.tokenizer)
-    chosen: list[_Sample] = []
+    ids_of, template, limit = PartEncoder(how.encoder).ids, how.template, how.limit
+    assert template is not None, "as for all conversations"
+    chosen: list[Sample] = []
     cut = too_long = 0
 
-    def read(item: Conversation) -> _Sample | None:
+    def read(item: Conversation) -> Sample | None:
         """The conversation with its tokens, unless it is too long."""
         rendered = template.rendered(item)
         texts, said = zip(*rendered.parts, strict=True)
         ids = ids_of(texts)
-        ids[0] = ids[0] or [first]  # an answer that nothing comes before
-        row = list(zip(ids, said, strict=True))
-        fits = sum(len(ids) for ids, _ in row) <= window + 1
-        return _Sample(row, item, rendered.bytes) if fits else None
+        ids[0] = ids[0] or [how.ends[0]]  # an answer that nothing comes before
+        sample = Sample(list(zip(ids, said, strict=True)), item, rendered.bytes)
+        return sample if sample.tokens <= how.window + 1 else None
 
     for item in items:
         if limit is not None and len(chosen) >= limit:
@@ -179,43 +163,30 @@ def chats(
         cut, too_long = cut + (len(pieces) > 1), too_long + lost
         chosen += pieces
     if not chosen:
-        raise CoterieError(
-            f"{owner} has no conversation with an exchange of at most {window + 1} tokens; raise "
-            "data.window."
-            if items
-            else f"{owner} has no conversations; add some or raise its data.fractions."
-        )
-    rows, kept, sizes = zip(*chosen[:limit], strict=True)
-    return replace(samples_of(rows, kept, sizes, too_long, cut), template=template)
-
-
-class _Sample(NamedTuple):
-    """A conversation that fits: its parts' tokens and whether they count, and bytes of answers."""
-
-    row: list[tuple[list[int], bool]]
-    item: Conversation
-    bytes: int
+        fitting = f"conversation with an exchange of at most {how.window + 1} tokens"
+        raise how.nothing(items, f"{fitting}; raise data.window", "conversations; add some")
+    return samples_of(chosen[:limit], too_long, cut, template)
 
 
 def _cut(
-    item: Conversation, read: Callable[[Conversation], _Sample | None]
-) -> tuple[list[_Sample], int]:
+    item: Conversation, read: Callable[[Conversation], Sample | None]
+) -> tuple[list[Sample], int]:
     """A conversation in pieces that fit, each as long as it can be; and how many exchanges do
     not."""
     if whole := read(item):
         return [whole], 0
     system, exchanges = item.exchanges()
-    pieces: list[_Sample] = []
+    pieces: list[Sample] = []
     lost = 0
-    open = False
+    turns: tuple[Turn, ...] = ()  # of the last piece, if the next exchange follows them
     for exchange in exchanges:
-        alone = replace(item, turns=system + exchange)
-        if open and (longer := read(replace(item, turns=pieces[-1].item.turns + exchange))):
+        if turns and (longer := read(replace(item, turns=turns + exchange))):
             pieces[-1] = longer
-        elif piece := read(alone):
+            turns += exchange
+        elif piece := read(replace(item, turns=system + exchange)):
             pieces.append(piece)
-            open = True
+            turns = system + exchange
         else:
             lost += 1
-            open = False
+            turns = ()
     return pieces, lost

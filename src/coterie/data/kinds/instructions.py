@@ -5,9 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from coterie.data.examples import Examples, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -62,10 +60,8 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
     system, history = (record.fields.get(field) for field in EARLIER)
     pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise CoterieError(
-            f"{record.where}: field history contains {history!r:.60}, not a list of pairs (what "
-            "the user said, and the answer); fix the record or remove the field."
-        )
+        wanted = "a list of pairs (what the user said, and the answer)"
+        raise record.unfit("history", history, f"{wanted}; fix the record or remove the field")
     said = [("system", system)] * bool(system)
     said += [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
     messages = [{"role": role, "content": content} for role, content in said]
@@ -90,10 +86,8 @@ def _text(record: Record, field: str, value: Any) -> str:
     if number and math.isfinite(value):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        raise CoterieError(
-            f"{record.where}: field {field} contains {value!r:.60}, not an answer (a text or "
-            "a number); fix the record or name another field in data.instructions."
-        )
+        remedy = "fix the record or name another field in data.instructions"
+        raise record.unfit(field, value, f"an answer (a text or a number); {remedy}")
     return Record(record.where, {field: value.strip()}).text([field])
 
 
@@ -104,10 +98,8 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
     else:
         values = record[given] if isinstance(given, str) else given
     if not isinstance(values, list):
-        raise CoterieError(
-            f"{record.where}: field {given} contains {values!r:.60}, not a list of answers; "
-            "fix the record or set data.instructions.choices."
-        )
+        wanted = "a list of answers; fix the record or set data.instructions.choices"
+        raise record.unfit(str(given), values, wanted)
     choices = tuple(dict.fromkeys(_text(record, str(given), value) for value in values))
     if answer not in choices:
         raise CoterieError(
@@ -117,35 +109,20 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
     return choices
 
 
-def examples(
-    items: Sequence[Instruction],
-    encoder: Tokenizer,
-    first: int,
-    end: int,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Examples:
-    """The samples as tokens; those of more than window + 1 are dropped and counted.
+def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
+    """The samples as tokens; those that do not fit are dropped and counted.
 
-    `limit` keeps so many at most, from the start. `owner` begins an error: "Client anna: its train
-    text". Raises CoterieError if none is left.
+    Raises CoterieError if none is left.
     """
-    encoded = PartEncoder(encoder).batch([item.parts for item in items])
-    pairs = [(prompt.ids, answer.ids) for prompt, answer in encoded]
-    fits = [len(prompt) + len(answer) + 1 <= window for prompt, answer in pairs]
-    kept = [number for number, fit in enumerate(fits) if fit][:limit]
-    if not kept:
-        raise CoterieError(
-            f"{owner} has no sample of at most {window} tokens ({len(items)} are longer); "
-            "raise data.window or shorten the template."
-            if items
-            else f"{owner} has no samples; add text or raise its data.fractions."
-        )
-    rows = [
-        [([first, *prompt], False), ([*answer, end], True)]
-        for prompt, answer in (pairs[number] for number in kept)
-    ]
-    chosen = [items[number] for number in kept]
-    sizes = [len(item.answer.encode()) for item in chosen]
-    return samples_of(rows, chosen, sizes, len(items) - sum(fits))
+    encoded = PartEncoder(how.encoder).batch([item.parts for item in items])
+    first, end = how.ends
+    samples: list[Sample] = []
+    for item, (prompt, answer) in zip(items, encoded, strict=True):
+        parts = [([first, *prompt.ids], False), ([*answer.ids, end], True)]
+        samples.append(Sample(parts, item, len(item.answer.encode())))
+    fitting = [sample for sample in samples if sample.tokens <= how.window + 1]
+    if not fitting:
+        wanted = f"sample of at most {how.window} tokens ({len(items)} are longer)"
+        remedy = "raise data.window or shorten the template"
+        raise how.nothing(items, f"{wanted}; {remedy}", "samples; add text")
+    return samples_of(fitting[: how.limit], len(items) - len(fitting))

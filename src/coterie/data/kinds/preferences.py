@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate, parts_of
-from coterie.data.examples import Examples, samples_of
+from coterie.data.chat import parts_of
+from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import turns_of
@@ -32,9 +31,11 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Prefere
 
 
 def _preference(record: Record, spec: PreferenceSpec) -> Preference:
-    whole = [_is_whole(record[field]) for field in ANSWERS]
+    given = [record[field] for field in ANSWERS]
+    # Conversations from their beginning, and not answers alone.
+    whole = [isinstance(answer, list) and len(answer) > 1 for answer in given]
     prompt = record.fields.get("prompt")
-    if any(whole) or isinstance(prompt, list) or isinstance(record["chosen"], list):
+    if any(whole) or isinstance(prompt, list) or isinstance(given[0], list):
         found = _conversations(record, prompt, all(whole))
     else:
         text, answers = _text(record, "prompt"), [_text(record, field) for field in ANSWERS]
@@ -55,8 +56,8 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
 def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversation]:
     """Both conversations of a record with messages; `whole`: its answers begin with the prompt."""
     if not whole:
-        asked = [Turn("user", _text(record, "prompt"))] if isinstance(prompt, str) else None
-        turns = turns_of(record, "prompt") if asked is None else asked
+        said = isinstance(prompt, str)
+        turns = [Turn("user", _text(record, "prompt"))] if said else turns_of(record, "prompt")
         return [_conversation(record, turns, _answer(record, field)) for field in ANSWERS]
     chosen, rejected = (turns_of(record, field) for field in ANSWERS)
     before = chosen[:-1]
@@ -70,11 +71,6 @@ def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversatio
             "the same turns, and differ in the last one alone."
         )
     return [_conversation(record, before, _said(record, t[-1:])) for t in (chosen, rejected)]
-
-
-def _is_whole(answer: Any) -> bool:
-    """Whether it is a conversation from its beginning, and not an answer alone."""
-    return isinstance(answer, list) and len(answer) > 1
 
 
 def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Conversation:
@@ -106,18 +102,13 @@ def _text(record: Record, field: str) -> str:
     """A field's text, which is not blank."""
     value = record[field]
     if not isinstance(value, str) or not value.strip():
-        raise CoterieError(
-            f"{record.where}: field {field} contains {value!r:.60}, not a text or a list of "
-            "messages; fix or remove the record."
-        )
+        wanted = "a text or a list of messages; fix or remove the record"
+        raise record.unfit(field, value, wanted)
     return record.text([field])
 
 
-Parts = list[tuple[list[int], bool]]
-"""A sample's parts: their tokens, and whether the loss counts them."""
-
-
-class Reference(NamedTuple):
+@dataclass(frozen=True)
+class Reference:
     """What answers are compared with."""
 
     logprobs: Tensor
@@ -133,7 +124,7 @@ class Reference(NamedTuple):
 
     def only(self, rows: Tensor | slice) -> Self:
         """Return the reference of some pairs."""
-        return self._replace(logprobs=self.logprobs[rows], rounding=self.rounding[rows])
+        return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
 class PairBatch(NamedTuple):
@@ -151,7 +142,7 @@ class PairBatch(NamedTuple):
     @property
     def chosen(self) -> Batch:
         """The samples with the chosen answers."""
-        return self.both.only(torch.arange(0, len(self.both.ids), 2))
+        return self.both.only(slice(None, None, 2))
 
     @property
     def terms(self) -> int:
@@ -174,9 +165,8 @@ class PairBatch(NamedTuple):
 
     def split(self, size: int) -> Iterator[Self]:
         """The same in batches of at most `size` pairs."""
-        for number, part in enumerate(self.both.split(2 * size)):
-            rows = slice(number * size, (number + 1) * size)
-            yield type(self)(part, self.reference.only(rows))
+        for start in range(0, self.terms, size):
+            yield self.only(torch.arange(start, min(start + size, self.terms)))
 
 
 AnyBatch = Batch | PairBatch
@@ -215,11 +205,6 @@ class Pairs:
         """The samples with the chosen answers."""
         return self.both.only(range(0, len(self.both), 2))
 
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of all answers."""
-        return self.both.bytes
-
     def only(self, chosen: Sequence[int]) -> "Pairs":
         """These pairs, in this order."""
         rows = torch.as_tensor(chosen)
@@ -230,10 +215,6 @@ class Pairs:
             reference=None if self.reference is None else self.reference.only(rows),
         )
 
-    def sample(self, batch: int, chance: torch.Generator) -> PairBatch:
-        """Pairs at random, drawn with replacement."""
-        return self.batch(torch.randint(len(self), (batch,), generator=chance))
-
     def batch(self, chosen: Tensor | range) -> PairBatch:
         """These pairs, padded at their ends to the longest of them."""
         rows = torch.as_tensor(chosen)
@@ -241,58 +222,39 @@ class Pairs:
         return PairBatch(self.both.batch(both_rows(rows)), self.reference.only(rows))
 
 
-def joined_pairs(parts: Sequence[Pairs], both: Examples) -> Pairs:
-    """Several clients' pairs as one client's; `both`: their samples, joined."""
-    items = tuple(item for part in parts for item in part.items)
-    return Pairs(both, items, sum(part.too_long for part in parts))
+def pairs(items: Sequence[Preference], how: Encoding) -> Pairs:
+    """Preferences as tokens; pairs with a sample that does not fit are dropped and counted.
 
-
-def pairs(
-    items: Sequence[Preference],
-    encoder: Tokenizer,
-    ends: tuple[int, int],
-    template: ChatTemplate | None,
-    window: int,
-    limit: int | None,
-    owner: str,
-) -> Pairs:
-    """Preferences as tokens; pairs with a sample of more than window + 1 are dropped and counted.
-
-    ends: the tokens before a text prompt and after its answer. template: of conversations. `limit`
-    keeps so many pairs at most, from the start. `owner` begins an error: "Client anna: its train
-    text". Raises CoterieError if none is left.
+    Raises CoterieError if none is left.
     """
-    ids_of = PartEncoder(encoder).ids
+    ids_of, template = PartEncoder(how.encoder).ids, how.template
+    first, end = how.ends
 
-    def read(item: Instruction | Conversation) -> tuple[Parts, int]:
-        """A sample's parts, and UTF-8 bytes of its answer."""
+    def read(item: Instruction | Conversation) -> Sample:
+        """An item as tokens, of which those of its last answer count."""
         texts = parts_of(item, template)
         ids = ids_of(texts)
         if isinstance(item, Instruction):
-            ids = [[ends[0], *ids[0]], [*ids[1], ends[1]]]
+            ids = [[first, *ids[0]], [*ids[1], end]]
             size = len(item.answer.encode())
         else:
             assert template is not None, "there are conversations"
             size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
-        return [(part, n == len(ids) - 1) for n, part in enumerate(ids)], size
+        *before, last = ids
+        return Sample([*((part, False) for part in before), (last, True)], item, size)
 
     kept: list[Preference] = []
-    found: list[tuple[Parts, int]] = []
+    samples: list[Sample] = []
     too_long = 0
     for item in items:
         both = [read(item.chosen), read(item.rejected)]
-        if any(sum(len(ids) for ids, _ in parts) > window + 1 for parts, _ in both):
+        if max(sample.tokens for sample in both) > how.window + 1:
             too_long += 1
-        elif limit is None or len(kept) < limit:
+        elif how.limit is None or len(kept) < how.limit:
             kept.append(item)
-            found += both
+            samples += both
     if not kept:
-        raise CoterieError(
-            f"{owner} has no pair whose two samples have at most {window} tokens ({len(items)} "
-            "are longer); raise data.window."
-            if items
-            else f"{owner} has no pairs; add some or raise its data.fractions."
-        )
-    rows, sizes = zip(*found, strict=True)
-    samples = [sample for item in kept for sample in (item.chosen, item.rejected)]
-    return Pairs(samples_of(rows, samples, sizes, 0), tuple(kept), too_long)
+        size = f"at most {how.window} tokens ({len(items)} are longer)"
+        fitting = f"pair whose two samples have {size}; raise data.window"
+        raise how.nothing(items, fitting, "pairs; add some")
+    return Pairs(samples_of(samples), tuple(kept), too_long)

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.files import Document
+from coterie.data.examples import Encoding, joined
 from coterie.errors import CoterieError
 
 CHUNK = 100_000
@@ -34,28 +34,19 @@ class Tokens:
     bytes: int
 
 
-def stream(
-    documents: Sequence[str],
-    encoder: Tokenizer,
-    end: int,
-    window: int,
-    limit: int | None,
-    split: str,
-    owner: str,
-) -> Tokens:
-    """Return documents as tokens, `end` between them, up to `limit` tokens.
+def stream(documents: Sequence[str], how: Encoding, split: str) -> Tokens:
+    """Return documents as tokens, the end of text between them, up to the limit.
 
-    Raises:
-        CoterieError: If the stream has fewer than window + 1 tokens. `owner` begins the message:
-            "Client anna: its train text"; `split` tells what to change.
+    Raises CoterieError if the stream has fewer than window + 1 tokens; `split` tells what to
+    change.
     """
-    tokens = _encode(documents, encoder, end, limit)
+    tokens, window = _encode(documents, how.encoder, how.ends[1], how.limit), how.window
     if len(tokens.ids) <= window:
         remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
-        if limit is not None or split == "public":
+        if how.limit is not None or split == "public":
             remedy = f"raise data.limits.{split}"
         raise CoterieError(
-            f"{owner} has {len(tokens.ids)} tokens, but a window of {window} needs at least "
+            f"{how.owner} has {len(tokens.ids)} tokens, but a window of {window} needs at least "
             f"{window + 1}; add text, {remedy}, or lower data.window."
         )
     return tokens
@@ -81,10 +72,10 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
                 parts.append(_tokens([end], 0))
                 room -= 1
             if len(encoding.ids) >= room:
-                return joined_streams([*parts, _encode_chunk(chunk, encoder, room)])
+                return joined([*parts, _encode_chunk(chunk, encoder, room)])
             parts.append(_tokens(encoding.ids, len(chunk.encode())))
             room -= len(encoding.ids)
-    return joined_streams(parts)
+    return joined(parts)
 
 
 def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
@@ -107,16 +98,6 @@ def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
 
 def _tokens(ids: list[int], size: int) -> Tokens:
     return Tokens(torch.tensor(ids, dtype=torch.int32), size)
-
-
-def joined_streams(parts: Sequence[Tokens]) -> Tokens:
-    """Return several streams as one, one after another."""
-    return Tokens(torch.cat([part.ids for part in parts]), sum(part.bytes for part in parts))
-
-
-def parts_of(document: Document, piece: int) -> Iterable[str]:
-    """What may be given to different splits or clients: a record whole, a .txt file in pieces."""
-    return pieces(document.text, piece) if document.divisible else [document.text]
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
