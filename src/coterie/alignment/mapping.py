@@ -4,7 +4,6 @@ FedMKT (arXiv 2406.02224), section 3.2, after FuseLLM (arXiv 2401.10491): the ne
 edit distance. Here the distance counts bytes, and every map is exact and the same on each machine.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,10 +73,9 @@ def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
     """The target's id for each special token of a source that has a counterpart."""
     found: dict[int, int] = {}
     for role, others in STANDS_FOR.items():
-        if role in source.roles:
-            ids = [target.roles[other] for other in others if other in target.roles]
-            if ids:  # a token of several roles keeps its first
-                found.setdefault(source.roles[role], ids[0])
+        ids = [target.roles[other] for other in others if other in target.roles]
+        if ids and role in source.roles:  # a token of several roles keeps its first
+            found.setdefault(source.roles[role], ids[0])
     return found
 
 
@@ -104,10 +102,8 @@ def _nearest(
 
 def _by_length(tokens: Sequence[bytes]) -> dict[int, NDArray[np.int64]]:
     """The places of tokens by their length, short ones first."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
-    for place, token in enumerate(tokens):
-        places[len(token)].append(place)
-    return {length: np.array(places[length]) for length in sorted(places)}
+    lengths = np.array([len(token) for token in tokens])
+    return {int(length): np.flatnonzero(lengths == length) for length in np.unique(lengths)}
 
 
 def _meet(

@@ -96,7 +96,7 @@ def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     """A field's description, or that of the class whose field it replaces; then what it may be."""
     ancestors = [k.model_fields for k in model.__mro__ if issubclass(k, BaseModel)]
     described = (f[name].description for f in ancestors if name in f)
-    text = (next(filter(None, described), "")).rstrip(".")
+    text = " ".join(next(filter(None, described), "").split()).rstrip(".")
     text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
     kinds = (field.annotation, *get_args(field.annotation))  # itself, or each of a union
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())

@@ -12,7 +12,7 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import parts_of
 from coterie.data.examples import Examples, joined, samples_of
-from coterie.data.items import Conversation, Instruction
+from coterie.data.items import Instruction
 from coterie.data.kinds.preferences import Pairs, Parts
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
@@ -67,26 +67,23 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
     tokens, which leaves something of any choice.
     """
-    items: list[Instruction | Conversation] = []
     owners: list[int] = []
     texts: list[Sequence[str]] = []
     for number, item in enumerate(samples.items):
         others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
-        if not others:
-            continue
+        owners += [number] * len(others)
         if isinstance(item, Instruction):
             texts += [replace(item, answer=choice).parts for choice in others]
-        else:
+        elif others:
             assert samples.template is not None, "as all conversations"
             *before, _ = parts_of(item, samples.template)
             lead, end = samples.template.around
             texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
-        items += [item] * len(others)
-        owners += [number] * len(others)
     if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
     rows: list[Parts] = []
+    items = [samples.items[owner] for owner in owners]
     for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
         *prompt, answer = (part.ids for part in parts)
         before = [id for ids in prompt for id in ids]
@@ -130,11 +127,8 @@ def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
 
     Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
     """
-    pairs = zip(answers, written, strict=True)
-    return [
-        float(normalize("NFC", right).strip() == normalize("NFC", text).strip())
-        for right, text in pairs
-    ]
+    plain = ([normalize("NFC", text).strip() for text in texts] for texts in (answers, written))
+    return [float(right == text) for right, text in zip(*plain, strict=True)]
 
 
 def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:
