@@ -81,9 +81,8 @@ def spelled(
     Those that something else does spell have no bytes: or Llama's "A" would be found twice, and
     the nearest token of another vocabulary's "A" would be one that its model has never seen.
     """
-    tokens = dict(spellings)
-    for i in (*special, *roles.values()):
-        tokens.pop(i, None)
+    apart = {*special, *roles.values()}
+    tokens = {i: token for i, token in spellings.items() if i not in apart}
     idle = set(fallback)
     pieces = {token for i, token in tokens.items() if i not in idle}
     tokens = {i: token for i, token in tokens.items() if i not in idle or token not in pieces}
