@@ -34,6 +34,7 @@ from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.start import serve
+from coterie.messages.names import BYTES_UP, SECONDS
 from coterie.network.flower.link import FlowerLink
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
@@ -168,9 +169,9 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
             for client in clients:
                 client.terminate()
                 client.wait()
-        steps = [recorded(RunFolder(next((folder / n).glob("cost-*"))), "seconds") for n in names]
-        sizes = recorded(server, "bytes/up")
-        whole = recorded(server, "seconds")
+        steps = [recorded(RunFolder(next((folder / n).glob("cost-*"))), SECONDS) for n in names]
+        sizes = recorded(server, BYTES_UP)
+        whole = recorded(server, SECONDS)
     inner = slice(1, rounds)
     slowest = [max(s[r] for s in steps) for r in range(*inner.indices(rounds))]
     return Cost(

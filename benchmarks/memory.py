@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 import coterie
 from coterie.bases.precision import Precision
+from coterie.messages.names import SECONDS
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 
@@ -86,7 +87,7 @@ def measure(
     run = coterie.run(config, out=folder / f"run-{clients}")
     most = peak()
     ended = RunFolder(run.path)
-    seconds = median(recorded(ended, "seconds"))
+    seconds = median(recorded(ended, SECONDS))
     state = ended.load("client-client-00")
     tensors = (
         t for _, part in state.walk() for group in part.groups.values() for t in group.values()

@@ -37,6 +37,7 @@ from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Message
+from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
 
@@ -173,8 +174,8 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
         rounds.exchange(number, rounds.names)
     lines = rounds.recorder.take()
     sent = [
-        fmean([line["value"] for line in lines if line["name"] == f"bytes/{way}"][-CLIENTS:]) / MIB
-        for way in ("up", "down")
+        fmean([line["value"] for line in lines if line["name"] == way][-CLIENTS:]) / MIB
+        for way in (BYTES_UP, BYTES_DOWN)
     ]
     each = [clock.seconds[kind] / CLIENTS for kind in ("train", "test")]
     on_gpu = session.base.device.type == "cuda"

@@ -2,18 +2,14 @@
 
 from coterie.analysis.experiments import ReportedRun
 from coterie.errors import CoterieError
+from coterie.messages.names import ASSIGNMENT, ROUTING
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.registry import method_from
-
-WEIGHTS = "routing/"
-"""How the figures of a layer's routers begin."""
-ASSIGNED = "assignment/"
-"""How the figures of a layer's experts that choose their clients begin."""
 
 
 def has_routers(run: ReportedRun) -> bool:
     """Whether a run recorded its routers' weights, of experts that stay with their clients."""
-    return bool(run.names(WEIGHTS)) and not run.names(ASSIGNED)
+    return bool(run.names(ROUTING)) and not run.names(ASSIGNMENT)
 
 
 def expert_names(run: ReportedRun, client: str, count: int) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import WEIGHTS, chosen_layers, expert_names, has_routers
+from coterie.analysis.routers import chosen_layers, expert_names, has_routers
 from coterie.bases import Tokenizer, context_token
 from coterie.config.run import parse
 from coterie.data.files import read_text
@@ -21,6 +21,7 @@ from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of
 from coterie.inference.finished import load, tokenizer
+from coterie.messages.names import ROUTING
 
 LENGTH = 90
 """Tokens of each text, at most."""
@@ -85,7 +86,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
                 break
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
-                count = run.by_client(WEIGHTS + path).loc[client].iloc[-1].count()
+                count = run.by_client(ROUTING + path).loc[client].iloc[-1].count()
                 yield Coloured(
                     client,
                     text_of,

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from coterie.errors import plural
 from coterie.messages import Json
-from coterie.messages.names import JUMPED
+from coterie.messages.names import JUMPED, LOSS
 from coterie.runs import Watch
 
 
@@ -68,7 +68,7 @@ class ConsoleWatch(Watch):
         """Show a loss, or a warning."""
         if name == JUMPED:
             self._line(jump_warning(client, value))
-        if client is None or not name.startswith("loss/"):
+        if client is None or not name.startswith(LOSS):
             return
         self.updates += 1
         self.losses[client] = value

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from coterie.aggregation.low_rank import PaddedMean, product_norm
 from coterie.messages import Message, Schema, Shapes, Tensors, check_shapes
+from coterie.messages.names import RANK
 from coterie.methods.adapter import AdapterClient, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (
@@ -106,7 +107,7 @@ class HetLoraClient(RankClient):
                 self._zero_from(kept(present_rank(self.shared[a]), self.method.gamma), a)
         parts = [self.parts()[a] for a in self.pairs]
         ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.parameter) for p in parts}
-        self.context.log("rank", ranks)
+        self.context.log(RANK, ranks)
 
     def upload(self, round: int) -> Message:
         """What was pruned is not uploaded."""

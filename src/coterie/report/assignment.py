@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from coterie.analysis.experiments import Experiment, ReportedRun
-from coterie.analysis.routers import ASSIGNED
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
+from coterie.messages.names import ASSIGNMENT
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture
 
@@ -51,7 +51,7 @@ class Holdings:
 
 def holdings(run: ReportedRun) -> Holdings:
     """What a run's server recorded; a round counts where it did so for every layer."""
-    found = {name: run.by_round(name) for name in run.names(ASSIGNED)}
+    found = {name: run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*(set(one) for one in found.values())))
     every = [found[name][round] for round in rounds for name in found]
     clients = sorted({client for one in every for client in one})
@@ -61,12 +61,12 @@ def holdings(run: ReportedRun) -> Holdings:
         for layer, one in enumerate(found.values()):
             for client, ids in one[round].items():
                 held[at, layer, clients.index(client), ids] = True
-    return Holdings(clients, [name.removeprefix(ASSIGNED) for name in found], rounds, held)
+    return Holdings(clients, [name.removeprefix(ASSIGNMENT) for name in found], rounds, held)
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Three figures for each label whose runs assign experts, of the run with the first seed."""
-    found = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNED)}
+    found = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
     found = {label: one for label, one in found.items() if one.held.size}
     if not found:
         yield LeftOut("Experts of each client", "no run uses a method that assigns experts")

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import Table, frame_table, listed
+from coterie.messages.names import LOSS
 from coterie.report.plots import SPREAD, entry, evenly, over_rounds, plain_log, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
@@ -26,7 +27,7 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _over_rounds(experiment, [label for label in best if label in scored])
     else:
         yield _final(experiment, best)
-    levels = dict.fromkeys(name for run in experiment.all for name in run.names("loss/"))
+    levels = dict.fromkeys(name for run in experiment.all for name in run.names(LOSS))
     if levels:
         yield _losses(experiment, list(levels))
     else:
@@ -168,7 +169,7 @@ def smooth(values: Column, width: int) -> Column:
 def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     look = looks(list(experiment.runs))
     trained = [
-        label for label, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)
+        label for label, runs in experiment.drawn.items() if any(r.names(LOSS) for r in runs)
     ]
     shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
     steps = {
@@ -195,15 +196,15 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
                 axis.plot(x, mean.iloc[thin], color=colour, alpha=0.25, linewidth=0.7)
                 line = smooth(mean, width).iloc[thin]
                 axis.plot(x, line, color=colour, linestyle=look[label].dash, label=entry(label))
-            axis.set_title(level.removeprefix("loss/"))
+            axis.set_title(level.removeprefix(LOSS))
         canvas.legend(figure, axes[0])
         return figure
 
-    names = [level.removeprefix("loss/") for level in levels]
+    names = [level.removeprefix(LOSS) for level in levels]
     rows = [
         [
             label,
-            level.removeprefix("loss/"),
+            level.removeprefix(LOSS),
             number(len(mean)),
             *(f"{mean.iloc[n]:.3f}" for n in (0, -1)),
         ]

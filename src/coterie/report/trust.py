@@ -10,19 +10,18 @@ from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
+from coterie.messages.names import TRUST
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture, number
-
-METRIC = "trust"
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Heat maps and lines for each label whose runs have trust weights."""
-    found = [label for label, run in experiment.first if run.names(METRIC)]
+    found = [label for label, run in experiment.first if run.names(TRUST)]
     if not found:
         yield LeftOut("Trust weights", "no run uses a method with trust weights")
     for label in found:
-        matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
+        matrices = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
         yield _heat_maps(label, *matrices)
         if len(matrices[0]) > 2:
             yield _others(label, *matrices)
@@ -36,7 +35,7 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> tuple[list[str], list[int], n
     A weight is NaN where a client set none in that round. After the last round's training clients
     mix once more; of that round, the last weights are taken.
     """
-    each = [run.by_client(METRIC).groupby(["round", "client"]).tail(1) for run in runs]
+    each = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
     found: Frame = pd.concat(each).fillna(0.0)
     clients = sorted({*found.columns, *found.index.unique("client")})
     rounds = sorted(found.index.unique("round"))

@@ -9,6 +9,7 @@ from torch import Tensor
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Message
+from coterie.messages.names import TAUGHT
 from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientContext
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
@@ -71,7 +72,7 @@ class FedMKTClient(AdapterClient):
         distiller.offer(0, theirs)
         done = download.round // self.settings.per_round
         loss, quality = distiller.distil(done), distiller.quality()
-        self.context.log("taught", {"after": download.round, "loss": loss, **quality})
+        self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
 
     def train(self, round: int) -> None:
         """The local steps, before predictions are exchanged."""
