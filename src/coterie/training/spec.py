@@ -4,16 +4,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
@@ -94,7 +88,7 @@ class TrainingSpec(Section):
     """draw each step's samples with replacement, or every sample once per epoch"""
     learning_rate: PositiveFloat = 2e-3
     """highest learning rate: at the first step of the run, or after the warm-up"""
-    final_learning_rate: NonNegativeFloat = 2e-4
+    final_learning_rate: NotNegative = 2e-4
     """learning rate at the last step of a cosine or one-cycle schedule"""
     learning_rates: dict[str, PositiveFloat] = {}
     """learning rates by client name (or `server`), in place of learning_rate;
@@ -105,7 +99,7 @@ class TrainingSpec(Section):
     warmup: Rate = 0.0
     """fraction of the schedule's steps in which the learning rate rises: linearly, or on a
     cosine with one-cycle"""
-    initial_learning_rate: NonNegativeFloat | None = None
+    initial_learning_rate: NotNegative | None = None
     """learning rate at the start of the warm-up; default: 0, or learning_rate / 25 with
     one-cycle"""
     restart: bool = False
