@@ -225,7 +225,7 @@ def main() -> None:
             if args.methods and name not in args.methods:
                 continue
             run = run_of(base, Path(place), method, args)
-            found[name] = fresh(measured, run, Path(place) / "run")
+            found[name] = fresh(measured, run, Path(place) / f"run of {name}")
             table.append([name, *map(cell, found[name], (*paper, None))])
     show("MB and seconds (the paper's)", ("method", *columns), table)
     write(args, columns=columns, rows=found)
