@@ -5,22 +5,19 @@ source token to each target token; it is timed on a random sample of the source'
 up to all of them. Both compute in as many threads as torch may use, with the same library.
 """
 
-import argparse
-import json
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
 import torch
+from common import options_of, show, write
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
-from rich.console import Console
 
 from coterie.alignment import Vocabulary, read_vocabulary, vocabulary_map
 from coterie.alignment.summary import summarise
-from coterie.analysis.tables import Table
 
 BLOCK = 20
 """Source tokens that brute force takes at a time: a row of distances each is in memory."""
@@ -66,42 +63,34 @@ def measure(source: str, target: str, own: dict[str, Vocabulary], sample: int) -
     return Row(source, target, seconds, brute, figures.exact, figures.mean)
 
 
-def table(rows: list[Row], own: dict[str, Vocabulary]) -> Table:
-    sizes = ", ".join(f"{name} {len(v.tokens):,}" for name, v in own.items())
-    return Table(
-        f"Vocabulary maps, {torch.get_num_threads()} threads",
-        ["source -> target", "seconds", "brute force", "ratio", "exact", "mean edits"],
-        [
-            [
-                f"{row.source} -> {row.target}",
-                f"{row.seconds:.1f}",
-                f"{row.brute:.0f}",
-                f"{row.brute / row.seconds:.0f}",
-                f"{row.exact:.1%}",
-                f"{row.mean:.2f}",
-            ]
-            for row in rows
-        ],
-        f"Tokens: {sizes}.",
-    )
+def cells(row: Row) -> list[str]:
+    return [
+        f"{row.source} -> {row.target}",
+        f"{row.seconds:.1f}",
+        f"{row.brute:.0f}",
+        f"{row.brute / row.seconds:.0f}",
+        f"{row.exact:.1%}",
+        f"{row.mean:.2f}",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("folder", type=Path, help="holds a folder for each tokenizer")
     parser.add_argument("--sample", type=int, default=200, help="source tokens for brute force")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     folders = sorted(path for path in options.folder.iterdir() if path.is_dir())
     own = {path.name: read_vocabulary(path) for path in folders}
     rows = [measure(a, b, own, options.sample) for a, b in permutations(own, 2)]
-    Console().print(table(rows, own))
-    if options.json:
-        record = {"threads": options.threads, "sample": options.sample}
-        record["rows"] = [asdict(row) for row in rows]
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    sizes = ", ".join(f"{name} {len(v.tokens):,}" for name, v in own.items())
+    show(
+        f"Vocabulary maps, {options.threads} threads",
+        ("source -> target", "seconds", "brute force", "ratio", "exact", "mean edits"),
+        [cells(row) for row in rows],
+        f"Tokens: {sizes}.",
+    )
+    write(options, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,15 @@ Traffic: the shape of Llama-3.2-1B, query and value layers, rank 8 in float32, 1
 each expert chooses 2, so that a client holds a fifth of the experts in the mean.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from common import MIB, gpt2, llama, options_of, show, take_turns, write
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from coterie.adapters import AmoleAdapter, AmoleLayout
 from coterie.bases.precision import Precision, autocast, prepare
@@ -72,14 +68,14 @@ class LoopAmole(nn.Module):
 Loss = Callable[[Tensor], Tensor]
 
 
-def gpt2(precision: Precision) -> GPT2LMHeadModel:
-    base = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+def prepared(precision: Precision) -> GPT2LMHeadModel:
+    base = gpt2()
     prepare(base, precision, TIME)
     return base
 
 
 def peft(precision: Precision) -> Loss:
-    base = gpt2(precision)
+    base = prepared(precision)
     options = LoraConfig(
         r=RANK, lora_alpha=int(ALPHA), target_modules=["c_attn"], fan_in_fan_out=True
     )
@@ -88,7 +84,7 @@ def peft(precision: Precision) -> Loss:
 
 
 def loop(precision: Precision) -> Loss:
-    base = gpt2(precision)
+    base = prepared(precision)
     layers: list[LoopAmole] = []
     for block in base.transformer.h:
         layers.append(LoopAmole(block.attn.c_attn, 768, 3 * 768))  # pyright: ignore
@@ -99,7 +95,7 @@ def loop(precision: Precision) -> Loss:
 
 
 def ours(precision: Precision) -> Loss:
-    base = gpt2(precision)
+    base = prepared(precision)
     layout = AmoleLayout(experts=EXPERTS, rank=RANK, alpha=ALPHA, top_k=TOP_K)
     held = dict.fromkeys(chosen_linears(base, layout.targets), range(EXPERTS))
     adapter = AmoleAdapter(base, layout, 0, held)
@@ -109,22 +105,17 @@ def ours(precision: Precision) -> Loss:
 
 def measure(precision: Precision, batch: int, rounds: int) -> dict[str, float]:
     """The shortest seconds per step of each contestant, after one round to warm up."""
-    runners = {
-        "PEFT LoRA": peft(precision),
-        "loop over experts": loop(precision),
-        "ours": ours(precision),
-    }
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(50257, (batch, TIME + 1), generator=chance)
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(rounds + 1):
-        for name, loss in runners.items():
-            start = time.perf_counter()
-            with autocast(precision, "cpu"):
-                value = loss(ids)
-            value.backward()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: min(values[1:]) for name, values in seconds.items()}
+    makers = {"PEFT LoRA": peft, "loop over experts": loop, "ours": ours}
+
+    def step(loss: Loss) -> None:
+        with autocast(precision, "cpu"):
+            value = loss(ids)
+        value.backward()
+
+    steps = {name: partial(step, make(precision)) for name, make in makers.items()}
+    return {name: min(values) for name, values in take_turns(steps, rounds).items()}
 
 
 @dataclass(frozen=True)
@@ -139,12 +130,8 @@ class Traffic:
 
 
 def traffic(experts: int) -> Traffic:
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
     with torch.device("meta"):
-        base = LlamaForCausalLM(config)
+        base = LlamaForCausalLM(llama("1b"))
     layout = AmoleLayout(experts=experts, rank=RANK)
     held, paths = experts * CHOSEN // CLIENTS, chosen_linears(base, layout.targets)
     parts = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).parts()
@@ -153,32 +140,23 @@ def traffic(experts: int) -> Traffic:
     return Traffic(experts, held, values + embeddings, values)
 
 
-def show(seconds: dict[str, float], what: str) -> None:
-    table = Table(title=f"One step of {what}, CPU, {torch.get_num_threads()} threads")
-    table.add_column("contestant")
-    for column in ("ms", "ours is", "at most"):
-        table.add_column(column, justify="right")
+def show_steps(seconds: dict[str, float], what: str) -> None:
+    rows = []
     for name, least in seconds.items():
         limit = f"{LIMITS[name]:.2f} x" if name in LIMITS else ""
-        table.add_row(name, f"{1000 * least:.0f}", f"{seconds['ours'] / least:.2f} x", limit)
-    Console().print(table)
+        rows.append((name, f"{1000 * least:.0f}", f"{seconds['ours'] / least:.2f} x", limit))
+    title = f"One step of {what}, CPU, {torch.get_num_threads()} threads"
+    show(title, ("contestant", "ms", "ours is", "at most"), rows)
 
 
-def show_traffic(rows: list[Traffic]) -> None:
-    table = Table(title="Llama-3.2-1B, mean per client and round, MiB (2^20 bytes)")
-    for column in ("experts", "held", "upload", "download"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        sizes = [f"{size / 2**20:.3f}" for size in (row.upload, row.download)]
-        table.add_row(str(row.experts), str(row.held), *sizes)
-    Console().print(table)
+def cells(row: Traffic) -> list[str]:
+    sizes = [f"{size / MIB:.3f}" for size in (row.upload, row.download)]
+    return [str(row.experts), str(row.held), *sizes]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -188,17 +166,11 @@ def main() -> None:
         for batch in BATCHES:
             what = f"{batch} x {TIME} tokens, {precision}"
             seconds[what] = measure(precision, batch, options.rounds)
-            show(seconds[what], what)
+            show_steps(seconds[what], what)
     rows = [traffic(experts) for experts in (15, 20, 25, 30)]
-    show_traffic(rows)
-    if options.json:
-        record = {
-            "threads": options.threads,
-            "seconds": seconds,
-            "limits": LIMITS,
-            "traffic": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    title = "Llama-3.2-1B, mean per client and round, MiB (2^20 bytes)"
+    show(title, ("experts", "held", "upload", "download"), [cells(row) for row in rows])
+    write(options, seconds=seconds, limits=LIMITS, traffic=rows)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,12 @@ Times are the shortest of some repeats. Side by side, there are as many modules 
 32 layers, in as many threads as torch may use.
 """
 
-import argparse
-import json
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import options_of, show, take_turns, write
 
 from coterie.aggregation.assignment import Bounds, assign, assign_all, relevance
 
@@ -52,12 +47,7 @@ def make(experts: int, clients: int, modules: int) -> dict[str, np.ndarray]:
 
 
 def shortest(work: Callable[[], object], repeats: int) -> float:
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return min(take_turns({"": work}, repeats)[""])
 
 
 def measure(experts: int, clients: int, repeats: int) -> Timing:
@@ -71,40 +61,33 @@ def measure(experts: int, clients: int, repeats: int) -> Timing:
     return Timing(experts, clients, one, modules, after, beside)
 
 
-def show(timings: list[Timing]) -> None:
-    table = Table(title=f"Assignment of experts, {torch.get_num_threads()} threads")
-    for column in ("experts", "clients", "one ms", "target ms", "modules", "after ms", "beside ms"):
-        table.add_column(column, justify="right")
-    for row in timings:
-        target = TARGETS.get((row.experts, row.clients))
-        many = (f"{row.modules}", f"{1000 * row.after:,.0f}", f"{1000 * row.beside:,.0f}")
-        table.add_row(
-            str(row.experts),
-            str(row.clients),
-            f"{1000 * row.one:,.1f}",
-            f"{1000 * target:,.0f}" if target else "",
-            *(many if row.modules else ("", "", "")),
-        )
-    table.caption = "after, beside: all modules one after another, and side by side"
-    Console().print(table)
+def cells(row: Timing) -> list[str]:
+    target = TARGETS.get((row.experts, row.clients))
+    many = (f"{row.modules}", f"{1000 * row.after:,.0f}", f"{1000 * row.beside:,.0f}")
+    return [
+        str(row.experts),
+        str(row.clients),
+        f"{1000 * row.one:,.1f}",
+        f"{1000 * target:,.0f}" if target else "",
+        *(many if row.modules else ("", "", "")),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--sizes", default="30x10,100x100,300x300,1000x1000")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
     timings = [measure(experts, clients, options.repeats) for experts, clients in sizes]
-    show(timings)
-    if options.json:
-        rows = [{**asdict(row), "target": TARGETS.get((row.experts, row.clients))}
-                for row in timings]  # fmt: skip
-        record = {"threads": options.threads, "repeats": options.repeats, "rows": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    show(
+        f"Assignment of experts, {options.threads} threads",
+        ("experts", "clients", "one ms", "target ms", "modules", "after ms", "beside ms"),
+        [cells(row) for row in timings],
+        "after, beside: all modules one after another, and side by side",
+    )
+    write(options, rows=timings, targets={f"{e}x{c}": most for (e, c), most in TARGETS.items()})
 
 
 if __name__ == "__main__":

@@ -11,35 +11,34 @@ which it fetches uploads and checks them; *count* aggregation; *save* its checkp
 left: polling, and whatever else the machine does.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import MIB, options_of, recorded, resident, show, write
 
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.start import serve
+from coterie.messages.names import BYTES_UP, SECONDS
 from coterie.network.flower.link import FlowerLink
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 
-MIB = 2**20
 PHASES = ("orders", "replies", "count", "save")
 TEXT = EMBEDDED / "demo-writers" / "poet.txt"
 
@@ -96,14 +95,11 @@ class Phases:
             (Aggregation, "mean", "count"),
             (RunFolder, "save", "save"),
         ]
-        before = [getattr(owner, name) for owner, name, _ in wrap]
-        for owner, name, phase in wrap:
-            setattr(owner, name, self.timed(phase, getattr(owner, name)))
-        try:
+        with ExitStack() as stack:
+            for owner, name, phase in wrap:
+                timed = self.timed(phase, getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, timed))
             yield
-        finally:
-            for (owner, name, _), function in zip(wrap, before, strict=True):
-                setattr(owner, name, function)
 
 
 class Rounds(ServerWatch):
@@ -115,7 +111,7 @@ class Rounds(ServerWatch):
     def start(self, title: str, rounds: int, done: int) -> None:
         """See the class."""
         Path("/proc/self/clear_refs").write_text("5")
-        self.idle = resident(psutil.Process().pid, "VmRSS")
+        self.idle = resident("VmRSS")
 
     def round_over(self, round: int, counted: int) -> None:
         """See the class."""
@@ -123,12 +119,6 @@ class Rounds(ServerWatch):
         children = psutil.Process().children(recursive=True)
         here = [c for c in children if "coterie" not in c.cmdline()]
         self.flower = max(self.flower, sum(c.memory_info().rss for c in here))
-
-
-def resident(pid: int, which: str) -> int:
-    """A process's resident memory in bytes: VmRSS, now, or VmHWM, at most."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
 def run_file(names: list[str], rounds: int) -> RunConfig:
@@ -169,7 +159,7 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
         def look(*_: Any) -> None:
             for number, client in enumerate(clients):
                 if client.poll() is None:
-                    peaks[number] = max(peaks[number], resident(client.pid, "VmHWM"))
+                    peaks[number] = max(peaks[number], resident("VmHWM", client.pid))
 
         watch.seats = look  # type: ignore[method-assign]
         try:
@@ -179,9 +169,9 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
             for client in clients:
                 client.terminate()
                 client.wait()
-        steps = [figures(RunFolder(next((folder / n).glob("cost-*"))), "seconds") for n in names]
-        sizes = figures(server, "bytes/up")
-        whole = figures(server, "seconds")
+        steps = [recorded(RunFolder(next((folder / n).glob("cost-*"))), SECONDS) for n in names]
+        sizes = recorded(server, BYTES_UP)
+        whole = recorded(server, SECONDS)
     inner = slice(1, rounds)
     slowest = [max(s[r] for s in steps) for r in range(*inner.indices(rounds))]
     return Cost(
@@ -191,15 +181,10 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
         step=median(slowest),
         phases={p: median(r[p] for r in phases.rounds[inner]) for p in PHASES},
         idle=watch.idle,
-        server=resident(psutil.Process().pid, "VmHWM"),
+        server=resident("VmHWM"),
         worker=max(peaks.values()),
         flower=watch.flower,
     )
-
-
-def figures(folder: RunFolder, name: str) -> list[float]:
-    """A figure's values in a run folder, in order."""
-    return [line["value"] for line in folder.metrics() if line["name"] == name]
 
 
 def alone(rounds: int) -> int:
@@ -216,47 +201,34 @@ def alone(rounds: int) -> int:
     return int(done.stdout.split()[-1]) * 1024
 
 
-def show(costs: list[Cost], local: int) -> None:
-    time_table = Table(title="Seconds per round beyond training")
-    heads = ("clients", "MB up", "round", "step", "beyond", *PHASES, "rest")
-    for head in heads:
-        time_table.add_column(head, justify="right")
-    memory = Table(title="Memory, MiB")
-    for head in ("clients", "server idle", "server adds", "Flower, door", "worker", "x local"):
-        memory.add_column(head, justify="right")
+def show_costs(costs: list[Cost], local: int) -> None:
+    times, memory = [], []
     for cost in costs:
         spent = [cost.phases[phase] for phase in PHASES]
-        rest = cost.overhead - sum(spent)
-        row = [cost.round, cost.step, cost.overhead, *spent, rest]
-        time_table.add_row(
-            str(cost.clients), f"{cost.upload / 1e6:.2f}", *(f"{value:.2f}" for value in row)
-        )
+        row = [cost.round, cost.step, cost.overhead, *spent, cost.overhead - sum(spent)]
+        figures = (f"{value:.2f}" for value in row)
+        times.append((str(cost.clients), f"{cost.upload / 1e6:.2f}", *figures))
         sizes = (cost.idle, cost.server - cost.idle, cost.flower, cost.worker)
-        memory.add_row(
-            str(cost.clients),
-            *(f"{size / MIB:,.0f}" for size in sizes),
-            f"{cost.worker / local:.2f}",
-        )
-    console = Console()
-    console.print(time_table)
-    console.print(memory)
-    console.print(f"The local engine with one client: {local / MIB:,.0f} MiB.")
+        figures = (f"{size / MIB:,.0f}" for size in sizes)
+        memory.append((str(cost.clients), *figures, f"{cost.worker / local:.2f}"))
+    columns = ("clients", "MB up", "round", "step", "beyond", *PHASES, "rest")
+    show("Seconds per round beyond training", columns, times)
+    columns = ("clients", "server idle", "server adds", "Flower, door", "worker", "x local")
+    caption = f"The local engine with one client: {local / MIB:,.0f} MiB."
+    show("Memory, MiB", columns, memory, caption)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--clients", default="2,8", help="numbers of clients")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--port", type=int, default=19092)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     local = alone(options.rounds)
     costs = [deploy(int(c), options.rounds, options.port) for c in options.clients.split(",")]
-    show(costs, local)
-    if options.json:
-        record = {"local": local, "rows": [asdict(cost) for cost in costs]}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    show_costs(costs, local)
+    write(options, local=local, rows=costs)
 
 
 if __name__ == "__main__":

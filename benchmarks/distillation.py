@@ -7,31 +7,22 @@ PyTorch's kl_div. Each has a fresh process; memory is its peak (Linux's ru_maxrs
 process held before its first step, time the median of the steps after that.
 """
 
-import argparse
-import json
-import resource
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
 import torch
-from rich.console import Console
+from common import MIB, fresh, options_of, peak, random_ids, show, take_turns, write
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout
-from coterie.analysis.tables import Table
 from coterie.bases.precision import autocast, prepare
 from coterie.data.batch import Batch
 from coterie.losses.tokens import soft_target_loss
 from coterie.seeding import generator
 
-MIB = 2**20
 BATCH, TIME, TOP = 4, 512, 128
 VOCABULARY = 50_257
 Loss = Callable[[PreTrainedModel, Tensor, Tensor, Tensor], Tensor]
@@ -96,64 +87,46 @@ def measure(way: str, steps: int, threads: int) -> Row:
     """To be called once per process, as a peak never falls."""
     torch.set_num_threads(threads)
     model, adapter = student()
-    ids = torch.randint(VOCABULARY, (BATCH, TIME + 1), generator=generator(0, "ids"))
+    ids = random_ids(BATCH, TIME + 1, vocabulary=VOCABULARY)
     tokens, shares = teacher()
     parameters = list(adapter.parameters().values())
-    before, times = peak(), []
-    loss, gradients = torch.zeros(()), ()
-    for _ in range(steps + 1):
-        start = time.perf_counter()
+    before, found = peak(), {}
+
+    def step() -> None:
         with autocast("bf16", "cpu"):
-            loss = WAYS[way](model, ids, tokens, shares)
-        gradients = torch.autograd.grad(loss, parameters)
-        times.append(time.perf_counter() - start)
-    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-    return Row(way, peak() - before, median(times[1:]), loss.item(), norm.item())
+            found["loss"] = WAYS[way](model, ids, tokens, shares)
+        found["gradients"] = torch.autograd.grad(found["loss"], parameters)
+
+    seconds = median(take_turns({way: step}, steps)[way])
+    norm = torch.stack([gradient.norm() for gradient in found["gradients"]]).norm()
+    return Row(way, peak() - before, seconds, found["loss"].item(), norm.item())
 
 
-def peak() -> int:
-    """Bytes that this process held at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def table(rows: list[Row], threads: int) -> Table:
-    last = rows[-1]
-    return Table(
-        f"One step of distillation, {BATCH} x {TIME} tokens, top {TOP} of {VOCABULARY:,}, bf16, "
-        f"{threads} threads",
-        ["way", "peak MiB", "of dense", "seconds", "of dense", "KL", "gradient"],
-        [
-            [
-                row.way,
-                f"{row.bytes / MIB:,.0f}",
-                f"{row.bytes / last.bytes:.2f}",
-                f"{row.seconds:.2f}",
-                f"{row.seconds / last.seconds:.2f}",
-                f"{row.loss:.4f}",
-                f"{row.gradient:.5f}",
-            ]
-            for row in rows
-        ],
-        "Peak: over what the process held before, which is the model and the teacher's top tokens.",
-    )
+def cells(row: Row, last: Row) -> list[str]:
+    return [
+        row.way,
+        f"{row.bytes / MIB:,.0f}",
+        f"{row.bytes / last.bytes:.2f}",
+        f"{row.seconds:.2f}",
+        f"{row.seconds / last.seconds:.2f}",
+        f"{row.loss:.4f}",
+        f"{row.gradient:.5f}",
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed, after one")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    # Processes that are spawned: Linux counts a forked one's peak from its parent's.
-    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
-    with fresh:
-        jobs = (fresh.submit(measure, way, options.steps, options.threads) for way in WAYS)
-        rows = [job.result() for job in jobs]
-    Console().print(table(rows, options.threads))
-    if options.json:
-        record = {"steps": options.steps, "threads": options.threads}
-        record["rows"] = [asdict(row) for row in rows]
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    rows = [fresh(measure, way, options.steps, options.threads) for way in WAYS]
+    show(
+        f"One step of distillation, {BATCH} x {TIME} tokens, top {TOP} of {VOCABULARY:,}, bf16, "
+        f"{options.threads} threads",
+        ("way", "peak MiB", "of dense", "seconds", "of dense", "KL", "gradient"),
+        [cells(row, rows[-1]) for row in rows],
+        "Peak: over what the process held before, which is the model and the teacher's top tokens.",
+    )
+    write(options, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,30 +10,26 @@ of 10 MiB and 500 connections that say nothing, without a certificate; *client*:
 one client that each push objects of 10 MiB as often as they are let.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import aiohttp
-import psutil
 import uvicorn
-from rich.console import Console
-from rich.table import Table
+from common import MIB, options_of, resident, show, write
 
 from coterie.network.door import Settings
 from coterie.network.door_process import DoorProcess
 from coterie.network.flower.link import SuperLink
 from coterie.network.keys import Keys, Kit
 
-MIB = 2**20
 OBJECT = 5 * MIB
 LARGE = bytes(10 * MIB)
 LOADS = {"calls": (b"x" * 100, "pull-messages"), "push": (bytes(OBJECT), "push-object")}
@@ -79,6 +75,12 @@ def upstream(keys: Keys) -> Iterator[int]:
         process.join()
 
 
+def session(port: int, context: ssl.SSLContext, most: int = 100) -> aiohttp.ClientSession:
+    """Of a client that keeps at most so many connections; 0: any number."""
+    connector = aiohttp.TCPConnector(ssl=context, limit=most)
+    return aiohttp.ClientSession(f"https://localhost:{port}", connector=connector)
+
+
 async def load(
     port: int, contexts: list[ssl.SSLContext], kind: str, seconds: float
 ) -> dict[str, float]:
@@ -88,8 +90,7 @@ async def load(
 
     async def client(context: ssl.SSLContext, end: float) -> None:
         nonlocal done, moved
-        connector = aiohttp.TCPConnector(ssl=context)
-        async with aiohttp.ClientSession(f"https://localhost:{port}", connector=connector) as asked:
+        async with session(port, context) as asked:
             while time.monotonic() < end:
                 async with asked.post(f"/v1/fleet/{call}", data=body) as answer:
                     got = await answer.read()
@@ -109,22 +110,22 @@ def loads(port: int, contexts: list[ssl.SSLContext], seconds: float) -> dict[str
     return {kind: of["requests" if kind == "calls" else "MB"] for kind, of in found.items()}
 
 
+async def push_large(asked: aiohttp.ClientSession) -> None:
+    """Push a large object, whatever comes of it."""
+    with suppress(aiohttp.ClientError, OSError):
+        async with asked.post("/v1/fleet/push-object", data=LARGE, headers=PROTOBUF) as answer:
+            await answer.read()
+
+
 async def strangers(port: int, authority: Path) -> None:
     """Requests and connections without a certificate."""
     context = ssl.create_default_context(cafile=authority)
-
-    async def ask(asked: aiohttp.ClientSession) -> None:
-        with suppress(aiohttp.ClientError, OSError):
-            async with asked.post("/v1/fleet/push-object", data=LARGE, headers=PROTOBUF) as answer:
-                await answer.read()
-
     with ExitStack() as open_ones:
         for _ in range(500):
             with suppress(OSError):
                 open_ones.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-        connector = aiohttp.TCPConnector(ssl=context, limit=0)
-        async with aiohttp.ClientSession(f"https://localhost:{port}", connector=connector) as asked:
-            await asyncio.gather(*(ask(asked) for _ in range(60)))
+        async with session(port, context, most=0) as asked:
+            await asyncio.gather(*(push_large(asked) for _ in range(60)))
 
 
 async def greedy(port: int, kit: Kit, seconds: float) -> None:
@@ -132,33 +133,23 @@ async def greedy(port: int, kit: Kit, seconds: float) -> None:
 
     async def push(asked: aiohttp.ClientSession, end: float) -> None:
         while time.monotonic() < end:
-            with suppress(aiohttp.ClientError, OSError):
-                async with asked.post(
-                    "/v1/fleet/push-object", data=LARGE, headers=PROTOBUF
-                ) as answer:
-                    await answer.read()
+            await push_large(asked)
             await asyncio.sleep(0.01)
 
-    connector = aiohttp.TCPConnector(ssl=kit.context(), limit=0)
     end = time.monotonic() + seconds
-    async with aiohttp.ClientSession(f"https://localhost:{port}", connector=connector) as asked:
+    async with session(port, kit.context(), most=0) as asked:
         await asyncio.gather(*(push(asked, end) for _ in range(64)))
 
 
-class Peak:
-    """The largest resident memory of a process within a block, in MiB."""
-
-    def __init__(self, pid: int) -> None:
-        self.process, self.largest = psutil.Process(pid), 0.0
-
-    async def during(self, work: Awaitable[None]) -> float:
-        """Do some work; the largest memory meanwhile."""
-        task = asyncio.ensure_future(work)
-        while not task.done():
-            self.largest = max(self.largest, self.process.memory_info().rss / MIB)
-            await asyncio.sleep(0.05)
-        await task
-        return self.largest
+async def peaks(pids: dict[str, int], work: Coroutine[Any, Any, None]) -> dict[str, float]:
+    """Do some work; the largest resident memory of processes meanwhile, in MiB."""
+    task, largest = asyncio.create_task(work), dict.fromkeys(pids, 0.0)
+    while not task.done():
+        for name, pid in pids.items():
+            largest[name] = max(largest[name], resident("VmRSS", pid) / MIB)
+        await asyncio.sleep(0.05)
+    await task
+    return largest
 
 
 def memory(folder: Path, keys: Keys, seconds: float) -> dict[str, dict[str, float]]:
@@ -174,18 +165,9 @@ def memory(folder: Path, keys: Keys, seconds: float) -> dict[str, dict[str, floa
     with superlink:
         time.sleep(2)
         pids = {"SuperLink": superlink.process.pid, "door": superlink.door.process.pid}
-        found["before"] = {
-            name: psutil.Process(pid).memory_info().rss / MIB for name, pid in pids.items()
-        }
+        found["before"] = {name: resident("VmRSS", pid) / MIB for name, pid in pids.items()}
         for name, work in works.items():
-
-            async def watched(work: Callable = work) -> dict[str, float]:
-                peaks = {name: Peak(pid) for name, pid in pids.items()}
-                task = asyncio.ensure_future(work())
-                await asyncio.gather(*(peak.during(task) for peak in peaks.values()))
-                return {name: peak.largest for name, peak in peaks.items()}
-
-            found[name] = asyncio.run(watched())
+            found[name] = asyncio.run(peaks(pids, work()))
     return found
 
 
@@ -197,10 +179,9 @@ def free_port() -> int:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 100])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -222,19 +203,16 @@ def main() -> None:
                         "door": loads(port, contexts[:count], options.seconds),
                     }
         held = memory(folder, keys, options.seconds)
-    table = Table("clients", "", "calls/s", "push MB/s", "pull MB/s")
+    rows = []
     for count, ways in found.items():
         for way, of in ways.items():
-            table.add_row(count, way, *(f"{of[kind]:.0f}" for kind in LOADS))
+            rows.append((count, way, *(f"{of[kind]:.0f}" for kind in LOADS)))
         ratios = (f"{ways['door'][kind] / ways['plain'][kind]:.2f}" for kind in LOADS)
-        table.add_row("", "ratio", *ratios)
-    Console().print(table)
-    table = Table("MiB", "SuperLink", "door")
-    for name, of in held.items():
-        table.add_row(name, f"{of['SuperLink']:.0f}", f"{of['door']:.0f}")
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"loads": found, "memory": held}, indent=2) + "\n")
+        rows.append(("", "ratio", *ratios))
+    show("Loads", ("clients", "", "calls/s", "push MB/s", "pull MB/s"), rows)
+    rows = [(name, f"{of['SuperLink']:.0f}", f"{of['door']:.0f}") for name, of in held.items()]
+    show("Resident memory, MiB", ("", "SuperLink", "door"), rows)
+    write(options, loads=found, memory=held)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,21 @@ A contestant's peak is what it holds between its steps and what a step adds: the
 other holds meanwhile does not count.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bases import MIB, client_side, make_base, random_ids, with_lora
+from bases import client_side, lora_training
+from common import MIB, make_base, options_of, random_ids, show, write
 from memory import make_texts
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
@@ -43,6 +40,10 @@ from coterie.runs import RunFolder, Watch
 SPEED, PEAK = {"1b": 1.0, "8b": 0.95}, 1.1
 """Smallest share of PEFT's tokens per second, by shape, and largest share of its peak."""
 FAILS = "fails:"
+COLUMNS = (
+    *("base", "mode", "contestant", "tokens/s", "x PEFT", "target"),
+    *("peak MiB", "x PEFT", "target", "note"),
+)
 ATTENTION = "aten::_scaled_dot_product_"
 
 
@@ -140,19 +141,14 @@ def peft(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:
     """PEFT's LoRA, with a model and an optimiser as in its documentation."""
     how = format_of(_spec(folder, weights), "bf16")
     plain = AutoModelForCausalLM.from_pretrained(folder, device_map={"": device}, **how)
-    model = with_lora(plain)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=1e-3)
     ids = random_ids(size.batch, size.window).to(device)
 
-    def step() -> None:
+    def loss(model: nn.Module) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    return Steps(step, model, sum(parameter.numel() for parameter in trained))
+    model, values, step = lora_training(plain, loss)
+    return Steps(step, model, values)
 
 
 def _spec(folder: Path, weights: str) -> BaseSpec:
@@ -285,39 +281,35 @@ def _resumed(config: dict[str, Any], path: Path, whole: Path, what: str) -> Chec
     return Check(what, found, same)
 
 
-def show(rows: list[Row], checks: list[Check], size: Size, device: str) -> None:
-    """Both tables; ratios are to PEFT in the same mode."""
-    title = f"Training steps, {size.batch} x {size.window} tokens, {device}"
-    table = Table(title=title, caption="targets: tokens/s and peak, as shares of PEFT's")
-    for column in ("base", "mode", "contestant"):
-        table.add_column(column)
-    for column in ("tokens/s", "x PEFT", "target", "peak MiB", "x PEFT", "target"):
-        table.add_column(column, justify="right")
-    table.add_column("note")
-    for row in rows:
-        place = (row.shape, row.weights, row.mode)
-        peft = next(r for r in rows if (r.shape, r.weights, r.mode, r.who) == (*place, "PEFT"))
-        beside = row is not peft
-        target = f">= {SPEED[row.shape]:.2f}" if beside and row.shape in SPEED else ""
-        table.add_row(
-            f"{row.shape}, {row.weights}",
-            row.mode,
-            row.who,
-            "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            _ratio(row.tokens_per_second, peft.tokens_per_second),
-            target,
-            "" if row.peak is None else f"{row.peak / MIB:,.0f}",
-            _ratio(row.peak, peft.peak),
-            f"<= {PEAK:.2f}" if target else "",
-            row.note,
-        )
-    Console(width=140).print(table)
-    works = Table(title="On this device")
-    for column in ("what", "found", "works"):
-        works.add_column(column)
-    for check in checks:
-        works.add_row(check.what, check.found, "yes" if check.works else "no")
-    Console(width=140).print(works)
+def cells(row: Row, rows: list[Row]) -> list[str]:
+    """Ratios are to PEFT in the same mode."""
+    place = (row.shape, row.weights, row.mode)
+    peft = next(r for r in rows if (r.shape, r.weights, r.mode, r.who) == (*place, "PEFT"))
+    target = row is not peft and row.shape in SPEED
+    return [
+        f"{row.shape}, {row.weights}",
+        row.mode,
+        row.who,
+        "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        _ratio(row.tokens_per_second, peft.tokens_per_second),
+        f">= {SPEED[row.shape]:.2f}" if target else "",
+        "" if row.peak is None else f"{row.peak / MIB:,.0f}",
+        _ratio(row.peak, peft.peak),
+        f"<= {PEAK:.2f}" if target else "",
+        row.note,
+    ]
+
+
+def show_all(rows: list[Row], checks: list[Check], size: Size, device: str) -> None:
+    """Both tables."""
+    show(
+        f"Training steps, {size.batch} x {size.window} tokens, {device}",
+        COLUMNS,
+        [cells(row, rows) for row in rows],
+        "targets: tokens/s and peak, as shares of PEFT's",
+    )
+    works = [(check.what, check.found, "yes" if check.works else "no") for check in checks]
+    show("On this device", ("what", "found", "works"), works)
 
 
 def _ratio(mine: float | None, theirs: float | None) -> str:
@@ -325,13 +317,12 @@ def _ratio(mine: float | None, theirs: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--small", action="store_true", help="a tiny base and few steps, to try it")
     parser.add_argument("--shapes", default="1b,8b", help="without --small")
     parser.add_argument("--weights", default="bf16,nf4", help="formats")
     parser.add_argument("--no-compile", action="store_true", help="eager steps only")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     try:
         (device,) = devices_of(options.device)
@@ -354,17 +345,10 @@ def main() -> None:
                 torch._dynamo.reset()
         checks += public(work / shapes.split(",")[0], device, size, work)
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    show(rows, checks, size, on)
-    if options.json:
-        record = {
-            "device": on,
-            "torch": torch.__version__,
-            "size": asdict(size),
-            "targets": {"tokens_per_second": SPEED, "peak": PEAK},
-            "rows": [asdict(row) for row in rows],
-            "checks": [asdict(check) for check in checks],
-        }
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    show_all(rows, checks, size, on)
+    targets = {"tokens_per_second": SPEED, "peak": PEAK}
+    found = {"size": size, "targets": targets, "rows": rows, "checks": checks}
+    write(options, **{**found, "device": on, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -9,29 +9,21 @@ whole process, from the first import on (Linux's ru_maxrss).
 client keep its best model.
 """
 
-import argparse
-import json
-import resource
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
+from common import MIB, fresh, gpt2, options_of, peak, recorded, save, show, write
 from transformers.utils import logging
 
 import coterie
-from coterie.bases import load_tokenizer
 from coterie.bases.precision import Precision
+from coterie.messages.names import SECONDS
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 
-MIB = 2**20
 TARGETS = {4: 1.10, 32: 1.60}
 """Largest ratio to one client's peak, by the number of clients."""
 
@@ -51,10 +43,9 @@ class Peak:
 
 
 def make_base(folder: Path) -> None:
-    """Save GPT-2's shape with random weights; the tokenizer is a smaller one that ships."""
+    """Save GPT-2's shape with random weights."""
     logging.disable_progress_bar()
-    GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
-    load_tokenizer("tiny-gpt2").save_pretrained(folder)
+    save(gpt2(), folder)
 
 
 def make_texts(folder: Path, clients: int) -> list[dict[str, str]]:
@@ -94,49 +85,35 @@ def measure(
         "evaluation": {"keep": keep},
     }
     run = coterie.run(config, out=folder / f"run-{clients}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most = peak()
     ended = RunFolder(run.path)
-    seconds = median(line["value"] for line in ended.metrics() if line["name"] == "seconds")
+    seconds = median(recorded(ended, SECONDS))
     state = ended.load("client-client-00")
     tensors = (
         t for _, part in state.walk() for group in part.groups.values() for t in group.values()
     )
     trained = sum(tensor.nbytes for tensor in state["adapter"].values())
     moments = sum(tensor.nbytes for tensor in tensors) - trained
-    return Peak(clients, peak, trained, moments, seconds)
+    return Peak(clients, most, trained, moments, seconds)
 
 
 COLUMNS = (
-    "clients",
-    "peak MiB",
-    "x first",
-    "target",
-    "MiB per further client",
-    "trained MiB",
-    "optimiser MiB",
-    "s/round",
+    *("clients", "peak MiB", "x first", "target", "MiB per further client"),
+    *("trained MiB", "optimiser MiB", "s/round"),
 )
 
 
-def show(peaks: list[Peak], precision: Precision, base: str) -> None:
-    table = Table(title=f"Peak memory of the local engine, {base}, 8 x 128 tokens, {precision}")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    for before, row in zip([None, *peaks], peaks, strict=False):
-        further = "" if before is None else f"{per_client(before, row):.2f}"
-        target = f"{TARGETS[row.clients]:.2f}" if row.clients in TARGETS else ""
-        table.add_row(
-            str(row.clients),
-            f"{row.peak / MIB:,.0f}",
-            f"{row.peak / peaks[0].peak:.2f}",
-            target,
-            further,
-            f"{row.trained / MIB:.1f}",
-            f"{row.optimiser / MIB:.1f}",
-            f"{row.seconds:.2f}",
-        )
-    table.caption = "trained and optimiser: of each client"
-    Console(width=110).print(table)
+def cells(row: Peak, before: Peak | None, first: Peak) -> list[str]:
+    return [
+        str(row.clients),
+        f"{row.peak / MIB:,.0f}",
+        f"{row.peak / first.peak:.2f}",
+        f"{TARGETS[row.clients]:.2f}" if row.clients in TARGETS else "",
+        "" if before is None else f"{per_client(before, row):.2f}",
+        f"{row.trained / MIB:.1f}",
+        f"{row.optimiser / MIB:.1f}",
+        f"{row.seconds:.2f}",
+    ]
 
 
 def per_client(one: Peak, more: Peak) -> float:
@@ -145,33 +122,30 @@ def per_client(one: Peak, more: Peak) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--clients", default="1,4,32", help="numbers of clients; the first is 1 x")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--base", help="a base's name; default: GPT-2 with random weights")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", choices=["last", "best"], default="last")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     counts = [int(count) for count in options.clients.split(",")]
-    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
-    with fresh, TemporaryDirectory() as name:
+    with TemporaryDirectory() as name:
         folder = Path(name)
         # Not in this process: Linux counts a parent's peak as its children's.
         if options.base is None:
-            fresh.submit(make_base, folder / "base").result()
+            fresh(make_base, folder / "base")
         base = options.base or "base"
         common = (options.precision, options.threads, base, options.rounds, options.keep)
-        peaks = [fresh.submit(measure, folder, count, *common).result() for count in counts]
-    show(peaks, options.precision, options.base or "GPT-2 124M")
-    if options.json:
-        rows = [
-            {**asdict(row), "ratio": row.peak / peaks[0].peak, "target": TARGETS.get(row.clients)}
-            for row in peaks
-        ]
-        record = {"precision": options.precision, "threads": options.threads, "runs": rows}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        peaks = [fresh(measure, folder, count, *common) for count in counts]
+    show(
+        f"Peak memory of the local engine, {options.base or 'GPT-2 124M'}, 8 x 128 tokens, "
+        f"{options.precision}",
+        COLUMNS,
+        [cells(row, b, peaks[0]) for b, row in zip([None, *peaks], peaks, strict=False)],
+        "trained and optimiser: of each client",
+    )
+    write(options, runs=peaks, targets=TARGETS)
 
 
 if __name__ == "__main__":

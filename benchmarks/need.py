@@ -5,27 +5,18 @@ run of one client, two rounds of two steps through the public API, has a fresh p
 that of the whole process (Linux's ru_maxrss).
 """
 
-import argparse
-import resource
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bases import make_base
-from rich.console import Console
-from rich.table import Table
+from common import MIB, fresh, make_base, options_of, peak, save, show, write
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import coterie
 from coterie.analysis.need import need_of
-from coterie.bases import load_tokenizer
 from coterie.config.run import parse
 
-MIB = 2**20
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "qwen-0.5b": (
@@ -47,14 +38,12 @@ STEPS = {"gpt2": (128, 8), "qwen-0.5b": (512, 2), "llama-1b": (128, 2)}
 
 
 def make(folder: Path, name: str) -> None:
-    """Save a base with random weights; the tokenizer is a smaller one that ships."""
+    """Save a base with random weights."""
     if name == "llama-1b":
         make_base(folder, "1b")
         return
     kind, settings = SMALLER[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
-    model.save_pretrained(folder)
-    load_tokenizer("tiny-gpt2").save_pretrained(folder)
+    save(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)), folder)
 
 
 def run_of(folder: Path, name: str) -> dict[str, Any]:
@@ -72,11 +61,6 @@ def run_of(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def peak() -> int:
-    """Of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measured(run: dict[str, Any], out: Path) -> tuple[int, int]:
     """Peaks after the imports and after the run."""
     before = peak()
@@ -84,20 +68,15 @@ def measured(run: dict[str, Any], out: Path) -> tuple[int, int]:
     return before, peak()
 
 
-def fresh(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Work in a process of its own. It begins with this one's peak, so this one must stay small."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
-
-
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--bases", nargs="*", default=[*STEPS], choices=[*STEPS])
-    names = parser.parse_args().bases
+    options = parser.parse_args()
     logging.disable_progress_bar()
-    table = Table("base", "tokens at once", "estimate (MiB)", "measured (MiB)", "ratio")
-    for name in names:
+    columns = ("base", "tokens at once", "estimate (MiB)", "measured (MiB)", "ratio")
+    rows = []
+    for name in options.bases:
         with TemporaryDirectory() as place:
             folder = Path(place)
             fresh(make, folder / name, name)
@@ -107,8 +86,9 @@ def main() -> None:
             imports, most = fresh(measured, run, folder / "run")
         estimate, (window, batch) = imports + need.memory, STEPS[name]
         figures = (f"{estimate / MIB:,.0f}", f"{most / MIB:,.0f}", f"{estimate / most:.2f}")
-        table.add_row(name, f"{batch} x {window}", *figures)
-    Console().print(table)
+        rows.append((name, f"{batch} x {window}", *figures))
+    show("Memory of one client", columns, rows)
+    write(options, rows=[dict(zip(columns, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

@@ -13,20 +13,16 @@ Tokens are counted where the base reads them. Time is of forward and backward of
 steps of every client, in the process's own time on one thread; ways take turns, step by step.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel
+from common import gpt2, options_of, show, write
 
 from coterie.adapters import AmoleAdapter, AmoleLayout
 from coterie.bases import Base, load_base
@@ -176,28 +172,19 @@ def score(base: Base, splits: dict[str, Examples], window: int, size: int) -> di
     return counts
 
 
-def gpt2(small: Base, precision: Precision, window: int) -> Base:
-    """GPT-2's shape (124M, random weights) with the embedded base's tokens."""
-    model = GPT2LMHeadModel(GPT2Config())
-    prepare(model, precision, window)
-    return Base(model, small.tokenizer, precision, small.device)
-
-
-def show(title: str, counts: dict[str, Count], first: Count | None = None) -> None:
-    table = Table(title=title)
-    for column in ("", "padding", "passes", *(["tokens/s", "x padded"] if first else [])):
-        table.add_column(column, justify="left" if not column else "right")
+def show_counts(title: str, counts: dict[str, Count], first: Count | None = None) -> None:
+    rows = []
     for name, count in counts.items():
         row = [name, f"{count.padding:.1%}", f"{count.passes:,}" if count.passes else ""]
         if first:
             speed = count.real / count.seconds
             row += [f"{speed:,.0f}", f"{speed * first.seconds / first.real:.2f}"]
-        table.add_row(*row)
-    Console().print(table)
+        rows.append(row)
+    show(title, ["", "padding", "passes", *(["tokens/s", "x padded"] if first else [])], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--data", type=Path, help="folder that holds instructions/")
     parser.add_argument("--chats", action="store_true", help="conversations, not the ten tasks")
     parser.add_argument("--window", type=int, default=128)
@@ -205,7 +192,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each client")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--gpt2", action="store_true", help="GPT-2's size, not the embedded base")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if (options.data is None) != options.chats:
@@ -215,7 +201,9 @@ def main() -> None:
     config = load_config(Path(CHATS) if options.chats else RECIPE, changes)
     base = load_base(config.base, options.precision, options.window)
     if options.gpt2:
-        base = gpt2(base, options.precision, options.window)
+        model = gpt2()
+        prepare(model, options.precision, options.window)
+        base = Base(model, base.tokenizer, options.precision, base.device)
     clients = {one.name: one.data for one in participants_of(config, base.tokenizer)}
 
     def of(split: Callable[..., object]) -> dict[str, Examples]:
@@ -225,15 +213,12 @@ def main() -> None:
     trained = train(base, of(lambda data: data.train), options.batch, options.steps)
     on = "conversations" if options.chats else "ten tasks"
     what = f"{options.batch} samples, window {options.window}, {options.precision}"
-    show(f"Training on {on}, {what}", trained, trained["padded"])
+    show_counts(f"Training on {on}, {what}", trained, trained["padded"])
     scored = score(base, of(lambda data: data.test), options.window, config.evaluation.batch)
-    show("Evaluation", scored)
+    show_counts("Evaluation", scored)
     verdict = "met" if trained["groups"].padding < LARGEST else "missed"
     print(f"padding in training: target {LARGEST:.0%}: {verdict}")
-    if options.json:
-        rows = {name: {**asdict(c), "padding": c.padding} for name, c in (trained | scored).items()}
-        setting = {**vars(options), "data": None, "json": None}
-        options.json.write_text(json.dumps({"setting": setting, "counts": rows}, indent=2) + "\n")
+    write(options, counts=trained | scored)
 
 
 if __name__ == "__main__":

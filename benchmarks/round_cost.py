@@ -19,35 +19,28 @@ decoder have. It has 48 query and value layers; Switch, with cross-attention, 72
 
 import argparse
 import json
-import resource
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
 from math import prod
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bases import SHAPES, VOCABULARY, make_base
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from common import MIB, fresh, llama, make_base, options_of, peak, save, show, write
+from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.utils import logging
 
-from coterie.bases import load_tokenizer
 from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.messages import Message
+from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
 from coterie.runs import RunFolder, Watch
 
-MIB = 2**20
 CLIENTS = 10
 WORDS = ["the", "sea", "was", "calm", "and", "no", "one", "knew", "which", "way", "ships", "go"]
 FIGURES = tuple[float | None, ...]
@@ -125,8 +118,7 @@ def make(folder: Path, name: str) -> str:
             tie_word_embeddings=True,
             dtype="bfloat16",
         )
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        load_tokenizer("tiny-gpt2").save_pretrained(folder)
+        save(AutoModelForCausalLM.from_config(config), folder)
         return str(folder)
     return name
 
@@ -182,25 +174,20 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
         rounds.exchange(number, rounds.names)
     lines = rounds.recorder.take()
     sent = [
-        fmean([line["value"] for line in lines if line["name"] == f"bytes/{way}"][-CLIENTS:]) / MIB
-        for way in ("up", "down")
+        fmean([line["value"] for line in lines if line["name"] == way][-CLIENTS:]) / MIB
+        for way in (BYTES_UP, BYTES_DOWN)
     ]
     each = [clock.seconds[kind] / CLIENTS for kind in ("train", "test")]
-    if session.base.device.type == "cuda":
-        most = torch.cuda.max_memory_allocated()
-    else:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_gpu = session.base.device.type == "cuda"
+    most = torch.cuda.max_memory_allocated() if on_gpu else peak()
     shape = by_shape(run["method"])
     return [most / MIB, *sent, each[0], clock.seconds["rest"], each[1], shape]
 
 
 def by_shape(method: dict[str, Any]) -> float:
     """MB of an upload's values on Llama-3.2-1B's shape, in bf16; mean over clients."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, num_attention_heads=32, num_key_value_heads=8, **SHAPES["1b"]
-    )
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config)
+        base = AutoModelForCausalLM.from_config(llama("1b"))
     names = [f"client-{n}" for n in range(CLIENTS)]
     run = parse({"clients": [{"name": n, "path": n} for n in names], "method": method})
     server = run.method.server(
@@ -214,12 +201,6 @@ def by_shape(method: dict[str, Any]) -> float:
     return sum(prod(shape) for shapes in groups for shape in shapes.values()) * 2 / CLIENTS / MIB
 
 
-def fresh(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Work in a process of its own. It begins with this one's peak, so this one must stay small."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
-
-
 def cell(ours: float, paper: float | None) -> str:
     """A figure, and the paper's beside it."""
     return f"{ours:,.2f}" if paper is None else f"{ours:,.2f} ({paper:,.2f})"
@@ -227,9 +208,7 @@ def cell(ours: float, paper: float | None) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__, threads=False)
     parser.add_argument("--base", default="tiny-gpt2", help="an embedded base, llama-1b or moe")
     parser.add_argument("--steps", type=int, default=10, help="of each client (paper: 200)")
     parser.add_argument("--tests", type=int, default=20, help="test samples of each client")
@@ -238,17 +217,18 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
     rows = SWITCH if args.base == "moe" else LLAMA
-    columns = ("memory", "up", "down", "train s", "aggregate s", "test s")
-    table = Table("method", *columns, "up, bf16", title="MB and seconds (the paper's)")
+    columns = ("memory", "up", "down", "train s", "aggregate s", "test s", "up, bf16")
+    table, found = [], {}
     with TemporaryDirectory() as place:
         base = fresh(make, Path(place) / "base", args.base)
         for name, (method, paper) in rows.items():
             if args.methods and name not in args.methods:
                 continue
             run = run_of(base, Path(place), method, args)
-            ours = fresh(measured, run, Path(place) / "run")
-            table.add_row(name, *map(cell, ours, (*paper, None)))
-    Console(width=140).print(table)
+            found[name] = fresh(measured, run, Path(place) / f"run of {name}")
+            table.append([name, *map(cell, found[name], (*paper, None))])
+    show("MB and seconds (the paper's)", ("method", *columns), table)
+    write(args, columns=columns, rows=found)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,12 @@ nobody has sent anything; `round` is how far it rose above that until the first 
 (Linux's VmHWM, reset at the start of the round).
 """
 
-import argparse
-import json
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import MIB, fresh, options_of, resident, show, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.aggregation.mean import Aggregation, Contribution
@@ -30,7 +25,6 @@ from coterie.methods.registry import method_from
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
 
-MIB = 2**20
 METHODS = ("fedavg", "hetlora", "flexlora")
 
 
@@ -89,39 +83,27 @@ def make_upload(server: AdapterServer, client: str) -> bytes:
     return Message(0, groups).encode()
 
 
-def resident(which: str) -> int:
-    """This process's resident memory in bytes: VmRSS, now, or VmHWM, at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
-
-
-def show(peaks: list[Peak]) -> None:
-    table = Table(title="Memory of a server in one round, low-rank pairs on GPT-2 124M")
-    for column in ("method", "clients", "upload MiB", "before MiB", "round MiB"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for row in peaks:
-        sizes = (f"{size / MIB:,.1f}" for size in (row.upload, row.before, row.round))
-        table.add_row(row.method, str(row.clients), *sizes)
-    Console().print(table)
+def cells(row: Peak) -> list[str]:
+    sizes = (f"{size / MIB:,.1f}" for size in (row.upload, row.before, row.round))
+    return [row.method, str(row.clients), *sizes]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--clients", default="4,100", help="numbers of clients")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    peaks = []
-    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
-    with fresh:
-        for name in options.methods.split(","):
-            for count in map(int, options.clients.split(",")):
-                peaks.append(fresh.submit(measure, name, count, options.threads).result())
-    show(peaks)
-    if options.json:
-        record = {"threads": options.threads, "rows": [asdict(row) for row in peaks]}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    peaks = [
+        fresh(measure, name, int(count), options.threads)
+        for name in options.methods.split(",")
+        for count in options.clients.split(",")
+    ]
+    show(
+        "Memory of a server in one round, low-rank pairs on GPT-2 124M",
+        ("method", "clients", "upload MiB", "before MiB", "round MiB"),
+        [cells(row) for row in peaks],
+    )
+    write(options, rows=peaks)
 
 
 if __name__ == "__main__":

@@ -5,21 +5,17 @@ step of everything but the routers, as in an expert step of CoMiGS. Contestants 
 that whatever else the machine does falls on all; ratios are of medians of one run.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
+from common import gpt2, options_of, show, take_turns, write
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases.precision import Precision, autocast, prepare
@@ -89,11 +85,6 @@ class Contestant:
 
     loss: Callable[[Tensor], Tensor]
     trained: list[nn.Parameter]
-
-
-def gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    return GPT2LMHeadModel(config).requires_grad_(False)
 
 
 def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -166,45 +157,41 @@ def measure(
     runners: dict[str, Contestant],
     precision: Precision,
     rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Seconds per step of each contestant, after one round to warm up."""
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
-    optimizers = {
-        name: torch.optim.AdamW(c.trained, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-        for name, c in runners.items()
-        if c.trained
+
+    def step(contestant: Contestant, optimiser: torch.optim.Optimizer | None) -> None:
+        with autocast(precision, "cpu"):
+            loss = contestant.loss(ids)
+        loss.backward()
+        if optimiser is not None:
+            optimiser.step()
+            optimiser.zero_grad()
+
+    adamw = partial(torch.optim.AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    steps = {
+        name: partial(step, one, adamw(one.trained) if one.trained else None)
+        for name, one in runners.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(rounds + 1):
-        for name, contestant in runners.items():
-            start = clock()
-            with autocast(precision, "cpu"):
-                loss = contestant.loss(ids)
-            loss.backward()
-            if name in optimizers:
-                optimizers[name].step()
-                optimizers[name].zero_grad()
-            seconds[name].append(clock() - start)
-    return {name: values[1:] for name, values in seconds.items()}
+    return take_turns(steps, rounds, clock)
 
 
-def show(seconds: dict[str, float], precision: Precision) -> None:
+def show_medians(seconds: dict[str, float], precision: Precision) -> None:
     against = {
         "PEFT LoRA": "x PEFT",
         "naive mixture": "x naive",
         "gathering mixture": "x gathering",
     }
     setting = f"{precision}, CPU, {torch.get_num_threads()} threads"
-    table = Table(title=f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {setting}")
-    table.add_column("contestant")
-    for column in ("median ms", *against.values()):
-        table.add_column(column, justify="right")
+    rows = []
     for name, median in seconds.items():
         ratios = [f"{median / seconds[other]:.2f}" for other in against]
-        table.add_row(name, f"{1000 * median:.0f}", *ratios)
-    Console().print(table)
+        rows.append((name, f"{1000 * median:.0f}", *ratios))
+    title = f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {setting}"
+    show(title, ("contestant", "median ms", *against.values()), rows)
     for who, other, limit in TARGETS:
         ratio = seconds[who] / seconds[other]
         verdict = "met" if ratio <= limit else "missed"
@@ -212,36 +199,27 @@ def show(seconds: dict[str, float], precision: Precision) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="the process's own time on one thread: steadier on a machine that others use",
     )
-    parser.add_argument("--json", type=Path, help="write the medians and ratios here")
     options = parser.parse_args()
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
     clock = time.process_time if options.cpu_time else time.perf_counter
     runs = measure(contestants(options.precision), options.precision, options.rounds, clock)
     medians = {name: statistics.median(values) for name, values in runs.items()}
-    show(medians, options.precision)
-    if options.json:
-        ratios = [
-            {"contestant": who, "against": other, "target": limit,
-             "ratio": medians[who] / medians[other]}
-            for who, other, limit in TARGETS
-        ]  # fmt: skip
-        setting = {
-            "precision": options.precision,
-            "threads": torch.get_num_threads(),
-            "clock": "cpu" if options.cpu_time else "wall",
-        }
-        record = {**setting, "seconds": medians, "ratios": ratios}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    show_medians(medians, options.precision)
+    ratios = [
+        {"contestant": who, "against": other, "target": limit,
+         "ratio": medians[who] / medians[other]}
+        for who, other, limit in TARGETS
+    ]  # fmt: skip
+    write(options, threads=torch.get_num_threads(), seconds=medians, ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pandas as pd
 from coterie.analysis.experiments import MEAN
 from coterie.analysis.frame import Frame, Result
 from coterie.evaluation.metrics import Metric
+from coterie.messages.names import TEST
 from coterie.training.context import ClientId
 
 Rounds = Mapping[ClientId, Mapping[int, Mapping[str, float]]]
@@ -19,7 +20,7 @@ def by_round(lines: Iterable[Mapping[str, Any]], point: str) -> Rounds:
     """The scores at a point (trained or aggregated) among the lines of metrics.jsonl."""
     found: dict[ClientId, dict[int, Mapping[str, float]]] = {}
     for line in lines:
-        if line["name"] == f"test/{point}":
+        if line["name"] == f"{TEST}{point}":
             found.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
     return found
 

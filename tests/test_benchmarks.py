@@ -78,7 +78,7 @@ def test_a_step_that_fails_is_a_note(gpu) -> None:
     assert failed.note == "fails: NotImplementedError: no such kernel"
     assert failed.tokens_per_second is None
     assert took.tokens_per_second > 0
-    gpu.show([failed, took], [], gpu.SMALL, "CPU")
+    gpu.show_all([failed, took], [], gpu.SMALL, "CPU")
 
 
 def test_a_peak_is_a_contestant_s_own(gpu, monkeypatch) -> None:

@@ -47,8 +47,7 @@ def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
 
 def keep_map(source: Vocabulary, target: Vocabulary, found: VocabularyMap) -> None:
     """Write a map into the cache, if that can be done."""
-    tensors = {"ids": found.ids, "distances": found.distances}
-    state = State({"map": tensors}, {"checksum": _checksum(found)})
+    state = State({"map": vars(found)}, {"checksum": _checksum(found)})
     try:
         path = _path(source, target)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ FedMKT (arXiv 2406.02224), section 3.2, after FuseLLM (arXiv 2401.10491): the ne
 edit distance. Here the distance counts bytes, and every map is exact and the same on each machine.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,32 +51,26 @@ def vocabulary_map(
     for i, token in enumerate(target.tokens):
         if token is not None:
             smallest.setdefault(token, i)
-    ids = np.full(len(source.tokens), -1, np.int32)
-    distances = np.full(len(source.tokens), -1, np.int16)
-    open_ids: list[int] = []
-    for i, token in enumerate(source.tokens):
-        if token in smallest:  # never None
-            ids[i], distances[i] = smallest[token], 0
-        elif token is not None and smallest:
-            open_ids.append(i)
-    words = sorted(smallest)
-    queries = [token for i in open_ids if (token := source.tokens[i]) is not None]
-    nearest, edited = _nearest(queries, words, progress)
-    ids[open_ids] = [smallest[words[n]] for n in nearest]
-    distances[open_ids] = edited
+    words, mine = sorted(smallest), {token for token in source.tokens if token is not None}
+    others = sorted(mine - smallest.keys()) if words else []
+    found = {token: (i, 0) for token, i in smallest.items()}
+    nearest = (part.tolist() for part in _nearest(others, words, progress))
+    for token, place, edited in zip(others, *nearest, strict=True):
+        found[token] = (smallest[words[place]], edited)
+    pairs = [(-1, -1) if token is None else found.get(token, (-1, -1)) for token in source.tokens]
     for i, stands_for in _special(source, target).items():
-        ids[i], distances[i] = stands_for, 0
-    return VocabularyMap(torch.from_numpy(ids), torch.from_numpy(distances))
+        pairs[i] = (stands_for, 0)
+    table = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    return VocabularyMap(table[:, 0].int(), table[:, 1].short())
 
 
 def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
     """The target's id for each special token of a source that has a counterpart."""
     found: dict[int, int] = {}
     for role, others in STANDS_FOR.items():
-        if role in source.roles:
-            ids = [target.roles[other] for other in others if other in target.roles]
-            if ids:  # a token of several roles keeps its first
-                found.setdefault(source.roles[role], ids[0])
+        ids = [target.roles[other] for other in others if other in target.roles]
+        if ids and role in source.roles:  # a token of several roles keeps its first
+            found.setdefault(source.roles[role], ids[0])
     return found
 
 
@@ -104,10 +97,8 @@ def _nearest(
 
 def _by_length(tokens: Sequence[bytes]) -> dict[int, NDArray[np.int64]]:
     """The places of tokens by their length, short ones first."""
-    places: defaultdict[int, list[int]] = defaultdict(list)
-    for place, token in enumerate(tokens):
-        places[len(token)].append(place)
-    return {length: np.array(places[length]) for length in sorted(places)}
+    lengths = np.array([len(token) for token in tokens])
+    return {int(length): np.flatnonzero(lengths == length) for length in np.unique(lengths)}
 
 
 def _meet(

@@ -1,7 +1,8 @@
 """How near two vocabularies are: figures of a map, and its worst cases."""
 
-from collections import Counter
 from dataclasses import dataclass
+
+import torch
 
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
@@ -26,20 +27,13 @@ class Summary:
 
 def summarise(source: Vocabulary, found: VocabularyMap) -> Summary:
     """The figures of a map from `source`."""
-    # Where the target has no token with bytes, the distance is -1.
-    edited = [
-        distance
-        for token, distance in zip(source.tokens, found.distances.tolist(), strict=True)
-        if token is not None and distance >= 0
-    ]
-    tokens = sum(token is not None for token in source.tokens)
-    counts = Counter(min(distance, LAST) for distance in edited)
-    return Summary(
-        tokens,
-        counts[0] / max(tokens, 1),
-        sum(edited) / max(len(edited), 1),
-        tuple(counts[distance] for distance in range(LAST + 1)),
-    )
+    spelled = torch.tensor([token is not None for token in source.tokens], dtype=torch.bool)
+    edited = found.distances[spelled].long()
+    tokens = len(edited)
+    edited = edited[edited >= 0]  # -1 where the target has no token with bytes
+    counts = edited.clamp(max=LAST).bincount(minlength=LAST + 1).tolist()
+    mean = int(edited.sum()) / max(len(edited), 1)
+    return Summary(tokens, counts[0] / max(tokens, 1), mean, tuple(counts))
 
 
 def worst(source: Vocabulary, found: VocabularyMap, most: int) -> list[int]:

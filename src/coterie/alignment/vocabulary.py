@@ -5,6 +5,7 @@ and the rest of a word with "##". Here each of them is the bytes that it adds to
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,9 +81,8 @@ def spelled(
     Those that something else does spell have no bytes: or Llama's "A" would be found twice, and
     the nearest token of another vocabulary's "A" would be one that its model has never seen.
     """
-    tokens = dict(spellings)
-    for i in (*special, *roles.values()):
-        tokens.pop(i, None)
+    apart = {*special, *roles.values()}
+    tokens = {i: token for i, token in spellings.items() if i not in apart}
     idle = set(fallback)
     pieces = {token for i, token in tokens.items() if i not in idle}
     tokens = {i: token for i, token in tokens.items() if i not in idle or token not in pieces}
@@ -109,12 +109,8 @@ def byte_level(token: str) -> bytes:
 
 def byte_piece(token: str) -> bytes | None:
     """The byte of a SentencePiece token such as <0x0A>; None of another token."""
-    if len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
-        return None
-    try:
-        return bytes.fromhex(token[3:5])
-    except ValueError:
-        return None
+    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+    return bytes.fromhex(found[1]) if found else None
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:

@@ -19,6 +19,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
 from coterie.federation.participants import EVERYONE
 from coterie.losses.tokens import language_model_loss
+from coterie.messages.names import LOSS
 from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
 
@@ -38,7 +39,7 @@ def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
     apart = {client: [client] for client in experiment.clients}
     costs: dict[str, Cost | str] = {}
     for label, run in experiment.first:
-        if not run.names("loss/"):
+        if not run.names(LOSS):
             continue  # it trains nothing, or has not begun
         try:
             config = parse(run.config)

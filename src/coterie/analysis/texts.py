@@ -21,6 +21,7 @@ from coterie.data.tokens import Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of
 from coterie.inference.finished import load, tokenizer
+from coterie.messages.names import ROUTING
 
 LENGTH = 90
 """Tokens of each text, at most."""
@@ -86,7 +87,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
                 break
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
-                count = run.by_client(WEIGHTS + path).loc[client].iloc[-1].count()
+                count = run.by_client(ROUTING + path).loc[client].iloc[-1].count()
                 yield Coloured(
                     client,
                     text_of,

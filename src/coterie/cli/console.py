@@ -23,7 +23,7 @@ from coterie.deployment.seats import Seat, ServerWatch
 from coterie.deployment.terms import flat
 from coterie.errors import plural
 from coterie.messages.envelope import Order
-from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED
+from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
 
 
 class Board(LiveDisplay[Live], ServerWatch):
@@ -130,7 +130,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self.bytes[what] = value
             case _ if what == JUMPED:
                 self._say(jump_warning("this client", value))
-            case _ if what.startswith("loss/"):
+            case _ if what.startswith(LOSS):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")
 

@@ -13,7 +13,7 @@ from rich.status import Status
 from coterie.cli.terminal import tell
 from coterie.errors import plural
 from coterie.messages import Json
-from coterie.messages.names import JUMPED
+from coterie.messages.names import JUMPED, LOSS
 from coterie.runs import Watch
 
 

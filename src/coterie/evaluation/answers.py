@@ -67,22 +67,18 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
     Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
     tokens, which leaves something of any choice.
     """
-    items: list[Instruction | Conversation] = []
     owners: list[int] = []
     texts: list[Sequence[str]] = []
     for number, item in enumerate(samples.items):
         others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
-        if not others:
-            continue
+        owners += [number] * len(others)
         if isinstance(item, Instruction):
             texts += [replace(item, answer=choice).parts for choice in others]
-        else:
+        elif others:
             assert samples.template is not None, "as all conversations"
             *before, _ = parts_of(item, samples.template)
             lead, end = samples.template.around
             texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
-        items += [item] * len(others)
-        owners += [number] * len(others)
     if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
@@ -130,11 +126,8 @@ def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
 
     Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
     """
-    pairs = zip(answers, written, strict=True)
-    return [
-        float(normalize("NFC", right).strip() == normalize("NFC", text).strip())
-        for right, text in pairs
-    ]
+    plain = ([normalize("NFC", text).strip() for text in texts] for texts in (answers, written))
+    return [float(right == text) for right, text in zip(*plain, strict=True)]
 
 
 def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:

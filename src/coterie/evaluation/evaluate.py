@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -29,20 +29,33 @@ from coterie.evaluation.answers import (
     won,
 )
 from coterie.evaluation.generation import generate_answers
-from coterie.losses.preferences import Rewards, dpo_loss, preference_losses, rewards
+from coterie.losses.preferences import dpo_loss, preference_losses, rewards
 from coterie.losses.tokens import logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts a text, window by window."""
+    """How well a model predicts a text by windows, or answers: of samples, or the chosen of pairs.
+
+    These are its items. Losses are of answers with the tokens that end them.
+    """
 
     item_nats: Tensor
-    """Negative log-likelihood of each window (or answer): (n,) float64."""
+    """Negative log-likelihood of each: (n,) float64."""
     item_tokens: Tensor
     """Tokens that each has: (n,) int64."""
     bytes: int
     """UTF-8 bytes of the whole text."""
+    shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """What else was measured, from 0 to 1 by item; None where an item has no such figure.
+
+    accuracy: whether a sample's answer is likelier, per token, than its other choices. exact_match:
+    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
+    writes comes to the answer (F1 of Rouge-L). reward_accuracy: whether a pair's chosen answer has
+    the higher reward; half where rewards differ by rounding at most, as under the reference.
+    """
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else there is for reports: how many items, and means over them."""
 
     @property
     def nats(self) -> float:
@@ -77,63 +90,13 @@ class Score:
             "loss": self.loss,
             "tokens": self.tokens,
             "bytes": self.bytes,
+            **self.figures,
         }
 
     def items(self) -> dict[str, list[Any]]:
-        """The same by window, or sample: lists as long as there are windows."""
-        return {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
-
-
-@dataclass(frozen=True)
-class AnswerScore(Score):
-    """How well a model answers prompts: the loss is of the answers, end tokens included."""
-
-    shares: Mapping[str, Sequence[float | None]]
-    """What else was measured, from 0 to 1 by sample; None where a sample has no such figure.
-
-    accuracy: whether its answer is likelier, per token, than its other choices. exact_match:
-    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
-    writes comes to the answer (F1 of Rouge-L).
-    """
-
-    def as_dict(self) -> dict[str, float]:
-        """For reports: means over samples; what was not measured is left out."""
-        measured = {
-            name: fmean(value for value in values if value is not None)
-            for name, values in self.shares.items()
-        }
-        return {**super().as_dict(), "samples": len(self.item_tokens), **measured}
-
-    def items(self) -> dict[str, list[Any]]:
-        """By sample."""
-        return super().items() | {name: list(values) for name, values in self.shares.items()}
-
-
-@dataclass(frozen=True)
-class PairScore(Score):
-    """How well a model ranks pairs of answers; likelihoods are of the chosen ones, ends included.
-
-    A pair whose rewards differ by rounding at most, as under the reference, is half right.
-    """
-
-    rewards: Rewards
-    """In float64."""
-    dpo_losses: Tensor
-    """(n,) float64"""
-
-    def as_dict(self) -> dict[str, float]:
-        """For reports: means over pairs."""
-        return {
-            **super().as_dict(),
-            "pairs": len(self.dpo_losses),
-            "dpo_loss": self.dpo_losses.mean().item(),
-            "reward_margin": self.rewards.margins.mean().item(),
-            "reward_accuracy": self.rewards.preferred.mean().item(),
-        }
-
-    def items(self) -> dict[str, list[Any]]:
-        """By pair."""
-        return super().items() | {"reward_accuracy": self.rewards.preferred.tolist()}
+        """The same by item: lists as long as there are items."""
+        figures = {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
+        return figures | {name: list(values) for name, values in self.shares.items()}
 
 
 def evaluate(
@@ -147,8 +110,7 @@ def evaluate(
     """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
 
     The cross-entropy is in fp32; `batch` windows, samples or pairs are scored at once.
-    `generate`: of prompts, write answers of at most so many tokens too; the score is an
-    `AnswerScore`.
+    `generate`: of prompts, write answers of at most so many tokens, too.
     """
     if isinstance(tokens, Examples):
         return _answers(base, model, tokens, window, batch, generate)
@@ -178,7 +140,7 @@ def _answers(
     window: int,
     batch: int,
     generate: int | None,
-) -> AnswerScore:
+) -> Score:
     rows, owners = with_choices(base, samples, window)
     nats = answer_losses(base, model, rows, batch)
     shares: dict[str, Sequence[float | None]] = {}
@@ -188,29 +150,37 @@ def _answers(
         answers = [item.answer for item in samples.items]
         texts = generate_answers(base, model, samples, generate, batch)
         shares |= {"exact_match": exact(answers, texts), "rouge_l": rouge_l(answers, texts)}
-    return AnswerScore(nats[: len(samples)], samples.lengths, samples.bytes, shares)
+    # What was not measured of any sample is left out.
+    means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
+    figures = {"samples": len(samples), **means}
+    return Score(nats[: len(samples)], samples.lengths, samples.bytes, shares, figures)
 
 
-def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> PairScore:
+def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Score:
     assert pairs.reference is not None, "engines compute it before anything is scored"
     logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
     found = rewards(logprobs, pairs.reference)
     losses = preference_losses(found.values, pairs.reference.label_smoothing)
-    return PairScore(-logprobs[:, 0], chosen.lengths, chosen.bytes, found, losses)
+    figures = {
+        "pairs": len(losses),
+        "dpo_loss": losses.mean().item(),
+        "reward_margin": found.margins.mean().item(),
+        "reward_accuracy": found.preferred.mean().item(),
+    }
+    shares = {"reward_accuracy": found.preferred.tolist()}
+    return Score(-logprobs[:, 0], chosen.lengths, chosen.bytes, shares, figures)
 
 
 @torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
     """Nats per counted token of a model (the base, with whatever is attached), or DPO's loss of
     pairs; so many samples at once."""
-    if isinstance(batch, PairBatch):
-        with autocast(base.precision, base.device.type):
-            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
-        return sum(terms * loss.item() for terms, loss in parts) / batch.terms
     with autocast(base.precision, base.device.type):
+        if isinstance(batch, PairBatch):
+            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
+            return sum(terms * loss.item() for terms, loss in parts) / batch.terms
         losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
-    counted = batch.ids[:, 1:].numel() if batch.counted is None else int(batch.counted.sum())
-    return torch.cat(losses).sum(dtype=torch.float64).item() / counted
+    return torch.cat(losses).sum(dtype=torch.float64).item() / batch.terms
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from coterie.data.kinds.preferences import Pairs
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
 from coterie.data.windows import even, even_windows
-from coterie.evaluation.evaluate import PairScore, evaluate, mean_loss
+from coterie.evaluation.evaluate import evaluate, mean_loss
 from coterie.federation.participants import Participant
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
@@ -102,7 +102,7 @@ class Keeper:
             score = evaluate(self.base, model, self.samples, self.window, self.at_once)
             figures = score.as_dict()
             loss = figures.get("dpo_loss", score.loss)
-            if isinstance(score, PairScore) and (score.rewards.preferred == 0.5).all():
+            if set(score.shares.get("reward_accuracy", ())) == {0.5}:
                 loss = math.log(2)  # all margins are 0, whatever they are rounded to
             accuracy = figures.get("reward_accuracy", figures.get("accuracy"))
         else:

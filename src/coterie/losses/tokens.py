@@ -41,8 +41,7 @@ def language_model_loss(
     ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted. counted and real are
     masks as in `Batch`; only counted tokens go through the output head.
     """
-    targets = _counted(ids[:, 1:].flatten(), counted)[:, None]
-    return soft_target_loss(model, Batch(ids, counted, real), targets, targets.new_ones(()).float())
+    return _hard_losses(model, Batch(ids, counted, real)).mean()
 
 
 def soft_target_loss(
@@ -67,29 +66,7 @@ def soft_target_loss(
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Negative log-likelihood of each sample's counted tokens, in nats: (samples,) with a
     gradient."""
-    assert batch.counted is not None, "samples have answers"
-    targets = _counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
-    losses = _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
-    places = losses.new_zeros(batch.counted.shape)
-    return places.masked_scatter(batch.counted, losses).sum(1)
-
-
-def _soft_target_losses(
-    model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
-) -> Tensor:
-    """The cross-entropy of each counted token, (n,); see `soft_target_loss`."""
-    probs = probs.expand(targets.shape)
-    head = _plain_head(model)
-    if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
-        logits = _logits(model, batch) / temperature
-        logprobs = F.log_softmax(_at_least_float(logits), -1)
-        return -(logprobs.gather(1, targets) * probs).sum(1)
-    hidden = hidden_states(model, batch) / temperature
-    weight = frozen_weight(head, hidden.dtype)
-    there = weight.device
-    losses = _HeadLosses.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
-    assert isinstance(losses, Tensor)
-    return losses.to(hidden.device)
+    return _all_losses(model, batch).sum(1)
 
 
 @torch.no_grad()
@@ -103,22 +80,39 @@ def token_losses(
 
     Arguments as for `language_model_loss`; 0 where a token is not counted.
     """
+    return _all_losses(model, Batch(ids, counted, real)).float()
+
+
+def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Negative log-likelihood of every token, 0 where it is not counted: (batch, time)."""
+    losses = _hard_losses(model, batch)
+    if batch.counted is None:
+        return losses.view(batch.ids[:, 1:].shape)
+    return losses.new_zeros(batch.counted.shape).masked_scatter(batch.counted, losses)
+
+
+def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Negative log-likelihood of each counted token, (n,)."""
+    targets = _counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
+    return _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
+
+
+def _soft_target_losses(
+    model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """The cross-entropy of each counted token, (n,); see `soft_target_loss`."""
+    probs = probs.expand(targets.shape)
     head = _plain_head(model)
-    targets = _counted(ids[:, 1:].flatten(), counted)
-    if head is None:
-        logits = _logits(model, Batch(ids, counted, real))
-        losses = F.cross_entropy(_at_least_float(logits), targets, reduction="none")
-    else:
-        hidden = hidden_states(model, Batch(ids, counted, real))
-        one = targets.new_ones((len(targets), 1))
-        weight = frozen_weight(head, hidden.dtype)
-        there = weight.device
-        rows = targets[:, None].to(there)
-        losses, _ = _losses(hidden.to(there), weight, rows, one.to(there), False)
-        losses = losses.to(hidden.device)
-    if counted is None:
-        return losses.view(ids[:, 1:].shape).float()
-    return losses.new_zeros(counted.shape).masked_scatter(counted, losses).float()
+    if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
+        logits = _divided(_logits(model, batch), temperature)
+        logprobs = F.log_softmax(_at_least_float(logits), -1)
+        return -(logprobs.gather(1, targets) * probs).sum(1)
+    hidden = _divided(hidden_states(model, batch), temperature)
+    weight = frozen_weight(head, hidden.dtype)
+    there = weight.device
+    losses = _HeadLosses.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
+    assert isinstance(losses, Tensor)
+    return losses.to(hidden.device)
 
 
 @torch.no_grad()
@@ -246,6 +240,11 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     config = model.config.get_text_config()
     changed = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     return head if plain and not any(getattr(config, name, None) for name in changed) else None
+
+
+def _divided(values: Tensor, temperature: float) -> Tensor:
+    """Without a copy where nothing changes."""
+    return values if temperature == 1 else values / temperature
 
 
 def _at_least_float(logits: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from coterie.messages import names as metric
 from coterie.messages.message import LAST_ROUND, Json, MessageError
-from coterie.messages.names import CHANGE, KEPT, LEFT_OUT, SECONDS, SERVER
 from coterie.messages.schema import plain
 
 LARGEST_HEADER = 2**24
@@ -48,7 +48,7 @@ LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
 """Faults after which a client leaves."""
 
 
-OF_SERVER = ("bytes/", SECONDS, SERVER, CHANGE, LEFT_OUT)
+OF_SERVER = (metric.BYTES, metric.SECONDS, metric.SERVER, metric.CHANGE, metric.LEFT_OUT)
 """How names of entries begin that are the server's to record."""
 
 
@@ -144,18 +144,19 @@ def _is_score(value: Json) -> bool:
 
 
 FITS: dict[str, Callable[[Json], bool]] = {
-    "loss": _is_number,
-    "rewards": _are_numbers,
-    SECONDS: _is_number,
-    KEPT: _is_round,
-    "test": _is_score,
-    "trust": _are_numbers,
-    "rank": _are_numbers,
-    "taught": _are_numbers,
-    "routing": _is_array,
-    "fusion": _is_array,
+    metric.LOSS: _is_number,
+    metric.REWARDS: _are_numbers,
+    metric.SECONDS: _is_number,
+    metric.KEPT: _is_round,
+    metric.TEST: _is_score,
+    metric.TRUST: _are_numbers,
+    metric.RANK: _are_numbers,
+    metric.TAUGHT: _are_numbers,
+    metric.ROUTING: _is_array,
+    metric.FUSION: _is_array,
 }
 """What tables and reports draw, by the first part of an entry's name, and what it must be."""
+FITS |= {name.removesuffix("/"): fits for name, fits in FITS.items()}
 
 
 class Reply(_Header):

@@ -16,6 +16,7 @@ from coterie.adapters import Adapter, Layout, Part, Role, Trainable
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages.names import ROUTING
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -186,7 +187,7 @@ class AdapterClient(ClientSide):
         """The round's local steps."""
         self.training.round(round)
         for layer, weights in self.adapter.routing().items():
-            self.context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
+            self.context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
 
     def upload(self, round: int) -> Message:
         """The shared parameters."""

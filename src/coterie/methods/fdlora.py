@@ -26,6 +26,7 @@ from coterie.bases.sites import QUERY_VALUE
 from coterie.errors import CoterieError
 from coterie.losses.preferences import batch_loss
 from coterie.messages import Message, State
+from coterie.messages.names import FUSION
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
 from coterie.methods.contract import ClientContext, ServerContext, Setting
 from coterie.methods.settings import Attention, Lora, refuse_unused
@@ -205,7 +206,7 @@ class FDLoraClient(AdapterClient):
             space = ng.p.Array(init=[0.0, 0.0], lower=-LARGEST, upper=LARGEST)
             found = ng.optimizers.NGOpt(space, budget=SEARCHES).minimize(cost)
         self.weights = [float(weight) for weight in found.value]
-        context.log("fusion", self.weights)
+        context.log(FUSION, self.weights)
 
 
 class FDLoraServer(AdapterServer):

@@ -99,7 +99,7 @@ class HetLoraClient(RankClient):
                 self._zero_from(kept(present_rank(self.shared[a]), self.method.gamma), a)
         parts = [self.parts()[a] for a in self.pairs]
         ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.parameter) for p in parts}
-        self.context.log("rank", ranks)
+        self.context.log(RANK, ranks)
 
     def upload(self, round: int) -> Message:
         """What was pruned is not uploaded."""

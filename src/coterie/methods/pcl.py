@@ -37,6 +37,7 @@ from coterie.messages import (
     Tensors,
     check_shapes,
 )
+from coterie.messages.names import TRUST
 from coterie.methods.adapter import (
     AdapterClient,
     AdapterMethod,
@@ -303,7 +304,7 @@ class PCLClient(AdapterClient):
             for group in {*upload.groups, *uploads[me].groups}:
                 check_shapes(upload[group], shapes_of(uploads[me][group]))
         row = self.method.row(self, rounds, uploads)
-        self.context.log("trust", row)
+        self.context.log(TRUST, row)
         if self.method.mix:
             self._mix(row, uploads)
 

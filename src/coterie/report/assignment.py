@@ -16,6 +16,7 @@ from coterie.analysis.experiments import ASSIGNED, Experiment, ReportedRun, chos
 from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
+from coterie.messages.names import ASSIGNMENT
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture
 

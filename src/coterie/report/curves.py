@@ -30,7 +30,7 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield _over_rounds(experiment, [label for label in best if label in scored])
     else:
         yield _final(experiment, best)
-    levels = dict.fromkeys(name for run in experiment.all for name in run.names("loss/"))
+    levels = dict.fromkeys(name for run in experiment.all for name in run.names(LOSS))
     if levels:
         yield _losses(experiment, list(levels))
     else:

@@ -12,6 +12,7 @@ from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
+from coterie.messages.names import ROUTING
 from coterie.report.style import Canvas, LeftOut, Picture
 
 
@@ -25,7 +26,7 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
-    layers = runs[0].names(WEIGHTS)
+    layers = runs[0].names(ROUTING)
     seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
     # By layer, client and round; a column per expert, of which clients may have fewer than others.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from coterie.analysis.experiments import SERVER, Experiment, ReportedRun
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
+from coterie.messages.names import TAUGHT
 from coterie.report.plots import entry, evenly
 from coterie.report.style import DASHES, Canvas, LeftOut, Picture
 
-TAUGHT = "taught"
 MOST = 10
 """Rounds that the table shows."""
 Lesson = Mapping[str, Any]

@@ -10,6 +10,7 @@ from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
+from coterie.messages.names import TRUST
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture, number
 
@@ -20,7 +21,7 @@ Matrices = Mapping[int, Frame]
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Heat maps and lines for each label whose runs have trust weights."""
-    found = [label for label, run in experiment.first if run.names(METRIC)]
+    found = [label for label, run in experiment.first if run.names(TRUST)]
     if not found:
         yield LeftOut("Trust weights", "no run uses a method with trust weights")
     for label in found:
@@ -38,7 +39,7 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
     A weight is NaN where a client set none in that round. After the last round's training clients
     mix once more; of that round, the last weights are taken.
     """
-    each = [run.by_client(METRIC).groupby(["round", "client"]).tail(1) for run in runs]
+    each = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
     found: Frame = pd.concat(each).fillna(0.0)
     clients = sorted({*found.columns, *found.index.unique("client")})
     means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)

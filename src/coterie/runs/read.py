@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from coterie.errors import CoterieError
 from coterie.files import parse_json, read_inside
 from coterie.messages.envelope import Entry
-from coterie.messages.names import SERVER, TEST
+from coterie.messages.names import SERVER, TAUGHT, TEST
 
 Score = dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
 Rounds = Annotated[int, Field(ge=0, le=2**31)]
@@ -210,7 +210,7 @@ def _check_line(line: Mapping[str, Any]) -> None:
     if isinstance(name, str) and name.startswith((TEST, SERVER)):
         SCORE.validate_python(entry.get("value"), strict=True)
         entry["name"] = "score"  # which was checked
-    elif line.get("client") is None and name == "taught":
+    elif line.get("client") is None and name == TAUGHT:
         entry["name"] = "taught by clients"  # the server's, which counts its teachers, too
     Entry.model_validate(entry)
     if type(line.get("during", 0)) is not int:

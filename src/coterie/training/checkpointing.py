@@ -8,7 +8,7 @@ forward pass left in them.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def _checkpointed(
     """What a layer's forward pass gives, without its activations."""
     if not torch.is_grad_enabled():
         return forward(*args, **named)
-    again = _again(model, base_dropout)
+    again = _again(repeating_masks(), keeping_nothing(), dropping_out(model, base_dropout))
     return checkpoint(
         forward,
         *args,
@@ -68,13 +68,10 @@ def _checkpointed(
     )
 
 
-def _again(model: nn.Module, base_dropout: float) -> AbstractContextManager[None]:
+@contextmanager
+def _again(*settings: AbstractContextManager[None]) -> Iterator[None]:
     """A backward pass may run in a thread of its own, long after all that was set now."""
-    masks, padding = repeating_masks(), keeping_nothing()
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with masks, padding, dropping_out(model, base_dropout):
-            yield
-
-    return again()
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.enter_context(setting)
+        yield

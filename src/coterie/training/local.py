@@ -11,6 +11,7 @@ from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.losses.preferences import Rewards, batch_loss, figures
 from coterie.messages import State
+from coterie.messages.names import LOSS, REWARDS
 from coterie.seeding import generator
 from coterie.training.context import ClientContext
 from coterie.training.passes import Purpose, training_pass
@@ -61,9 +62,9 @@ class LocalTraining:
         loss = self._updaters[level.name].update(
             pieces, level.learning_rate(step), level.penalty, where=f"at step {step + 1}"
         )
-        self.context.log(f"loss/{level.name}", loss)
+        self.context.log(f"{LOSS}{level.name}", loss)
         if rewards:
-            self.context.log(f"rewards/{level.name}", figures(rewards))
+            self.context.log(f"{REWARDS}{level.name}", figures(rewards))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
         """What an update of a level learns from; it follows from the run's step count alone."""

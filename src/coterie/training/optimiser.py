@@ -36,11 +36,11 @@ def check(spec: OptimiserSpec) -> None:
         if key == "lr":
             raise CoterieError("Set training.learning_rate instead of training.optimiser.lr.")
         if key not in known:
-            raise _unknown(key, list(known))
+            hint = _hint(key, ["name", *known], "training.optimiser.", "Known keys")
+            raise CoterieError(f"Unknown key 'training.optimiser.{key}'. {hint}")
         if wanted := _wanted(known[key], value):
-            raise CoterieError(
-                f"training.optimiser.{key} should be {wanted}, not {_written(value)!r:.60}."
-            )
+            given = list(value) if isinstance(value, tuple) else value
+            raise CoterieError(f"training.optimiser.{key} should be {wanted}, not {given!r:.60}.")
     weight = torch.zeros(2, 2, requires_grad=True)
     weight.grad = torch.ones(2, 2)
     optimiser = build(spec, [weight], 1e-3)
@@ -83,18 +83,15 @@ def _class(name: str) -> type[torch.optim.Optimizer]:
             "that uses one dense gradient per update."
         )
     if name not in found:
-        names = sorted(found.keys() - REFUSED)
-        near = extractOne(name, names, score_cutoff=60)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Available: {', '.join(names)}."
+        hint = _hint(name, sorted(found.keys() - REFUSED), "", "Available")
         raise CoterieError(f"training.optimiser: torch has no optimiser {name!r}. {hint}")
     return found[name]
 
 
-def _unknown(key: str, known: Sequence[str]) -> CoterieError:
-    near = extractOne(key, known, score_cutoff=60)
-    hint = f"Did you mean 'training.optimiser.{near[0]}'?" if near else ""
-    hint = hint or f"Known keys: {', '.join(['name', *known])}."
-    return CoterieError(f"Unknown key 'training.optimiser.{key}'. {hint}")
+def _hint(name: str, known: Sequence[str], prefix: str, all_of_them: str) -> str:
+    """The known name that is nearest, if any is near; otherwise all of them."""
+    near = extractOne(name, known, score_cutoff=60)
+    return f"Did you mean {prefix + near[0]!r}?" if near else f"{all_of_them}: {', '.join(known)}."
 
 
 def _wanted(default: Any, value: Any) -> str | None:
@@ -109,7 +106,3 @@ def _wanted(default: Any, value: Any) -> str | None:
             fits = isinstance(value, tuple) and len(value) == len(default)
             return None if fits else f"a list of {len(default)} numbers"
     return None
-
-
-def _written(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -47,14 +47,11 @@ def predictions(
             for logits in logits_in_pieces(model, part.to(base.device)):
                 target, targets = targets.split([len(logits), len(targets) - len(logits)])
                 found.append([t.cpu() for t in _likeliest(logits, target, k, len(base.tokenizer))])
-            places += [torch.arange(a, a + n) for a, n in _spans(firsts[chosen], lengths[chosen])]
+            spans = zip(firsts[chosen].tolist(), lengths[chosen].tolist(), strict=True)
+            places += [torch.arange(start, start + length) for start, length in spans]
     # Back from the order of lengths to the samples' own.
     back = torch.cat(places).argsort()
     return Predictions(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
-
-
-def _spans(firsts: Tensor, lengths: Tensor) -> list[tuple[int, int]]:
-    return list(zip(firsts.tolist(), lengths.tolist(), strict=True))
 
 
 def _likeliest(

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 """What adamw has where a run file does not say otherwise; others have torch's defaults."""
@@ -48,127 +52,74 @@ def _read(value: Any) -> Any:
     return value
 
 
-class DPOSpec(BaseModel):
+class Section(BaseModel):
+    """A part of a run file. The string below a key is its meaning in tables of keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DPOSpec(Section):
     """Section `training.dpo` of a run file (DPO, arXiv 2305.18290)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    beta: float = Field(
-        default=0.1,
-        gt=0,
-        description="strength of the pull towards the reference (beta): reward per nat that an "
-        "answer is likelier than under it",
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
-        lt=0.5,
-        description="assumed share of pairs whose answers are the wrong way round (epsilon of "
-        "conservative DPO)",
-    )
-    reference: str = Field(
-        default="base",
-        min_length=1,
-        description="reference model: base, the base without an adapter; or the folder of an "
-        "earlier run, for each client's model of that run (not in a deployment)",
-    )
+    beta: PositiveFloat = 0.1
+    """strength of the pull towards the reference (beta): reward per nat that an answer is
+    likelier than under it"""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """assumed share of pairs whose answers are the wrong way round (epsilon of conservative
+    DPO)"""
+    reference: Annotated[str, Field(min_length=1)] = "base"
+    """reference model: base, the base without an adapter; or the folder of an earlier run, for
+    each client's model of that run (not in a deployment)"""
 
 
-class TrainingSpec(BaseModel):
+class TrainingSpec(Section):
     """Section `training` of a run file; defaults are CoMiGS's (arXiv 2409.13931, appendix)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    steps: int = Field(default=10, ge=1, description="local optimiser steps per round")
-    batch: int = Field(default=64, ge=1, description="samples per step")
-    micro_batch: int | None = Field(
-        default=None,
-        ge=1,
-        description="samples held in memory at once: a step adds up the gradients of its batch "
-        "in pieces of this size; default: the whole batch",
-    )
-    checkpointing: bool = Field(
-        default=False,
-        description="recompute activations in the backward pass: less memory, about a "
-        "quarter more time",
-    )
-    sampling: Literal["replacement", "epochs"] = Field(
-        default="replacement",
-        description="draw each step's samples with replacement, or every sample once per epoch",
-    )
-    learning_rate: float = Field(
-        default=2e-3,
-        gt=0,
-        description="highest learning rate: at the first step of the run, or after the warm-up",
-    )
-    final_learning_rate: float = Field(
-        default=2e-4,
-        ge=0,
-        description="learning rate at the last step of a cosine or one-cycle schedule",
-    )
-    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        default={},
-        description="learning rates by client name (or `server`), in place of learning_rate; "
-        "initial_learning_rate and final_learning_rate scale with them",
-    )
-    schedule: Literal["cosine", "one-cycle", "constant"] | None = Field(
-        default=None,
-        description="course of the learning rate after the warm-up; one-cycle as in torch's "
-        "OneCycleLR; default: cosine, or constant with learning_rate_decay",
-    )
-    warmup: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="fraction of the schedule's steps in which the learning rate rises: linearly, "
-        "or on a cosine with one-cycle",
-    )
-    initial_learning_rate: float | None = Field(
-        default=None,
-        ge=0,
-        description="learning rate at the start of the warm-up; default: 0, or "
-        "learning_rate / 25 with one-cycle",
-    )
-    restart: bool = Field(
-        default=False,
-        description="restart the schedule in every round, instead of one for the whole run",
-    )
-    learning_rate_decay: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="factor by which the learning rate changes every round",
-    )
-    reset_optimiser: bool = Field(
-        default=False, description="reset the optimiser's state at the start of every round"
-    )
-    optimiser: OptimiserSpec = Field(
-        default=OptimiserSpec(),
-        description="name of a torch.optim class, in any case, or a mapping of `name` and its "
-        "arguments; adamw uses the defaults shown for arguments not given",
-    )
-    max_grad_norm: float | None = Field(
-        default=None,
-        gt=0,
-        description="maximum gradient norm per step, by clipping; default: no clipping",
-    )
-    base_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="rate of all of the base's own dropout layers in training",
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="bf16",
-        description="bf16: autocast; adapters and optimiser state stay in fp32, and the base is in "
-        "the format of base.weights",
-    )
-
-    dpo: DPOSpec | None = Field(
-        default=None,
-        description="how preferences are learnt (data.preferences only); default: with the "
-        "defaults shown",
-    )
+    steps: Count = 10
+    """local optimiser steps per round"""
+    batch: Count = 64
+    """samples per step"""
+    micro_batch: Count | None = None
+    """samples held in memory at once: a step adds up the gradients of its batch in pieces of
+    this size; default: the whole batch"""
+    checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a quarter more time"""
+    sampling: Literal["replacement", "epochs"] = "replacement"
+    """draw each step's samples with replacement, or every sample once per epoch"""
+    learning_rate: PositiveFloat = 2e-3
+    """highest learning rate: at the first step of the run, or after the warm-up"""
+    final_learning_rate: NotNegative = 2e-4
+    """learning rate at the last step of a cosine or one-cycle schedule"""
+    learning_rates: dict[str, PositiveFloat] = {}
+    """learning rates by client name (or `server`), in place of learning_rate;
+    initial_learning_rate and final_learning_rate scale with them"""
+    schedule: Literal["cosine", "one-cycle", "constant"] | None = None
+    """course of the learning rate after the warm-up; one-cycle as in torch's OneCycleLR;
+    default: cosine, or constant with learning_rate_decay"""
+    warmup: Rate = 0.0
+    """fraction of the schedule's steps in which the learning rate rises: linearly, or on a
+    cosine with one-cycle"""
+    initial_learning_rate: NotNegative | None = None
+    """learning rate at the start of the warm-up; default: 0, or learning_rate / 25 with
+    one-cycle"""
+    restart: bool = False
+    """restart the schedule in every round, instead of one for the whole run"""
+    learning_rate_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """factor by which the learning rate changes every round"""
+    reset_optimiser: bool = False
+    """reset the optimiser's state at the start of every round"""
+    optimiser: OptimiserSpec = OptimiserSpec()
+    """name of a torch.optim class, in any case, or a mapping of `name` and its arguments; adamw
+    uses the defaults shown for arguments not given"""
+    max_grad_norm: PositiveFloat | None = None
+    """maximum gradient norm per step, by clipping; default: no clipping"""
+    base_dropout: Rate = 0.0
+    """rate of all of the base's own dropout layers in training"""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """bf16: autocast; adapters and optimiser state stay in fp32, and the base is in the format
+    of base.weights"""
+    dpo: DPOSpec | None = None
+    """how preferences are learnt (data.preferences only); default: with the defaults shown"""
 
     @model_validator(mode="after")
     def _schedule_is_one(self) -> Self:
@@ -211,53 +162,31 @@ class TrainingSpec(BaseModel):
         )
 
 
-class EvaluationSpec(BaseModel):
+class EvaluationSpec(Section):
     """Section `evaluation` of a run file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    every: int | None = Field(
-        default=None,
-        ge=1,
-        description="rounds between evaluations, besides the last round; default: last round only",
-    )
-    batch: int = Field(
-        default=16, ge=1, description="windows per evaluation batch; does not affect scores"
-    )
-    keep: Literal["best", "last"] = Field(
-        default="best",
-        description="model that each client ends with: that of the round that does best on its "
-        "validation text, round 0 being the base as it came (best), or that of the last round",
-    )
-    validation_samples: int = Field(
-        default=128,
-        ge=1,
-        description="validation samples that choose the best round, evenly spaced, the same in "
-        "every round",
-    )
-    patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="rounds without a gain on its validation text after which a client stops "
-        "training (with keep: best); default: clients train in every round",
-    )
-    split: Literal["test", "validation"] = Field(
-        default="test", description="held-out split that models are scored on"
-    )
-    generate: int | None = Field(
-        default=None,
-        ge=1,
-        description="maximum tokens per generated answer (instructions and messages only); "
-        "default: no answers are generated",
-    )
+    every: Count | None = None
+    """rounds between evaluations, besides the last round; default: last round only"""
+    batch: Count = 16
+    """windows per evaluation batch; does not affect scores"""
+    keep: Literal["best", "last"] = "best"
+    """model that each client ends with: that of the round that does best on its validation
+    text, round 0 being the base as it came (best), or that of the last round"""
+    validation_samples: Count = 128
+    """validation samples that choose the best round, evenly spaced, the same in every round"""
+    patience: Count | None = None
+    """rounds without a gain on its validation text after which a client stops training (with
+    keep: best); default: clients train in every round"""
+    split: Literal["test", "validation"] = "test"
+    """held-out split that models are scored on"""
+    generate: Count | None = None
+    """maximum tokens per generated answer (instructions and messages only); default: no answers
+    are generated"""
     metric: (
         Literal["perplexity", "accuracy", "exact_match", "rouge_l", "reward_accuracy"] | None
-    ) = Field(
-        default=None,
-        description="metric in tables and plots; default: accuracy if answers are chosen from "
-        "a list, else rouge_l if they are generated, reward_accuracy of preferences, else "
-        "perplexity",
-    )
+    ) = None
+    """metric in tables and plots; default: accuracy if answers are chosen from a list, else
+    rouge_l if they are generated, reward_accuracy of preferences, else perplexity"""
 
     @model_validator(mode="after")
     def _settles(self) -> Self:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from coterie.adapters import AmoleAdapter, Part, Role
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
+from coterie.messages.names import ROUTING
 from coterie.methods.adapter import copied, copy, shapes_of
 from coterie.methods.contract import ClientContext, ClientSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
@@ -81,7 +82,7 @@ class FedAMoLEClient(ClientSide):
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
         LocalTraining(context, adapter, [level]).round(round)
         for layer, weights in adapter.routing().items():
-            context.log(f"routing/{layer}", weights.tolist())  # of the round's last batch
+            context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
         self.means = self._means(round) if self.settings.chooses else {}
 
     def upload(self, round: int) -> Message:

@@ -15,6 +15,7 @@ from coterie.adapters import AmoleAdapter
 from coterie.aggregation.assignment import assign_all, relevance_of_known
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, Shapes, State, Tensors, check_shapes
+from coterie.messages.names import ASSIGNMENT
 from coterie.methods.adapter import shapes_of
 from coterie.methods.contract import ClientId, ServerContext, ServerSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
@@ -61,7 +62,7 @@ class FedAMoLEServer(ServerSide):
             self._assign(participants)
         for path in self.paths:
             of = {client: layers[path] for client, layers in self.assigned.items()}
-            self.log(f"assignment/{path}", of)
+            self.log(f"{ASSIGNMENT}{path}", of)
 
     def download(self, client: ClientId) -> Message:
         """The shared parts, and the client's experts."""

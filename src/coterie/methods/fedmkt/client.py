@@ -66,7 +66,7 @@ class FedMKTClient(AdapterClient):
         distiller.offer(0, theirs)
         done = download.round // self.method.per_round
         loss, quality = distiller.distil(done), distiller.quality()
-        self.context.log("taught", {"after": download.round, "loss": loss, **quality})
+        self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
 
     def train(self, round: int) -> None:
         """The local steps, before predictions are exchanged."""
