@@ -20,7 +20,7 @@ from coterie.bases import BaseSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
-from coterie.messages.names import SERVER_SCORE, TEST
+from coterie.messages.names import ASSIGNMENT, ROUTING, SERVER_SCORE, TEST
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, kind_of, method_from, names
@@ -29,10 +29,6 @@ from coterie.runs.read import Outcome, read_json
 
 MEAN = "mean over clients"
 """A column beside the clients', of whose names none has a space."""
-WEIGHTS = "routing/"
-"""How the figures of a layer's routers begin."""
-ASSIGNED = "assignment/"
-"""How the figures of a layer's experts that choose their clients begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +99,7 @@ class ReportedRun:
     @property
     def has_routers(self) -> bool:
         """Whether it recorded its routers' weights, of experts that stay with their clients."""
-        return bool(self.names(WEIGHTS)) and not self.names(ASSIGNED)
+        return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:
         """What to call a client's experts: by their role, numbered where there are several."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import first_experts
-from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun, chosen_layers
+from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.bases import Tokenizer, context_token
 from coterie.config.run import parse
 from coterie.data.files import read_text

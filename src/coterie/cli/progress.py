@@ -93,7 +93,7 @@ class ConsoleWatch(LiveDisplay[Progress], Watch):
         """Show a loss, or a warning."""
         if name == JUMPED:
             self._say(jump_warning(client, value))
-        if client is None or not name.startswith("loss/"):
+        if client is None or not name.startswith(LOSS):
             return
         self.updates += 1
         self.losses[client] = value

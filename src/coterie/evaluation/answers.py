@@ -12,7 +12,7 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.chat import parts_of
 from coterie.data.examples import Examples, Sample, joined, samples_of
-from coterie.data.items import Conversation, Instruction
+from coterie.data.items import Instruction
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
@@ -83,6 +83,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
     rows: list[Sample] = []
+    items = [samples.items[owner] for owner in owners]
     for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
         *prompt, answer = (part.ids for part in parts)
         before = [id for ids in prompt for id in ids]

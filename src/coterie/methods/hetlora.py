@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from coterie.aggregation.low_rank import PaddedMean, product_norm
 from coterie.messages import Message, Shapes, Tensors, check_shapes
+from coterie.messages.names import RANK
 from coterie.methods.adapter import AdapterClient, shapes_of
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (

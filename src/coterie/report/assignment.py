@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import ASSIGNED, Experiment, ReportedRun, chosen_layers
+from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
@@ -27,7 +27,7 @@ def holdings(run: ReportedRun) -> Frame:
     A row per round (one counts if every layer was recorded), layer (a path, as the server named it)
     and client, in this order.
     """
-    found = {name.removeprefix(ASSIGNED): run.by_round(name) for name in run.names(ASSIGNED)}
+    found = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, found.values())))
     given = [layer[round] for round in rounds for layer in found.values()]
     clients = sorted({client for one in given for client in one})
@@ -57,7 +57,7 @@ def shared(held: Frame) -> Frame:
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Three figures for each label whose runs assign experts, of the run with the first seed."""
-    every = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNED)}
+    every = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
     found = {label: held for label, held in every.items() if held.size}
     if not found:
         yield LeftOut("Experts of each client", "no run uses a method that assigns experts")

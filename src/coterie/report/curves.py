@@ -13,6 +13,7 @@ from coterie.analysis.experiments import MEAN, SERVER, Experiment, ReportedRun
 from coterie.analysis.frame import Column, Frame, mean_score
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
+from coterie.messages.names import LOSS
 from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, scale, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
@@ -160,13 +161,13 @@ def smooth(values: Column, width: int) -> Column:
 
 def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     look = looks(list(experiment.runs))
-    names = [level.removeprefix("loss/") for level in levels]
+    names = [level.removeprefix(LOSS) for level in levels]
     steps = {
         (label, name): pd.concat([_steps(run, level) for run in runs], axis=1).mean(axis=1)
         for label, runs in experiment.drawn.items()
         for level, name in zip(levels, names, strict=True)
     }
-    trained = [n for n, runs in experiment.drawn.items() if any(r.names("loss/") for r in runs)]
+    trained = [n for n, runs in experiment.drawn.items() if any(r.names(LOSS) for r in runs)]
     shown = [label for label in trained if label in _best(experiment)] or trained[:MOST]
 
     def draw(canvas: Canvas) -> Figure:

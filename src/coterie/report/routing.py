@@ -8,7 +8,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.experiments import WEIGHTS, Experiment, ReportedRun
+from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part

@@ -9,6 +9,7 @@ from torch import Tensor
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Message
+from coterie.messages.names import TAUGHT
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings

@@ -13,6 +13,7 @@ from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Groups, Message, Shapes, State
+from coterie.messages.names import TAUGHT
 from coterie.methods.adapter import AdapterServer, copied, copy
 from coterie.methods.contract import ClientId, ServerContext
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
@@ -103,7 +104,7 @@ class FedMKTServer(AdapterServer):
             loss, teachers = self.distiller.distil(done), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
             quality = self.distiller.quality()
-            self.log("taught", {"after": self.round, "loss": loss, **quality, "by": counts})
+            self.log(TAUGHT, {"after": self.round, "loss": loss, **quality, "by": counts})
         if self.method.teaches or self.known is None:
             self.known = self.distiller.knowledge()
 
