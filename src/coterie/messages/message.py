@@ -84,16 +84,14 @@ class State:
         """Read what `encode` wrote; raises MessageError for anything else."""
         found, header = _unpack(data, "A state", "Use the version that wrote it.")
         values: dict[str, Json] = header["values"]
-        paths = {tuple(path.split(":")) if path else () for path in values}
-        names = [name for path in paths for name in path]
-        deep = any(len(path) >= DEEPEST_PART for path in paths)
+        paths = [tuple(path.split(":")) if path else () for path in values]
         if (
-            deep
-            or not all(map(NAME.fullmatch, names))
+            any(len(path) >= DEEPEST_PART for path in paths)
+            or not all(NAME.fullmatch(name) for path in paths for name in path)
             or not all(isinstance(v, dict) for v in values.values())
         ):
             raise MessageError("The state contains values of unknown parts.")
-        return _assembled((), paths | found.keys(), found, values)
+        return _assembled({path: {} for path in paths} | found, values)
 
 
 def without(value: Json, key: str) -> Any:
@@ -126,14 +124,12 @@ def _has_finite_numbers(value: object) -> bool:
 
 
 def _assembled(
-    path: tuple[str, ...],
-    paths: Iterable[tuple[str, ...]],
-    found: Mapping[tuple[str, ...], Groups],
-    values: Mapping[str, Json],
+    found: Mapping[tuple[str, ...], Groups], values: Mapping[str, Json], *path: str
 ) -> State:
-    below = {p for p in paths if p[: len(path)] == path and len(p) > len(path)}
-    names = sorted({p[len(path)] for p in below})
-    parts = {name: _assembled((*path, name), below, found, values) for name in names}
+    """The state at a path of all that were found, with its parts."""
+    depth = len(path)
+    names = {place[depth] for place in found if len(place) > depth and place[:depth] == path}
+    parts = {name: _assembled(found, values, *path, name) for name in sorted(names)}
     return State(found.get(path, {}), values.get(":".join(path), {}), parts)
 
 
