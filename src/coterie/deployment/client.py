@@ -206,8 +206,8 @@ class SiteRun:
         self.folder = self._folder(site, participant, asked_by(order), templates)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
-        self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder.log, ledger)
+        self.recorder = Recorder(lambda _, name, value: seen(name, value))
+        self.part = ClientPart(config, base, participant, self.recorder, ledger)
         if self.folder.checkpoints():
             self._restore()
         else:

@@ -7,9 +7,8 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from coterie.aggregation.mean import Aggregation
+from coterie.engines.runtime import ServerPart
 from coterie.messages import Message, MessageError
-from coterie.methods.contract import ServerSide
 
 TOGETHER = 5.0
 """Seconds for which everybody waits while the method prepares for a client; mostly, that is all."""
@@ -18,8 +17,8 @@ TOGETHER = 5.0
 class Joins:
     """Hellos: those that are under way, and those of clients that take part."""
 
-    def __init__(self, server: ServerSide, aggregation: Aggregation) -> None:
-        self.server, self.aggregation = server, aggregation
+    def __init__(self, part: ServerPart) -> None:
+        self.part = part
         self.hellos: dict[str, bytes] = {}
         """Of whom takes part."""
         self.base = ""
@@ -36,10 +35,10 @@ class Joins:
 
     def begin(self, name: str, hello: bytes) -> None:
         """Prepare for a client; raises MessageError for what is no hello."""
-        message = self.aggregation.schema.receive("hello", hello)
+        message = self.part.schema.receive("hello", hello)
         if name in self._under_way:
             raise MessageError("The server is still preparing for it.")
-        future = _aside(lambda: self.server.prepare(name, message))
+        future = _aside(lambda: self.part.server.prepare(name, message))
         self._under_way[name] = future, message, hello
         wait([future], TOGETHER)
 
@@ -61,8 +60,8 @@ class Joins:
 
     def restore(self, name: str, hello: bytes) -> None:
         """Take in a client of an earlier life of this run."""
-        message = self.aggregation.schema.receive("hello", hello)
-        self.server.prepare(name, message)
+        message = self.part.schema.receive("hello", hello)
+        self.part.server.prepare(name, message)
         self._take_in(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -78,8 +77,7 @@ class Joins:
         self.hellos.pop(name, None)
 
     def _take_in(self, name: str, message: Message, hello: bytes) -> None:
-        self.aggregation.join(name, message)
-        self.server.join(name, message)
+        self.part.join(name, message)
         self.hellos[name] = hello
 
 

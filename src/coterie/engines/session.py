@@ -110,14 +110,8 @@ class Session:
         tokenizers = {base: loaded.tokenizer for base, loaded in self.bases.items()}
         templates = described_templates(config, tokenizers)
         earlier = {} if (hash := reference_digest(config)) is None else {"reference": hash}
-        more = {
-            **earlier,
-            "engine": self.engine,
-            "device": names_of(config.device),
-            **templates,
-            **server,
-        }
-        return describe(config.as_dict(), clients, config.plugins, **more)
+        more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
+        return describe(config.as_dict(), clients, config.plugins, **earlier, **more)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
         """Bring one run to its result, unless it has one."""
