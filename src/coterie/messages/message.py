@@ -67,11 +67,7 @@ class State:
 
     def is_finite(self) -> bool:
         """Whether all numbers of its tensors and values are finite."""
-        states = [state for _, state in self.walk()]
-        groups = (group for state in states for group in state.groups.values())
-        return all(is_finite(tensor) for group in groups for tensor in group.values()) and all(
-            _has_finite_numbers(state.values) for state in states
-        )
+        return all(_are_finite(state.values, state.groups) for _, state in self.walk())
 
     def encode(self) -> bytes:
         """As safetensors, the values in its header."""
@@ -110,6 +106,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(wide).all())
 
 
+def _are_finite(values: Mapping[str, Json], *found: Groups) -> bool:
+    tensors = (t for groups in found for group in groups.values() for t in group.values())
+    return all(map(is_finite, tensors)) and _has_finite_numbers(values)
+
+
 def _has_finite_numbers(value: object) -> bool:
     """Whether no number in JSON, however deep, is infinite or NaN."""
     match value:
@@ -128,8 +129,9 @@ def _assembled(
 ) -> State:
     """The state at a path of all that were found, with its parts."""
     depth = len(path)
-    names = {place[depth] for place in found if len(place) > depth and place[:depth] == path}
-    parts = {name: _assembled(found, values, *path, name) for name in sorted(names)}
+    below = {place: groups for place, groups in found.items() if place[:depth] == path}
+    names = sorted({place[depth] for place in below if len(place) > depth})
+    parts = {name: _assembled(below, values, *path, name) for name in names}
     return State(found.get(path, {}), values.get(":".join(path), {}), parts)
 
 
@@ -161,8 +163,7 @@ class Message:
 
     def is_finite(self) -> bool:
         """Whether all numbers of its tensors and values are finite."""
-        finite = all(is_finite(tensor) for *_, tensor in self.tensors())
-        return finite and _has_finite_numbers(self.values)
+        return _are_finite(self.values, self.groups, *self.peers.values())
 
     def only(self, groups: Iterable[str]) -> Self:
         """The same message with no other groups than these."""
