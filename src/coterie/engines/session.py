@@ -12,7 +12,7 @@ from coterie.bases.devices import names_of
 from coterie.config.plugins import plugin_of
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
-from coterie.engines.floor import floor_of
+from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
@@ -74,9 +74,10 @@ class Session:
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the floor under the scores of a run with this session's data; see `floor_of`."""
+        """Return the floor under the scores of a run with this session's data, as a result."""
         alone = config.model_copy(update={"pooled": False})
-        return floor_of(alone, self.participants(alone))
+        found = [floor_items(alone, client) for client in self.participants(alone)]
+        return as_result({n: kept for items in found for n, kept in items.items()}, config.seed)
 
     def _look(self, read: Reading) -> None:
         if not self._federations:
@@ -135,7 +136,9 @@ class Session:
         described = folder.description
         server = {SERVER: described[SERVER]} if SERVER in described else {}
         then = {name: one["data"] for name, one in (described["clients"] | server).items()}
-        now = self.federation(config).digests()
+        who = self.federation(config)
+        everybody = filter(None, (*who.clients, who.server))
+        now = {one.name: one.digest() for one in everybody}
         return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
