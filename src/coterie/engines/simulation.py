@@ -46,10 +46,10 @@ from coterie.engines.local import LocalClients
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged
 from coterie.federation.participants import participants_of
-from coterie.files import LogFile
 from coterie.messages import Json
 from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
 from coterie.runs import Recorder, RunFolder
+from coterie.runs.progress import logged
 from coterie.training.context import ClientId
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class SimulatedClients(Clients):
         threads = torch.get_num_threads()
         self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.participants)))
         with (
-            _logged(self.folder.path / LOG),
+            logged(self.folder.path / LOG, "flwr", "ray", log.name),
             super().at_work(),
             _actors(self.actors, threads) as self.ask,
         ):
@@ -263,19 +263,3 @@ class Figures(Recorder):
     def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
         """See `Recorder`."""
         self._lines.append({"client": client, "name": name, "value": value, "round": round})
-
-
-@contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """Within the block, what Flower and Ray say goes to a file and nowhere else."""
-    handler = LogFile(path)
-    loggers = [logging.getLogger(name) for name in ("flwr", "ray", log.name)]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
-    try:
-        yield
-    finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
-        handler.close()
