@@ -71,7 +71,7 @@ class Worker:
             return self._unlike(order, "unable", f"cannot be joined: {why}")
         log.error("round %d: %s", order.round + 1, why)
         self.seen("fault", str(why))
-        stops = fault == "diverged" and self.run is not None and self.run.stops_after(order.round)
+        stops = fault == "diverged" and self.run is not None and self.run.ends_with(order)
         return self._reply(order, fault=fault, stops=stops)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Worker:
         check_round(order, self.run.config.exchanges)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
-            return self._reply(order, upload, entries, stops=self.run.stops)
+            return self._reply(order, upload, entries, stops=self.run.ends_with(order))
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
@@ -239,7 +239,7 @@ class SiteRun:
             upload = self.part.step(order.round, download, counted=counted)
             entries = self._done(order.round, digest, began, upload=upload)
         self.seen("step", order.round)
-        if self.stops:
+        if self.ends_with(order):
             self.seen("stopped", self.config.evaluation.patience)
         return upload, entries
 
@@ -258,14 +258,9 @@ class SiteRun:
         self.seen("finished", self.folder.path)
         return about.entries
 
-    @property
-    def stops(self) -> bool:
-        """Whether this client takes no part in rounds after its last step."""
-        return self.stops_after(self._about().round)
-
-    def stops_after(self, round: int) -> bool:
-        """Return whether this client takes no part in rounds after one (0 is the first)."""
-        return self.part.stops(round + 1)
+    def ends_with(self, order: Order) -> bool:
+        """Return whether this client takes no part in rounds after that of an order."""
+        return self.part.stops(order.round + 1)
 
     @contextmanager
     def _whole(self, round: int) -> Iterator[float]:

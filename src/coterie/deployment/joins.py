@@ -23,8 +23,6 @@ class Joins:
         """Of whom takes part."""
         self.base = ""
         """The digest of the base that all have, once somebody has joined."""
-        self.gone: set[str] = set()
-        """Of whom none is taken in."""
         self._under_way: dict[str, tuple[Future[None], Message, bytes]] = {}
 
     def check_base(self, base: str) -> None:
@@ -48,8 +46,6 @@ class Joins:
             if not future.done():
                 continue
             del self._under_way[name]
-            if name in self.gone:
-                continue
             try:
                 future.result()
                 self._take_in(name, message, hello)
@@ -73,7 +69,7 @@ class Joins:
 
     def forget(self, name: str) -> None:
         """A client takes no part any more, whether or not it has joined."""
-        self.gone.add(name)
+        self._under_way.pop(name, None)
         self.hellos.pop(name, None)
 
     def _take_in(self, name: str, message: Message, hello: bytes) -> None:

@@ -12,7 +12,7 @@ from coterie.deployment.site import Site
 from coterie.errors import CoterieError, plural
 from coterie.files import write_json
 from coterie.messages import MessageError
-from coterie.messages.envelope import Order, PluginFile, Reply, unseal
+from coterie.messages.envelope import Order, PluginFile
 from coterie.runs import RunFolder, read
 
 TIMES = 5
@@ -35,14 +35,6 @@ def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any
     plugin = plugin_of(type(config.method))
     file = plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
     return {"public": public, "config": config.told_to(client), "plugin": file}
-
-
-def reply_of(data: bytes, run: str, client: str) -> tuple[Reply, bytes]:
-    """Return a client's reply and its body; raise MessageError if somebody else sent it."""
-    reply, body = unseal(Reply, data)
-    if (reply.run, reply.client) != (run, client):
-        raise MessageError("The message belongs to another run or client.")
-    return reply, body
 
 
 def check_round(order: Order, exchanges: int) -> None:

@@ -12,15 +12,15 @@ from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import joining, reply_of
+from coterie.deployment.orders import joining
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
 from coterie.engines.runtime import ServerPart, result
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest
-from coterie.messages import Message, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal
+from coterie.messages import Message, MessageError, State
+from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
@@ -298,7 +298,9 @@ class ServerRun(ServerPart):
             return
         self.watch.moved(name, len(data), 0)
         try:
-            reply, body = reply_of(data, self.run, name)
+            reply, body = unseal(Reply, data)
+            if (reply.run, reply.client) != (self.run, name):
+                raise MessageError("The message belongs to another run or client.")
             if reply.fault == "unknown run":
                 seat.joined = False
                 seat.clear()
