@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from coterie import api
 from coterie.cli import app
 from coterie.config.run import parse
-from coterie.deployment.start import logged
 from coterie.errors import CoterieError
 from coterie.files import LogFile
 from coterie.privacy.ledger import Ledger
+from coterie.runs.progress import logged
 from coterie.testing.loop import Loop, server, workers
 
 SECRET = "the root-only secret of poet"
@@ -120,7 +120,7 @@ def test_no_log_is_written_through_a_link(name, exists, tmp_path) -> None:
     if exists:
         secret.write_text(SECRET)
     log.symlink_to(secret)
-    with pytest.raises(CoterieError, match="symbolic link"), logged(log):
+    with pytest.raises(CoterieError, match="symbolic link"), logged(log, "coterie"):
         pass
     assert secret.exists() == exists
     assert not exists or secret.read_text() == SECRET

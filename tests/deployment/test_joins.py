@@ -35,11 +35,13 @@ class Slow(ServerSide):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
     monkeypatch.setattr(joins, "TOGETHER", 0.2)
-    aggregation: Any = SimpleNamespace(
-        schema=SimpleNamespace(receive=lambda way, data: Message(0)), join=lambda name, hello: None
-    )
     server = Slow()
-    return server, Joins(server, aggregation)
+    part: Any = SimpleNamespace(
+        server=server,
+        schema=SimpleNamespace(receive=lambda way, data: Message(0)),
+        join=server.join,
+    )
+    return server, Joins(part)
 
 
 def test_what_takes_long_goes_on_aside(slow: tuple[Slow, Joins]) -> None:

@@ -215,7 +215,7 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
 
 
 def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr("coterie.deployment.orders.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("coterie.deployment.server.PROTOCOL", PROTOCOL + 1)
     run, notes, told = weighted(config), Notes(), []
     loop = Loop(workers(run, tmp_path), events={5: kill})
     for worker in loop.workers.values():

@@ -116,14 +116,15 @@ from coterie.bases import load_base
 from coterie.config.read import load_config
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
-from coterie.federation.participants import Participant, client_context, client_data
+from coterie.federation.participants import client_context, participants_of
 
 run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 torch.set_num_threads(1)
 config = load_config(Path(run))
 base = load_base(config.base, config.training.precision, config.data.window, config.root)
-data = client_data(config, base.tokenizer, name)
-participant = Participant(name, data, {name: data.test})
+own = [client for client in config.clients if client.name == name]
+alone = config.model_copy(update={"clients": own})  # with its own files, and nobody else's
+[participant] = participants_of(alone, base.tokenizer)
 side = config.method.client(client_context(config, base, participant, lambda *_: None))
 schema = config.method.schema()
 if store.exists():

@@ -112,12 +112,12 @@ def test_a_torn_line_of_figures_is_left_out_and_then_gone(torn, folder) -> None:
 
 def test_a_recorder_writes_a_round_at_once(folder) -> None:
     seen = []
-    recorder = Recorder(folder, lambda *figure: seen.append(figure))
+    recorder = Recorder(lambda *figure: seen.append(figure))
     recorder.log("poet", "loss", 4.0)
     assert seen == [("poet", "loss", 4.0)]
     assert list(folder.metrics()) == []
-    recorder.flush()
-    recorder.flush()
+    folder.append(recorder.take())
+    folder.append(recorder.take())
     assert [found["value"] for found in folder.metrics()] == [4.0]
 
 
@@ -130,7 +130,7 @@ def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
 
 
 def test_a_recorder_says_when_a_figure_of_another_round_came_up(folder) -> None:
-    recorder = Recorder(folder, lambda *figure: None)
+    recorder = Recorder(lambda *figure: None)
     recorder.round = 2
     recorder.log("poet", "x", 1.0)
     recorder.log("poet", "x", 2.0, 2)

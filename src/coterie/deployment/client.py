@@ -11,9 +11,8 @@ checkpoints/00005/   the state after the next step, its upload, and about.json: 
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -25,14 +24,14 @@ from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import Terms, asked_by, not_agreed, other_text, too_much, unlike
+from coterie.deployment.terms import asked_by, not_agreed, other_text, too_much, unlike
 from coterie.engines.runtime import ClientPart, result
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
 from coterie.federation.reading import Reading
 from coterie.files import parse_json
 from coterie.messages import MessageError
-from coterie.messages.envelope import Entry, Fault, Order, Reply, seal, unseal
+from coterie.messages.envelope import LEAVES, Entry, Fault, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import SECONDS
 from coterie.network.link import Seen
@@ -42,6 +41,8 @@ from coterie.runs import Recorder, RunFolder, describe, read
 log = logging.getLogger(__name__)
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
+FAULTS: dict[type[CoterieError], Fault] = {MessageError: "refused", Diverged: "diverged"}
+"""What a server is told of an error; of any other that it "failed"."""
 
 
 class Worker:
@@ -61,18 +62,16 @@ class Worker:
     def answer(self, data: bytes) -> bytes:
         """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
         order, body = unseal(Order, data)
-        fault: Fault
         try:
             return self._obey(order, body)
-        except MessageError as error:
-            fault, why = "refused", error
-        except Diverged as error:
-            fault, why = "diverged", error
         except CoterieError as error:
-            fault, why = "failed", error
+            why, fault = error, FAULTS.get(type(error), "failed")
+        if order.kind == "join" and not isinstance(why, MessageError | Unwritable):
+            self.error = str(why)  # this machine lacks what the run needs: to ask again is in vain
+            return self._unlike(order, "unable", f"cannot be joined: {why}")
         log.error("round %d: %s", order.round + 1, why)
         self.seen("fault", str(why))
-        stops = fault == "diverged" and self.run is not None and self.run.stops_after(order.round)
+        stops = fault == "diverged" and self.run is not None and self.run.ends_with(order)
         return self._reply(order, fault=fault, stops=stops)
 
     def close(self) -> None:
@@ -84,7 +83,7 @@ class Worker:
         if order.client != self.site.name:
             raise MessageError(f"The server mistook this client for {order.client!r}.")
         if order.kind == "join":
-            return self._joined(order)
+            return self._join(order)
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
         if order.kind == "end":
@@ -94,53 +93,38 @@ class Worker:
         check_round(order, self.run.config.exchanges)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
-            return self._reply(order, upload, entries, stops=self.run.stops)
+            return self._reply(order, upload, entries, stops=self.run.ends_with(order))
         entries = self.run.finish(order, body)
         self.finished = True
         return self._reply(order, entries=entries)
-
-    def _joined(self, order: Order) -> bytes:
-        """Join, or leave if this machine lacks what the run needs: asking again would not help."""
-        try:
-            return self._join(order)
-        except (MessageError, Unwritable):
-            raise
-        except CoterieError as error:
-            self.error, self.finished = str(error), True
-            return self._unlike(order, "unable", f"cannot be joined: {error}")
 
     def _join(self, order: Order) -> bytes:
         if why := unlike(order):
             return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
         config = self.site.config(order)
-        if why := self._disagrees(order, config):
-            self.declined, self.finished = why, True
+        folder = run_folder(self.site, order.run, config)
+        if why := self._disagrees(order, config, folder):
             return self._unlike(order, "terms", why)
         if why := other_text(order, config):
             return self._unlike(order, "public", why)
         ledger = ledger_of(self.site, order.run)
         if why := too_much(config.method.budget, ledger):
-            self.declined, self.finished = why, True
             return self._unlike(order, "budget", why)
-        folder = run_folder(self.site, order.run, config)
         if why := self.orders.begins(order, config, folder):
-            self.declined, self.finished = why, True
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
-            return self._unlike(
-                order, "base", f"has a base with different weights than {config.base}"
-            )
+            how = f"has a base with different weights than {config.base}"
+            return self._unlike(order, "base", how)
         if self.run is None or self.run.id != order.run:
             self.close()
             self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
-    def _disagrees(self, order: Order, config: RunConfig) -> str | None:
+    def _disagrees(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Why the run is not what was agreed to; somebody is asked if nothing was."""
-        folder = run_folder(self.site, order.run, config)
         kept = folder.description.get("agreed") if folder.is_run else None
         agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
         for terms in agreements:
@@ -149,7 +133,10 @@ class Worker:
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
     def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
-        """Refuse to join those who run something else."""
+        """Refuse to join those who run something else; or leave, if asking again is in vain."""
+        self.finished = self.finished or fault in LEAVES
+        if fault in ("terms", "budget"):
+            self.declined = how
         why = f"the run {how}"
         log.error(why)
         self.seen("fault", why)
@@ -202,16 +189,15 @@ class SiteRun:
     ) -> None:
         self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
         [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
-        templates = described_templates(config, {config.base: base.tokenizer})
-        self.folder = self._folder(site, participant, asked_by(order), templates)
+        self.folder = self._folder(order, site, participant, base)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
-        self.recorder = Recorder(self.folder, lambda _, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder.log, ledger)
+        self.recorder = Recorder(lambda _, name, value: seen(name, value))
+        self.part = ClientPart(config, base, participant, self.recorder, ledger)
         if self.folder.checkpoints():
             self._restore()
         else:
-            self._save(0, About())
+            self._save(read.About(round=-1, digest="", entries=[]))
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -226,15 +212,13 @@ class SiteRun:
         name = self.part.name
         self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
-    def _folder(
-        self, site: Site, participant: Participant, agreed: Terms, templates: Mapping[str, Any]
-    ) -> RunFolder:
-        folder = run_folder(site, self.id, self.config)
-        clients = {site.name: participant.described()}
+    def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
+        folder, config = run_folder(site, self.id, self.config), self.config
         if not folder.is_run:
-            device = names_of(self.config.device)
-            more = {"run": self.id, "agreed": agreed, "device": device, **templates}
-            description = describe(self.config.as_dict(), clients, self.config.plugins, **more)
+            more = {"run": self.id, "agreed": asked_by(order), "device": names_of(config.device)}
+            more |= described_templates(config, {config.base: base.tokenizer})
+            clients = {site.name: participant.described()}
+            description = describe(config.as_dict(), clients, config.plugins, **more)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():
             raise CoterieError(
@@ -250,60 +234,55 @@ class SiteRun:
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
         orders.trains(order, self.folder)
-        began = time.monotonic()
-        with self._whole():
-            self.recorder.round = order.round
+        with self._whole(order.round) as began:
             counted = order.counted == order.round - 1
             upload = self.part.step(order.round, download, counted=counted)
-            self.part.keep_items(self.folder)
-            about = self._about_now(order.round, digest, began)
-            self._save(order.round + 1, about, {"upload": upload})
+            entries = self._done(order.round, digest, began, upload=upload)
         self.seen("step", order.round)
-        if self.stops:
+        if self.ends_with(order):
             self.seen("stopped", self.config.evaluation.patience)
-        return upload, about.entries
+        return upload, entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Take in the last download; the folder then holds the result. Returns its entries."""
-        last, began = order.round - 1, time.monotonic()
+        last = order.round - 1
         if self._about().round <= last:
             self._settle(order, "")
-            with self._whole():
-                self.recorder.round = last
+            with self._whole(last) as began:
                 kept = self.folder.find(f"kept-{self.part.name}")
                 self.part.finish(download, kept, last, counted=order.counted == last)
-                self.part.keep_items(self.folder)
-                self._save(last + 2, self._about_now(last + 1, "", began))
-        self._count(self._about())
+                self._done(order.round, "", began)
+        about = self._about()
+        self._count(about)
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
-        return self._about().entries
+        return about.entries
 
-    @property
-    def stops(self) -> bool:
-        """Whether this client takes no part in rounds after its last step."""
-        return self.stops_after(self._about().round)
-
-    def stops_after(self, round: int) -> bool:
-        """Return whether this client takes no part in rounds after one (0 is the first)."""
-        return self.part.stops(round + 1)
+    def ends_with(self, order: Order) -> bool:
+        """Return whether this client takes no part in rounds after that of an order."""
+        return self.part.stops(order.round + 1)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Within the block, all or nothing: what fails is as if it had not begun, and may come
-        again."""
+    def _whole(self, round: int) -> Iterator[float]:
+        """Within the block, which gets the time, all or nothing: what fails is as if it had not
+        begun, and may come again."""
+        self.recorder.round = round
         try:
-            yield
+            yield time.monotonic()
         except BaseException:
             self.recorder.take()
             self._restore()
             raise
 
-    def _about_now(self, round: int, digest: str, began: float) -> "About":
+    def _done(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
+        """Save what a step has come to; return its entries."""
+        self.part.keep_items(self.folder)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
-        return About(round, digest, self.recorder.take())
+        about = read.About(round=round, digest=digest, entries=self.recorder.take())
+        self._save(about, **files)
+        return about.entries
 
-    def _settle(self, order: Order, digest: str) -> "About":
+    def _settle(self, order: Order, digest: str) -> read.About:
         """Keep the newest step if the server counted it, undo it if not; what is then the newest.
 
         A step that this order repeats is kept, too: it is answered from store.
@@ -322,34 +301,22 @@ class SiteRun:
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
         return newest
 
-    def _count(self, newest: "About") -> None:
+    def _count(self, newest: read.About) -> None:
         """Make the newest step the one that the server counts on."""
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])
         self.folder.drop(self.folder.checkpoints()[:-1])
 
-    def _about(self) -> "About":
+    def _about(self) -> read.About:
         data = self.folder.read("about.json")
         try:
-            about = read.About.model_validate(parse_json(data))
+            return read.About.model_validate(parse_json(data))
         except ValueError:
             raise CoterieError(
                 f"{self.folder.path}: about.json of the newest checkpoint is damaged; {read.REMEDY}"
             ) from None
-        return About(about.round, about.digest, about.entries)
 
-    def _save(self, rounds: int, about: "About", files: Mapping[str, bytes] | None = None) -> None:
-        beside = {"about.json": json.dumps(vars(about)).encode(), **(files or {})}
-        self.folder.save(rounds, self.part.states(), files=beside)
-
-
-@dataclass(frozen=True)
-class About:
-    """What a checkpoint's step was."""
-
-    round: int = -1
-    """-1: before the first."""
-    digest: str = ""
-    """Of the download."""
-    entries: Entries = field(default_factory=list)
+    def _save(self, about: read.About, **files: bytes) -> None:
+        files = {"about.json": json.dumps(vars(about)).encode(), **files}
+        self.folder.save(about.round + 1, self.part.states(), files=files)

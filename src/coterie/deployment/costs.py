@@ -34,6 +34,8 @@ MOST_DISK = 32 * 2**30
 """Bytes of all run folders of a client in one --out folder."""
 MOST_OF_OTHERS = 10**6
 """The highest number in the method's settings and in the rest of training and evaluation."""
+FREE = ("seed", "deployment.", "base.", "data.limits")
+"""How keys begin of what costs a client nothing, or says how much of its own text is read."""
 WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
 """Settings of methods that memory grows with."""
 ALWAYS = 64
@@ -50,16 +52,12 @@ def machine_memory() -> int:
 
 def too_costly(config: RunConfig) -> str | None:
     """Return which setting of a run no machine like this one can handle; None if there is none."""
-    values = dict(_numbers(config.told_to("")))
-    for key, value in values.items():
+    for key, value in _numbers(config.told_to("")):
         most = MOST.get(key, MOST_OF_OTHERS)
-        if value > most and key.split(".")[0] not in ("seed", "deployment", "base"):
-            if key.startswith("data.limits"):  # how much of a client's own text is read
-                continue
+        if value > most and not key.startswith(FREE):
             return f"sets {key} to {value:,}, where at most {most:,} is accepted; {REMEDY}"
     training = config.training
-    if training.steps * config.exchanges > STEPS:
-        total = training.steps * config.exchanges
+    if (total := training.steps * config.exchanges) > STEPS:
         return f"takes {total:,} training steps, where at most {STEPS:,} are accepted; {REMEDY}"
     at_once = max(training.micro_batch or training.batch, config.evaluation.batch)
     at_once *= config.data.window

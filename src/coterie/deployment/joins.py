@@ -7,9 +7,8 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from coterie.aggregation.mean import Aggregation
+from coterie.engines.runtime import ServerPart
 from coterie.messages import Message, MessageError
-from coterie.methods.contract import ServerSide
 
 TOGETHER = 5.0
 """Seconds for which everybody waits while the method prepares for a client; mostly, that is all."""
@@ -18,14 +17,12 @@ TOGETHER = 5.0
 class Joins:
     """Hellos: those that are under way, and those of clients that take part."""
 
-    def __init__(self, server: ServerSide, aggregation: Aggregation) -> None:
-        self.server, self.aggregation = server, aggregation
+    def __init__(self, part: ServerPart) -> None:
+        self.part = part
         self.hellos: dict[str, bytes] = {}
         """Of whom takes part."""
         self.base = ""
         """The digest of the base that all have, once somebody has joined."""
-        self.gone: set[str] = set()
-        """Of whom none is taken in."""
         self._under_way: dict[str, tuple[Future[None], Message, bytes]] = {}
 
     def check_base(self, base: str) -> None:
@@ -36,10 +33,10 @@ class Joins:
 
     def begin(self, name: str, hello: bytes) -> None:
         """Prepare for a client; raises MessageError for what is no hello."""
-        message = self.aggregation.schema.receive("hello", hello)
+        message = self.part.schema.receive("hello", hello)
         if name in self._under_way:
             raise MessageError("The server is still preparing for it.")
-        future = _aside(lambda: self.server.prepare(name, message))
+        future = _aside(lambda: self.part.server.prepare(name, message))
         self._under_way[name] = future, message, hello
         wait([future], TOGETHER)
 
@@ -49,8 +46,6 @@ class Joins:
             if not future.done():
                 continue
             del self._under_way[name]
-            if name in self.gone:
-                continue
             try:
                 future.result()
                 self._take_in(name, message, hello)
@@ -61,8 +56,8 @@ class Joins:
 
     def restore(self, name: str, hello: bytes) -> None:
         """Take in a client of an earlier life of this run."""
-        message = self.aggregation.schema.receive("hello", hello)
-        self.server.prepare(name, message)
+        message = self.part.schema.receive("hello", hello)
+        self.part.server.prepare(name, message)
         self._take_in(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -74,12 +69,11 @@ class Joins:
 
     def forget(self, name: str) -> None:
         """A client takes no part any more, whether or not it has joined."""
-        self.gone.add(name)
+        self._under_way.pop(name, None)
         self.hellos.pop(name, None)
 
     def _take_in(self, name: str, message: Message, hello: bytes) -> None:
-        self.aggregation.join(name, message)
-        self.server.join(name, message)
+        self.part.join(name, message)
         self.hellos[name] = hello
 
 

@@ -12,8 +12,7 @@ from coterie.deployment.site import Site
 from coterie.errors import CoterieError, plural
 from coterie.files import write_json
 from coterie.messages import MessageError
-from coterie.messages.envelope import Kind, Order, PluginFile, Reply, unseal
-from coterie.messages.formats import PROTOCOL
+from coterie.messages.envelope import Order, PluginFile
 from coterie.runs import RunFolder, read
 
 TIMES = 5
@@ -28,52 +27,14 @@ TRAINED = "trained.json"
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
 
 
-def order_to(
-    client: str,
-    kind: Kind,
-    config: RunConfig,
-    run: str,
-    round: int,
-    counted: int | None,
-    base: str,
-    public: str | None,
-) -> Order:
-    """Return a server's order to a client; only an order to join describes the run.
+def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
+    """Return what an order to join says of the run, beside what every order does.
 
-    Args:
-        client: The client's name.
-        kind: What it is to do.
-        config: The run's configuration.
-        run: The run's id.
-        round: The round, 0 for the first.
-        counted: The last round in which the client's upload counted, if there is one.
-        base: The digest of the base that the others have, if anybody has joined.
-        public: The digest of the run's public text, if it has one.
+    public: the digest of the run's public text, if it has one.
     """
-    more: dict[str, Any] = {}
-    if kind == "join":
-        plugin = plugin_of(type(config.method))
-        more = {"public": public, "config": config.told_to(client)}
-        if plugin is not None:
-            more["plugin"] = PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
-    return Order(
-        run=run,
-        client=client,
-        kind=kind,
-        round=round,
-        counted=counted,
-        protocol=PROTOCOL,
-        base=base,
-        **more,
-    )
-
-
-def reply_of(data: bytes, run: str, client: str) -> tuple[Reply, bytes]:
-    """Return a client's reply and its body; raise MessageError if somebody else sent it."""
-    reply, body = unseal(Reply, data)
-    if (reply.run, reply.client) != (run, client):
-        raise MessageError("The message belongs to another run or client.")
-    return reply, body
+    plugin = plugin_of(type(config.method))
+    file = plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
+    return {"public": public, "config": config.told_to(client), "plugin": file}
 
 
 def check_round(order: Order, exchanges: int) -> None:

@@ -7,22 +7,21 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from functools import partial
 
 from torch import nn
 
-from coterie.aggregation.mean import Aggregation
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import order_to, reply_of
+from coterie.deployment.orders import joining
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
-from coterie.engines.runtime import close, restore, result, score_server, server_states
+from coterie.engines.runtime import ServerPart, result
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
-from coterie.federation.participants import Participant, public_digest, server_context
-from coterie.messages import Message, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Reply, seal
+from coterie.federation.participants import Participant, public_digest
+from coterie.messages import Message, MessageError, State
+from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal, unseal
+from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
 from coterie.runs import Recorder, RunFolder
@@ -32,7 +31,7 @@ GRACE = 60.0
 """Seconds that the end of a run waits for clients that are gone."""
 
 
-class ServerRun:
+class ServerRun(ServerPart):
     """One method on a network, from its newest checkpoint (or the start) to its end.
 
     Every turn looks at who is there and sends each client what it lacks: an order to join, the
@@ -48,20 +47,15 @@ class ServerRun:
         watch: ServerWatch,
         own: Participant | None = None,
     ) -> None:
-        self.config, self.folder, self.link = config, folder, link
-        self.watch, self.own, self.run = watch, own, folder.description["run"]
-        self.recorder = Recorder(folder, lambda *_: None)
-        self.aggregation = Aggregation(config.aggregation, config.method.schema())
-        self.schema = self.aggregation.schema
-        names = tuple(sorted(client.name for client in config.clients))
-        log_own = partial(self.recorder.log, None)
-        self.server = config.method.server(server_context(config, skeleton, names, own, log_own))
+        names = sorted(client.name for client in config.clients)
+        super().__init__(config, skeleton, names, own, folder, Recorder(lambda *_: None))
+        self.link, self.watch, self.run = link, watch, folder.description["run"]
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []
         """Expelled clients of which the method's server side still keeps something."""
         self.public = public_digest(config)
-        self.joins = Joins(self.server, self.aggregation)
+        self.joins = Joins(self)
         self.kind: Kind = "step"
         """What clients are to do, those that are waited for."""
         self.round = 0
@@ -97,7 +91,7 @@ class ServerRun:
             if (counted := self._round()) is None:
                 break
             self.recorder.log(None, SECONDS, time.monotonic() - began)
-            self.recorder.flush()
+            self.folder.append(self.recorder.take())
             self._save(round + 1)
             self.watch.round_over(round, counted)
         self._finish()
@@ -162,7 +156,7 @@ class ServerRun:
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
             self._forget(self.seats[name])
-        self.uploads.record(self.recorder.log)
+        self.uploads.record(self.recorder)
         self.waiting = set()  # nobody is asked for anything until the next round
         self._record_entries(counted)
         for name in counted:
@@ -172,8 +166,8 @@ class ServerRun:
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no gain for {rounds}")
-        close(self.server, self.aggregation, mean)
-        score_server(self.config, self.server, self.own, self.round, self.recorder.log)
+        self.close(mean)
+        self.score(self.round)
         return len(counted)
 
     def _is_over(self) -> bool:
@@ -191,8 +185,8 @@ class ServerRun:
         self.round = self.folder.rounds()
         self._let_leave()
         if self.round < self.config.exchanges:  # it ends early
-            log_own, self.recorder.round = self.recorder.log, self.round - 1
-            score_server(self.config, self.server, self.own, self.round - 1, log_own, last=True)
+            self.recorder.round = self.round - 1
+            self.score(self.round - 1, last=True)
         self.recorder.round = self.round
         self._ask("finish", self.joins.hellos)
         began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
@@ -278,9 +272,17 @@ class ServerRun:
 
     def _send(self, name: str, kind: Kind) -> None:
         seat, downloads = self.seats[name], kind in ("step", "finish")
-        about = (self.round, seat.counted, self.joins.base, self.public)
-        order = order_to(name, kind, self.config, self.run, *about)
-        body = self.schema.send("down", self.server.download(name)) if downloads else b""
+        order = Order(
+            run=self.run,
+            client=name,
+            kind=kind,
+            round=self.round,
+            counted=seat.counted,
+            protocol=PROTOCOL,
+            base=self.joins.base,
+            **(joining(self.config, name, self.public) if kind == "join" else {}),
+        )
+        body = self.download(name) if downloads else b""
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if downloads:
@@ -296,7 +298,9 @@ class ServerRun:
             return
         self.watch.moved(name, len(data), 0)
         try:
-            reply, body = reply_of(data, self.run, name)
+            reply, body = unseal(Reply, data)
+            if (reply.run, reply.client) != (self.run, name):
+                raise MessageError("The message belongs to another run or client.")
             if reply.fault == "unknown run":
                 seat.joined = False
                 seat.clear()
@@ -377,7 +381,7 @@ class ServerRun:
         self.folder.save(rounds, self._states(), keep=self.config.deployment.checkpoints)
 
     def _states(self) -> Iterable[tuple[str, State]]:
-        yield from server_states(self.server, self.aggregation)
+        yield from self.states()
         yield "engine", State({"hellos": self.joins.tensors()}, saved(self.seats, self.joins.base))
 
     def _restore(self) -> int:
@@ -388,7 +392,7 @@ class ServerRun:
             restore_seats(self.seats, engine.values, self.quorum.without)
             for name in sorted(engine["hellos"].keys() - self.quorum.without):
                 self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
-            restore(self.server, self.aggregation, self.folder)
+            self.restore()
         # What was told at the end stays: who told it may have left.
         ended = done == self.config.exchanges or self.quorum.all_stopped(self.joins.hellos)
         self.folder.forget_from(done + ended)

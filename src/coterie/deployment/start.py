@@ -3,8 +3,8 @@
 import logging
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,6 @@ from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
 from coterie.federation.participants import Participant, check, served
-from coterie.files import LogFile
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
 from coterie.network.flower.fleet import keep_serving
@@ -26,7 +25,9 @@ from coterie.network.flower.link import FlowerLink, SuperLink
 from coterie.network.keys import Keys, Kit
 from coterie.network.link import Seen
 from coterie.runs import RunFolder, describe
+from coterie.runs.progress import logged
 
+log = logging.getLogger("coterie")
 MiB = 2**20
 
 
@@ -116,13 +117,14 @@ def _bring_to_its_end(
     address: str,
     watch: ServerWatch,
 ) -> RunFolder:
+    log.setLevel(logging.INFO)
     for remark in keys.remarks():
         watch.note(remark)
     skeleton = load_skeleton(config.base, config.root)
     largest = config.deployment.largest_message * MiB
     with (
         folder.lock(),
-        logged(folder.path / "server.log"),
+        logged(folder.path / "server.log", log.name),
         SuperLink(folder.path / "flower", keys, address, largest) as superlink,
     ):
         link = FlowerLink(superlink, largest)
@@ -138,26 +140,9 @@ def _bring_to_its_end(
 
 def take_part(server: str, kit: Kit, site: Site, seen: Seen, stop: threading.Event) -> Worker:
     """Be a client of a server until the run ends, or until `stop`."""
+    log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)
-    with logged(site.out / f"client-{site.name}.log"):
-        worker = Worker(site, seen)
-        try:
-            keep_serving(server, kit, worker, stop, seen)
-        finally:
-            worker.close()
+    file = site.out / f"client-{site.name}.log"
+    with logged(file, log.name), closing(Worker(site, seen)) as worker:
+        keep_serving(server, kit, worker, stop, seen)
     return worker
-
-
-@contextmanager
-def logged(path: Path) -> Iterator[None]:
-    """Within the block, what Coterie logs is appended to a file, a line each."""
-    handler = LogFile(path)
-    logger = logging.getLogger("coterie")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()

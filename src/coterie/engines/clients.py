@@ -1,20 +1,27 @@
-"""Clients between their steps: their newest states on disk, and how one is made anew."""
+"""Clients of a run, and their newest states on disk between their steps."""
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.engines.runtime import ClientPart, LogFor
+from coterie.engines.runtime import ClientPart
+from coterie.errors import Diverged
 from coterie.federation.participants import Participant
 from coterie.files import read_inside, write_bytes, writing
+from coterie.inference.kept import best_of, stops
 from coterie.messages import State
-from coterie.runs import RunFolder
+from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
 
 STATES = "states"
 """The folder, in a run's folder, of clients' states that are newer than the newest checkpoint."""
+Download = Callable[[ClientId], bytes]
+"""Returns what the server sends to a client now."""
 
 
 class NewStates:
@@ -79,17 +86,66 @@ class NewStates:
         return State.decode(content)
 
 
-def begin(
-    config: RunConfig,
-    base: Base,
-    participant: Participant,
-    log: LogFor,
-    state: State | None,
-    kept: State | None,
-) -> tuple[ClientPart, bytes]:
-    """Make a client that goes on from a state, or from the run's start; and its first message."""
-    part = ClientPart(config, base, participant, log)
-    hello = part.hello()
-    if state is not None:
-        part.restore(state, kept)
-    return part, hello
+@dataclass(eq=False)
+class Clients(ABC):
+    """The clients of a run: where they work, and what they keep between rounds."""
+
+    config: RunConfig
+    base: Base
+    participants: dict[ClientId, Participant]
+    folder: RunFolder
+    recorder: Recorder
+
+    in_process: ClassVar[bool]
+    """Whether they are made in this process, and so can join before they are at work."""
+
+    def __post_init__(self) -> None:  # noqa: D105
+        self.new = NewStates(self.folder)
+
+    def at_work(self) -> AbstractContextManager[object]:
+        """Return a block within which the clients can work."""
+        return self.new.emptied()
+
+    @abstractmethod
+    def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
+        """Make every client as it is at the run's start; yield its first message."""
+
+    @abstractmethod
+    def step(
+        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+    ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
+        """Train clients for a round; yield their uploads, once their entries are recorded.
+
+        A client that diverged has no upload, and its state from before the round.
+
+        Args:
+            round: the round, 0 for the first.
+            names: the clients of the round.
+            download: returns what the server sends to a client.
+            lost: clients whose last upload did not count because they diverged.
+        """
+
+    @abstractmethod
+    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
+        """Let every client receive the download after the last round; see `step`."""
+
+    def stops(self, name: ClientId, rounds: int) -> bool:
+        """Return whether a client takes no part in rounds after so many."""
+        return stops(self.config, best_of(self.new.kept(name)), rounds)
+
+    def states(self) -> Iterator[tuple[str, State | None]]:
+        """Yield what a checkpoint has of the clients; see `ClientPart.states`."""
+        for name in self.participants:
+            yield from self.new.pop(name, self._newer(name))
+
+    def _newer(self, name: ClientId) -> Mapping[str, State | None]:
+        """Return states of a client that are in memory, by file."""
+        return {}
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Take every client back to the newest checkpoint."""
+
+    @abstractmethod
+    def covered(self) -> set[tuple[str, ...]]:
+        """Return the layers of the bases that clients' adapters modify."""

@@ -1,6 +1,6 @@
 """The floor under a run's scores: what always giving the commonest answer scores."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
@@ -33,19 +33,13 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
     return found
 
 
-def floor_of(config: RunConfig, clients: Iterable[Participant]) -> dict[str, Any]:
-    """Return the floor of all clients as a result, as `RunFolder.outcome` has one of a run."""
-    items = {n: kept for client in clients for n, kept in floor_items(config, client).items()}
-    return as_result(items, config.seed)
-
-
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Return the floor that a finished run's folder has kept, as a result."""
     return as_result(outcome.get("items", {}).get(FLOOR, {}), outcome.get("seed"))
 
 
 def as_result(items: Mapping[str, Mapping[str, Any]], seed: int | None) -> dict[str, Any]:
-    """Return scores by text and sample as a result with their means."""
+    """Return scores by text and sample as a result with their means, like `RunFolder.outcome`."""
     scores = {
         name: {
             key: fmean(share for share in shares if share is not None)

@@ -5,30 +5,23 @@ grows with the number of clients.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import ClassVar
 
-from coterie.bases import Base
-from coterie.config.run import RunConfig
-from coterie.engines.clients import NewStates, begin
-from coterie.engines.rounds import Download, Rounds
+from coterie.engines.clients import Clients, Download
+from coterie.engines.rounds import Rounds
 from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score
-from coterie.federation.participants import Participant
-from coterie.inference.kept import best_of, stops
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.methods.contract import ClientSide
-from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
 
 IN_MEMORY = 8
 """The largest number of clients in memory at once."""
 
 
-class LocalClients(Mapping[ClientId, ClientSide]):
+class LocalClients(Clients, Mapping[ClientId, ClientSide]):
     """Clients in this process; by name, their sides of the method as their last steps left them.
 
     A client is made when it is asked for; at most IN_MEMORY are in memory. Where there are more, a
@@ -37,24 +30,15 @@ class LocalClients(Mapping[ClientId, ClientSide]):
     used client.
     """
 
-    in_process: ClassVar[bool] = True
+    in_process = True
 
-    def __init__(
-        self,
-        config: RunConfig,
-        base: Base,
-        participants: Sequence[Participant],
-        folder: RunFolder,
-        recorder: Recorder,
-    ) -> None:
-        self.config, self.base, self.folder, self.recorder = config, base, folder, recorder
-        self.participants = {p.name: p for p in participants}
-        self.new = NewStates(folder)
+    def __post_init__(self) -> None:  # noqa: D105
+        super().__post_init__()
         self.scores: dict[ClientId, dict[str, dict[str, Score]]] = {
-            n: {} for n in self.participants
+            name: {} for name in self.participants
         }
-        self._covered: set[tuple[str, ...]] = set()
         self.here: dict[ClientId, ClientPart] = {}
+        self._covered: set[tuple[str, ...]] = set()
 
     def __getitem__(self, name: ClientId) -> ClientSide:
         """Return a client's side, as its last step left it."""
@@ -76,12 +60,8 @@ class LocalClients(Mapping[ClientId, ClientSide]):
             self.here[name], _ = self._begin(name, *self.new.newest(name))
         return self.here[name]
 
-    def at_work(self) -> AbstractContextManager[object]:
-        """Return a block within which new states are on disk."""
-        return self.new.emptied()
-
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """Make every client as it is at the run's start; yield its first message."""
+        """See `Clients`."""
         for name in self.participants:
             yield name, self._hello(name)
 
@@ -95,7 +75,7 @@ class LocalClients(Mapping[ClientId, ClientSide]):
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """Train clients in turn; yield their uploads."""
+        """See `Clients`."""
         for name in names:
             received, before = download(name), self.recorder.count
             try:
@@ -110,41 +90,41 @@ class LocalClients(Mapping[ClientId, ClientSide]):
             yield name, upload
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """Let every client receive the last download, and be scored."""
+        """See `Clients`."""
         for name in self:
             part, kept = self.part(name), self.new.kept(name)
             part.finish(download(name), kept, round, counted=name not in lost)
             part.keep_items(self.folder)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client takes no part in rounds after so many."""
-        if name in self.here:
-            return self.here[name].stops(rounds)
-        return stops(self.config, best_of(self.new.kept(name)), rounds)
+        """See `Clients`."""
+        return self.here[name].stops(rounds) if name in self.here else super().stops(name, rounds)
 
-    def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield what a checkpoint has of the clients."""
-        for name in self:
-            newer = self.here[name].states() if name in self.here else ()
-            yield from self.new.pop(name, dict(newer))
+    def _newer(self, name: ClientId) -> Mapping[str, State | None]:
+        return dict(self.here[name].states()) if name in self.here else {}
 
     def restore(self) -> None:
-        """Take every client back to the newest checkpoint."""
+        """See `Clients`."""
         for name, part in self.here.items():
             state, kept = self.new.newest(name)
             assert state is not None, "every checkpoint has every client's"
             part.restore(state, kept)
 
     def covered(self) -> set[tuple[str, ...]]:
-        """Return the layers of the bases that clients' adapters modify."""
+        """See `Clients`."""
         return self._covered
 
     def _begin(
         self, name: ClientId, state: State | None, kept: State | None
     ) -> tuple[ClientPart, bytes]:
-        part, hello = begin(
-            self.config, self.base, self.participants[name], self.recorder.log, state, kept
-        )
+        """Make a client that goes on from a state, or from the run's start; and its first message.
+
+        The message comes before the state, which may change what is said of the start.
+        """
+        part = ClientPart(self.config, self.base, self.participants[name], self.recorder)
+        hello = part.hello()
+        if state is not None:
+            part.restore(state, kept)
         self.participants[name] = part.participant  # its reference takes time to compute
         part.scores = self.scores[name]
         return part, hello

@@ -6,90 +6,36 @@ of names, so the order of work is irrelevant.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from tempfile import gettempdir
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.data.windows import tokens_per_sample
-from coterie.engines.runtime import close, restore, result, score_server, server_states
+from coterie.engines.clients import Clients
+from coterie.engines.runtime import ServerPart, result
 from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
-from coterie.federation.participants import Participant, server_context
+from coterie.federation.participants import Participant
 from coterie.messages import Json, State
 from coterie.messages.envelope import TOLD
 from coterie.messages.names import BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.training.context import ClientId
 
-Download = Callable[[ClientId], bytes]
-"""Returns what the server sends to a client now."""
-
-
-class Clients(Protocol):
-    """The clients of a run: where they work, and what they keep between rounds."""
-
-    in_process: ClassVar[bool]
-    """Whether they are made in this process, and so can join before they are at work."""
-
-    def at_work(self) -> AbstractContextManager[object]:
-        """Return a block within which the clients can work."""
-        ...
-
-    def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """Make every client as it is at the run's start; yield its first message."""
-        ...
-
-    def step(
-        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
-    ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """Train clients for a round; yield their uploads, once their entries are recorded.
-
-        A client that diverged has no upload, and its state from before the round.
-
-        Args:
-            round: the round, 0 for the first.
-            names: the clients of the round.
-            download: returns what the server sends to a client.
-            lost: clients whose last upload did not count because they diverged.
-        """
-        ...
-
-    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """Let every client receive the download after the last round; see `step`."""
-
-    def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client takes no part in rounds after so many."""
-        ...
-
-    def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield what a checkpoint has of the clients; see `ClientPart.states`."""
-        ...
-
-    def restore(self) -> None:
-        """Take every client back to the newest checkpoint."""
-
-    def covered(self) -> set[tuple[str, ...]]:
-        """Return the layers of the bases that clients' adapters modify."""
-        ...
-
-
 C = TypeVar("C", bound=Clients)
-MakeClients = Callable[[RunConfig, Base, Sequence[Participant], RunFolder, Recorder], C]
 
 
-class Rounds(Generic[C]):
+class Rounds(ServerPart, Generic[C]):
     """One method on one federation, from its newest checkpoint (or the start) to its result.
 
     Args:
-        clients: makes the clients.
+        clients: where the clients work.
         config: the run.
         base: the run's base.
         participants: what the clients hold.
@@ -101,7 +47,7 @@ class Rounds(Generic[C]):
 
     def __init__(
         self,
-        clients: MakeClients[C],
+        clients: type[C],
         config: RunConfig,
         base: Base,
         participants: Sequence[Participant],
@@ -110,28 +56,23 @@ class Rounds(Generic[C]):
         own: Participant | None = None,
         rule: Rule = weighted_mean,
     ) -> None:
-        self.config, self.folder, self.watch, self.own = config, folder, watch, own
         self.names = [p.name for p in participants]
+        recorder = Recorder(watch.seen)
+        super().__init__(config, base.model, self.names, own, folder, recorder, rule)
+        self.watch, self.tokens = watch, _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """Clients that have diverged in the last round that they took part in."""
-        self.tokens = _tokens(config, participants)
-        self.recorder = Recorder(folder, watch.seen)
-        self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
-        self.schema = self.aggregation.schema
-        log = partial(self.recorder.log, None)
-        context = server_context(config, base.model, self.names, own, log)
-        self.server = config.method.server(context)
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
-        self.clients = clients(config, base, participants, folder, self.recorder)
+        everybody = {p.name: p for p in participants}
+        self.clients = clients(config, base, everybody, folder, recorder)
         if self.clients.in_process:
             self._join()
 
     def _join(self) -> None:
         for name, data in sorted(self.clients.hellos()):
             hello = self.schema.receive("hello", data)
-            self.aggregation.join(name, hello)
             self.server.prepare(name, hello)
-            self.server.join(name, hello)
+            self.join(name, hello)
 
     def run(self) -> None:
         """Run all rounds that are left; the folder then holds the result."""
@@ -166,12 +107,8 @@ class Rounds(Generic[C]):
             raise no_client_left(round, errors[0])
         self.lost = self.lost - {*names} | self.uploads.diverged
         mean = self.uploads.mean(round)
-        self.uploads.record(self.recorder.log)
-        close(self.server, self.aggregation, mean)
-
-    def download(self, name: ClientId) -> bytes:
-        """Return what the server sends to a client now."""
-        return self.schema.send("down", self.server.download(name))
+        self.uploads.record(self.recorder)
+        self.close(mean)
 
     def _round(self, round: int, names: Sequence[ClientId]) -> None:
         """Carry out a round, score what is due, and save."""
@@ -179,7 +116,7 @@ class Rounds(Generic[C]):
         self.recorder.round = round
         self.exchange(round, names)
         last = round + 1 == self.config.exchanges or not self._left(round + 1)
-        score_server(self.config, self.server, self.own, round, self.recorder.log, last=last)
+        self.score(round, last=last)
         if last:
             self.clients.finish(round, self.download, self.lost)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
@@ -195,7 +132,7 @@ class Rounds(Generic[C]):
         return [name for name in self.names if not self.clients.stops(name, rounds)]
 
     def _states(self) -> Iterator[tuple[str, State | None]]:
-        yield from server_states(self.server, self.aggregation)
+        yield from self.states()
         yield from self.clients.states()
 
     def _restore(self) -> int:
@@ -203,7 +140,7 @@ class Rounds(Generic[C]):
         done = self.folder.rounds()
         self.folder.forget_from(done)
         if done:
-            restore(self.server, self.aggregation, self.folder)
+            self.restore()
             self.clients.restore()
             self.lost = _lost(self.folder)
         return done

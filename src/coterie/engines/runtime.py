@@ -1,44 +1,42 @@
-"""One client's part of a run: messages in and out as bytes, and what its model scores."""
+"""The parts of a run: a client's and the server's, wherever each of them works."""
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
-from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
 from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.evaluate import Score, evaluate
-from coterie.federation.participants import Participant, client_context, text_digest
+from coterie.federation.participants import (
+    Participant,
+    client_context,
+    server_context,
+    text_digest,
+)
 from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
-from coterie.messages import Json, Message, MessageError, State
+from coterie.messages import Message, MessageError, State
 from coterie.messages import names as metric
 from coterie.messages.message import is_finite
 from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide, ServerSide
 from coterie.privacy.ledger import Ledger
-from coterie.runs import RunFolder
+from coterie.runs import Recorder, RunFolder
+from coterie.training.context import ClientId
 
 AT_THE_END = "it diverged on the last download, and keeps its model from before it"
 """The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
 JUMP = 1.0
 """Nats per token by which the validation loss exceeds the best so far when a client warns: far more
 than over-fitting adds in a round, and less than a damaged shared model."""
-
-
-class LogFor(Protocol):
-    """Records a figure of a client, or of the run (None); of the round in progress, or another."""
-
-    def __call__(
-        self, client: str | None, name: str, value: Json, round: int | None = None
-    ) -> None:
-        """See the class."""
-        ...
 
 
 class ClientPart:
@@ -52,16 +50,17 @@ class ClientPart:
         config: RunConfig,
         base: Base,
         participant: Participant,
-        log: LogFor,
+        recorder: Recorder,
         ledger: Ledger | None = None,
     ) -> None:
-        self.config, self.log = config, log
+        self.config, self.log = config, recorder.log
         self.base = participant.base or base
         self.participant = participant = with_reference(config, self.base, participant)
         self.name = participant.name
         self.aggregation = Aggregation(config.aggregation, config.method.schema())
         self.schema = self.aggregation.schema
-        context = client_context(config, self.base, participant, partial(log, self.name), ledger)
+        log = partial(self.log, self.name)
+        context = client_context(config, self.base, participant, log, ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
         """Where the best model is kept, of a side that learns."""
@@ -242,24 +241,87 @@ def _scored(
     }
 
 
-def score_server(
-    config: RunConfig,
-    server: ServerSide,
-    own: Participant | None,
-    round: int,
-    log: LogFor,
-    *,
-    last: bool = False,
-) -> None:
-    """Score the server's own model after a round (0 is the first), if it has one and it is due.
+class ServerPart:
+    """The server's side of the method, its messages' bytes and checks, and its checkpoints.
 
-    last: whether the run ends with the round, maybe early.
+    Whoever leads the rounds of a run is one.
+
+    Args:
+        config: the run.
+        base: the run's base, perhaps without weights.
+        clients: the names of the clients.
+        own: what a server with a model of its own holds.
+        folder: the run's folder.
+        recorder: records figures.
+        rule: what makes one of many uploads.
     """
-    if own is None or own.base is None or not (last or due(config, round)):
-        return
-    if (model := server.model()) is not None:
-        for score in _scored(config, own.base, model, own).values():
-            log(None, metric.SERVER_SCORE, score.as_dict())
+
+    def __init__(
+        self,
+        config: RunConfig,
+        base: nn.Module,
+        clients: Sequence[ClientId],
+        own: Participant | None,
+        folder: RunFolder,
+        recorder: Recorder,
+        rule: Rule = weighted_mean,
+    ) -> None:
+        self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
+        self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
+        self.schema = self.aggregation.schema
+        log = partial(recorder.log, None)
+        self.server = config.method.server(server_context(config, base, clients, own, log))
+
+    def join(self, name: ClientId, hello: Message) -> None:
+        """Let a client take part for which the server's side is prepared."""
+        self.aggregation.join(name, hello)
+        self.server.join(name, hello)
+
+    def download(self, name: ClientId) -> bytes:
+        """Return what the server sends to a client now."""
+        return self.schema.send("down", self.server.download(name))
+
+    def close(self, mean: Message) -> None:
+        """End a round that counts, with the mean of its uploads.
+
+        Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
+        """
+        unusable = CoterieError(
+            f"The aggregate of round {self.server.round + 1} is not finite, and has not been "
+            "saved; see which client's upload is too large, and continue without it, or from an "
+            "earlier round."
+        )
+        try:
+            self.server.close(self.aggregation.stepped(mean, self.server.averaged()))
+            finite = all(state.is_finite() for _, state in self.states())
+        except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
+            raise unusable from error
+        if not finite:
+            raise unusable
+
+    def score(self, round: int, *, last: bool = False) -> None:
+        """Score the server's own model after a round (0 is the first), if it has one and it is due.
+
+        last: whether the run ends with the round, maybe early.
+        """
+        own = self.own
+        if own is None or own.base is None or not (last or due(self.config, round)):
+            return
+        if (model := self.server.model()) is not None:
+            for score in _scored(self.config, own.base, model, own).values():
+                self.recorder.log(None, metric.SERVER_SCORE, score.as_dict())
+
+    def states(self) -> Iterator[tuple[str, State]]:
+        """Yield what the server must keep of a round, by the names in a checkpoint."""
+        yield "server", self.server.state()
+        if self.aggregation.optimiser is not None:
+            yield "optimiser", self.aggregation.optimiser.state()
+
+    def restore(self) -> None:
+        """Take the server back to the newest checkpoint."""
+        self.server.restore(self.folder.load("server"))
+        if self.aggregation.optimiser is not None:
+            self.aggregation.optimiser.restore(self.folder.load("optimiser"))
 
 
 def contribution(
@@ -275,42 +337,6 @@ def contribution(
     return found
 
 
-def close(server: ServerSide, aggregation: Aggregation, mean: Message) -> None:
-    """End a round that counts, with the mean of its uploads.
-
-    Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
-    """
-    round = server.round
-    try:
-        server.close(aggregation.stepped(mean, server.averaged()))
-        finite = all(state.is_finite() for _, state in server_states(server, aggregation))
-    except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
-        raise _unusable(round) from error
-    if not finite:
-        raise _unusable(round)
-
-
-def _unusable(round: int) -> CoterieError:
-    return CoterieError(
-        f"The aggregate of round {round + 1} is not finite, and has not been saved; see which "
-        "client's upload is too large, and continue without it, or from an earlier round."
-    )
-
-
-def server_states(server: ServerSide, aggregation: Aggregation) -> Iterator[tuple[str, State]]:
-    """What the server must keep of a round, by the names in a checkpoint."""
-    yield "server", server.state()
-    if aggregation.optimiser is not None:
-        yield "optimiser", aggregation.optimiser.state()
-
-
-def restore(server: ServerSide, aggregation: Aggregation, folder: RunFolder) -> None:
-    """Take the server back to the newest checkpoint."""
-    server.restore(folder.load("server"))
-    if aggregation.optimiser is not None:
-        aggregation.optimiser.restore(folder.load("optimiser"))
-
-
 def due(config: RunConfig, round: int) -> bool:
     """Whether models are scored in a round (0 is the first): every so many, and in the last."""
     every = config.evaluation.every
@@ -324,38 +350,26 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
     says of how many rounds each client's is. `left_out` has the rounds in which an upload did not
     count, by client, and why.
     """
-    reports = config.method.reports
-    points: dict[str, dict[str, dict[str, float]]] = {"trained": {}, "aggregated": {}}
-    traffic = {metric.BYTES_UP: 0, metric.BYTES_DOWN: 0}
-    server: dict[str, dict[str, float]] = {}
-    best: dict[str, dict[str, float]] = {}
-    kept: dict[str, int] = {}
+    last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}
-    seconds = 0.0
+    total = {metric.BYTES_UP: 0, metric.BYTES_DOWN: 0, metric.SECONDS: 0.0}
     for line in folder.metrics():
-        point = line["name"].removeprefix(metric.TEST)
-        if line["name"].startswith(metric.TEST) and point in points:
-            points[point][line["client"]] = line["value"]
-        elif line["name"] == metric.KEPT_SCORE:
-            best[line["client"]] = line["value"]
-        elif line["name"] == metric.KEPT:
-            kept[line["client"]] = line["value"]
-        elif line["name"] == metric.SERVER_SCORE:
-            server = {"server": line["value"]}
-        elif line["name"] in traffic:
-            traffic[line["name"]] += line["value"]
-        elif line["name"] == metric.SECONDS:
-            seconds += line["value"]
-        elif line["name"] == metric.LEFT_OUT:
-            left_out.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
-    points[reports] |= best
+        name, client, value = line["name"], line["client"], line["value"]
+        last[name][client] = value
+        if name in total:
+            total[name] += value
+        elif name == metric.LEFT_OUT:
+            left_out.setdefault(client, {})[line["round"] + 1] = value
+    reports, kept = config.method.reports, last[metric.KEPT]
+    points = {point: last[f"{metric.TEST}{point}"] for point in ("trained", "aggregated")}
+    points[reports] |= last[metric.KEPT_SCORE]
     return {
         "method": config.label,
         "reports": reports,
         **({"kept": kept} if kept else {}),
         **({"left_out": left_out} if left_out else {}),
         **points,
-        **server,
-        "traffic": {"up": traffic[metric.BYTES_UP], "down": traffic[metric.BYTES_DOWN]},
-        "seconds": round(seconds, 1),
+        **({"server": server} if (server := last[metric.SERVER_SCORE].get(None)) else {}),
+        "traffic": {"up": total[metric.BYTES_UP], "down": total[metric.BYTES_DOWN]},
+        "seconds": round(total[metric.SECONDS], 1),
     }

@@ -12,7 +12,7 @@ from coterie.bases.devices import names_of
 from coterie.config.plugins import plugin_of
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
-from coterie.engines.floor import floor_of
+from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
@@ -74,9 +74,10 @@ class Session:
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the floor under the scores of a run with this session's data; see `floor_of`."""
+        """Return the floor under the scores of a run with this session's data, as a result."""
         alone = config.model_copy(update={"pooled": False})
-        return floor_of(alone, self.participants(alone))
+        found = [floor_items(alone, client) for client in self.participants(alone)]
+        return as_result({n: kept for items in found for n, kept in items.items()}, config.seed)
 
     def _look(self, read: Reading) -> None:
         if not self._federations:
@@ -110,14 +111,8 @@ class Session:
         tokenizers = {base: loaded.tokenizer for base, loaded in self.bases.items()}
         templates = described_templates(config, tokenizers)
         earlier = {} if (hash := reference_digest(config)) is None else {"reference": hash}
-        more = {
-            **earlier,
-            "engine": self.engine,
-            "device": names_of(config.device),
-            **templates,
-            **server,
-        }
-        return describe(config.as_dict(), clients, config.plugins, **more)
+        more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
+        return describe(config.as_dict(), clients, config.plugins, **earlier, **more)
 
     def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
         """Bring one run to its result, unless it has one."""
@@ -141,7 +136,9 @@ class Session:
         described = folder.description
         server = {SERVER: described[SERVER]} if SERVER in described else {}
         then = {name: one["data"] for name, one in (described["clients"] | server).items()}
-        now = self.federation(config).digests()
+        who = self.federation(config)
+        everybody = filter(None, (*who.clients, who.server))
+        now = {one.name: one.digest() for one in everybody}
         return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 

@@ -17,13 +17,13 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 # Ray reads these when it is imported. The second is its own name for: on loopback, not on every
 # interface, as on systems other than Linux.
@@ -38,20 +38,18 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from coterie.bases import Base, Bases, load_tokenizer
+from coterie.bases import Bases, load_tokenizer
 from coterie.config.plugins import load_plugin
-from coterie.config.run import RunConfig, parse
-from coterie.engines.clients import NewStates, begin
-from coterie.engines.rounds import Download
+from coterie.config.run import parse
+from coterie.engines.clients import Clients, Download
+from coterie.engines.local import LocalClients
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged
-from coterie.federation.participants import Participant, participants_of
-from coterie.files import LogFile
-from coterie.inference.kept import best_of, stops
-from coterie.messages import Json, State
-from coterie.messages.names import BYTES_DOWN
+from coterie.federation.participants import participants_of
+from coterie.messages import Json
 from coterie.network.flower.private import SUPERLINK_NODE_ID, RayBackend, TaskIdentity
 from coterie.runs import Recorder, RunFolder
+from coterie.runs.progress import logged
 from coterie.training.context import ClientId
 
 log = logging.getLogger(__name__)
@@ -67,78 +65,54 @@ Order = dict[str, Any]
 download."""
 Answer = dict[str, Any]
 """The upload or hello, and entries in JSON; why the client diverged, if it did; or a complaint."""
-Entries = list[tuple[str | None, str, Json, int | None]]
-"""What `log` was given: the client, the name, the value, and the round where it is another."""
+Figure = dict[str, Json]
+"""What `Recorder.log` is given, by name."""
 
 
-class SimulatedClients:
+class SimulatedClients(Clients):
     """Clients in as many processes as this machine has processors for."""
 
-    in_process: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        config: RunConfig,
-        base: Base,
-        participants: Sequence[Participant],
-        folder: RunFolder,
-        recorder: Recorder,
-    ) -> None:
-        self.config, self.base, self.first = config, base, participants[0]
-        self.names = [p.name for p in participants]
-        self.folder, self.recorder, self.new = folder, recorder, NewStates(folder)
+    in_process = False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Start the processes, which end with the block."""
         threads = torch.get_num_threads()
-        self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.names)))
+        self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.participants)))
         with (
-            _logged(self.folder.path / LOG),
-            self.new.emptied(),
+            logged(self.folder.path / LOG, "flwr", "ray", log.name),
+            super().at_work(),
             _actors(self.actors, threads) as self.ask,
         ):
             yield
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """Make every client as it is at the run's start; yield its first message."""
-        for name, answer in self._all(self.names, "hello", 0, lambda name: b"", ()):
+        """See `Clients`."""
+        for name, answer in self._all(self.participants, "hello", 0, lambda name: b"", ()):
             yield name, answer["body"]
 
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """Train clients side by side; yield their uploads."""
+        """See `Clients`; they work side by side."""
         for name, answer in self._all(names, "step", round, download, lost):
             yield name, Diverged(answer["diverged"]) if answer["diverged"] else answer["body"]
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """Let every client receive the last download, and be scored."""
-        deque(self._all(self.names, "finish", round, download, lost), maxlen=0)
-
-    def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client takes no part in rounds after so many."""
-        return stops(self.config, best_of(self.new.kept(name)), rounds)
-
-    def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield what a checkpoint has of the clients."""
-        for name in self.names:
-            yield from self.new.pop(name, {})
+        """See `Clients`."""
+        deque(self._all(self.participants, "finish", round, download, lost), maxlen=0)
 
     def restore(self) -> None:
         """Do nothing: a step begins at the newest checkpoint as it is."""
 
     def covered(self) -> set[tuple[str, ...]]:
         """Return the layers of the first client's base, as the others are in other processes."""
-
-        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
-            """Record nothing."""
-
-        return {ClientPart(self.config, self.base, self.first, log).covered}
+        first = next(iter(self.participants.values()))
+        return {ClientPart(self.config, self.base, first, Recorder(lambda *_: None)).covered}
 
     def _all(
         self,
-        names: Sequence[ClientId],
+        names: Iterable[ClientId],
         do: str,
         round: int,
         download: Download,
@@ -169,8 +143,8 @@ class SimulatedClients:
             raise CoterieError(f"Client {name!r} failed; see {self.folder.path / LOG}.") from error
         if answer["complaint"]:
             raise CoterieError(answer["complaint"])
-        for entry in json.loads(answer["entries"]):
-            self.recorder.log(*entry)
+        for figure in json.loads(answer["entries"]):
+            self.recorder.log(**figure)
         return name, answer
 
 
@@ -253,7 +227,6 @@ class Actor:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, described = folder, folder.description
-        self.states = NewStates(folder)
         torch.set_num_threads(described["threads"])
         self.config = config = parse(described["config"])
         self.bases = Bases(
@@ -264,46 +237,29 @@ class Actor:
 
     def work(
         self, *, do: str, client: ClientId, round: int, counted: bool, body: bytes
-    ) -> tuple[bytes | Diverged, Entries]:
-        """One order's answer and the entries that were logged meanwhile."""
-        entries: Entries = []
-        participant, base = self.participants[client], self.bases[self.config.base_of(client)]
-
-        def log(client: str | None, name: str, value: Json, round: int | None = None) -> None:
-            entries.append((client, name, value, round))
-
-        begun = partial(
-            begin, self.config, base, participant, log, *(newest := self.states.newest(client))
-        )
-        part, hello = begun()
-        upload: bytes | Diverged = hello
-        self.participants[client] = part.participant  # what it knows takes time to compute
+    ) -> tuple[bytes | Diverged, list[Figure]]:
+        """One order's answer and the figures that were logged meanwhile."""
+        base, figures = self.bases[self.config.base_of(client)], Figures(lambda *_: None)
+        alone = {client: self.participants[client]}
+        clients = LocalClients(self.config, base, alone, self.folder, figures)
+        lost = () if counted else (client,)
+        upload: bytes | Diverged = b""
         if do == "hello":
-            return upload, entries
-        try:
-            if do == "step":
-                upload = part.step(round, body, counted=counted)
-            else:
-                part.finish(body, newest[1], round, counted=counted)
-        except Diverged as error:
-            entries[:] = [(client, BYTES_DOWN, len(body), None)]
-            (part, _), upload = begun(), error
-        part.keep_items(self.folder)
-        self.states.put(part)
-        return upload, entries
+            [(_, upload)] = clients.hellos()
+        elif do == "step":
+            [(_, upload)] = clients.step(round, [client], lambda _: body, lost)
+            clients.part(client).keep_items(self.folder)
+        else:
+            clients.finish(round, lambda _: body, lost)
+        if do != "hello":
+            clients.new.put(clients.part(client))
+        self.participants |= clients.participants  # what they know takes time to compute
+        return upload, figures.take()
 
 
-@contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """Within the block, what Flower and Ray say goes to a file and nowhere else."""
-    handler = LogFile(path)
-    loggers = [logging.getLogger(name) for name in ("flwr", "ray", log.name)]
-    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
-    try:
-        yield
-    finally:
-        for logger, handlers, propagate in before:
-            logger.handlers, logger.propagate = handlers, propagate
-        handler.close()
+class Figures(Recorder):
+    """Figures on their way to the process that records them."""
+
+    def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
+        """See `Recorder`."""
+        self._lines.append({"client": client, "name": name, "value": value, "round": round})

@@ -7,7 +7,7 @@ from tempfile import TemporaryFile
 
 from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation, Contribution
-from coterie.engines.runtime import LogFor, contribution
+from coterie.engines.runtime import contribution
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message
@@ -15,6 +15,7 @@ from coterie.messages.envelope import TOLD
 from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.methods.contract import ServerSide
 from coterie.network.link import LONGEST_LINE
+from coterie.runs import Recorder
 
 
 class Uploads:
@@ -122,12 +123,12 @@ class Uploads:
         """Clients whose uploads are not refused."""
         return sorted(self._places.keys() - self.refused.keys())
 
-    def record(self, log: LogFor) -> None:
+    def record(self, recorder: Recorder) -> None:
         """Record the figures of the round's uploads, and which were excluded, and why."""
         for name, found in figures(self._measures).items():
-            log(name, CHANGE, found)
+            recorder.log(name, CHANGE, found)
         for name, why in sorted(self.refused.items()):
-            log(name, LEFT_OUT, why[:LONGEST_LINE])
+            recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
         """Return the mean of the uploads that count; `refused` has the others."""

@@ -97,27 +97,6 @@ class Federation:
     clients: list[Participant]
     server: Participant | None = None
 
-    def digests(self) -> dict[str, str]:
-        """Each one's hash of all tokens."""
-        everybody = [*self.clients, *([] if self.server is None else [self.server])]
-        return {one.name: one.digest() for one in everybody}
-
-
-def client_data(config: RunConfig, tokenizer: Tokenizer, name: ClientId) -> ClientData:
-    """The data of one client of `clients`, from nothing but its own files."""
-    for client in config.clients:
-        if client.name == name:
-            texts = client_texts(client, config.data, config.root, config.seed)
-            return tokenise(
-                _own_texts(config, texts, name)[0], tokenizer, config.data.of(name), name
-            )
-    raise CoterieError(f"The run file has no client {name!r}.")
-
-
-def _own_texts(config: RunConfig, texts: Texts[Any], name: ClientId) -> tuple[Texts[Any], int]:
-    """A client's texts, without duplicates if the run says so, and how many these are."""
-    return without_held_out(texts, f"Client {name}") if config.data.deduplicate else (texts, 0)
-
 
 Look = Callable[[Reading], None]
 """Looks at what was read; texts are not kept."""
@@ -157,7 +136,9 @@ def gathered(
     removed: dict[ClientId, int] = {}
     for number, name in enumerate(names, start=1):
         begin(f"Tokenising {name} ({number} of {len(names)})")
-        texts[name], removed[name] = _own_texts(config, division[name], name)
+        texts[name], removed[name] = division[name], 0
+        if config.data.deduplicate:
+            texts[name], removed[name] = without_held_out(division[name], f"Client {name}")
         data[name] = tokenise(texts[name], tokenizers[name], config.data.of(name), name)
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = division.public

@@ -67,11 +67,7 @@ class State:
 
     def is_finite(self) -> bool:
         """Whether all numbers of its tensors and values are finite."""
-        states = [state for _, state in self.walk()]
-        groups = (group for state in states for group in state.groups.values())
-        return all(is_finite(tensor) for group in groups for tensor in group.values()) and all(
-            _has_finite_numbers(state.values) for state in states
-        )
+        return all(_are_finite(state.values, state.groups) for _, state in self.walk())
 
     def encode(self) -> bytes:
         """As safetensors, the values in its header."""
@@ -84,16 +80,14 @@ class State:
         """Read what `encode` wrote; raises MessageError for anything else."""
         found, header = _unpack(data, "A state", "Use the version that wrote it.")
         values: dict[str, Json] = header["values"]
-        paths = {tuple(path.split(":")) if path else () for path in values}
-        names = [name for path in paths for name in path]
-        deep = any(len(path) >= DEEPEST_PART for path in paths)
+        paths = [tuple(path.split(":")) if path else () for path in values]
         if (
-            deep
-            or not all(map(NAME.fullmatch, names))
+            any(len(path) >= DEEPEST_PART for path in paths)
+            or not all(NAME.fullmatch(name) for path in paths for name in path)
             or not all(isinstance(v, dict) for v in values.values())
         ):
             raise MessageError("The state contains values of unknown parts.")
-        return _assembled((), paths | found.keys(), found, values)
+        return _assembled({path: {} for path in paths} | found, values)
 
 
 def without(value: Json, key: str) -> Any:
@@ -112,6 +106,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(wide).all())
 
 
+def _are_finite(values: Mapping[str, Json], *found: Groups) -> bool:
+    tensors = (t for groups in found for group in groups.values() for t in group.values())
+    return all(map(is_finite, tensors)) and _has_finite_numbers(values)
+
+
 def _has_finite_numbers(value: object) -> bool:
     """Whether no number in JSON, however deep, is infinite or NaN."""
     match value:
@@ -126,14 +125,13 @@ def _has_finite_numbers(value: object) -> bool:
 
 
 def _assembled(
-    path: tuple[str, ...],
-    paths: Iterable[tuple[str, ...]],
-    found: Mapping[tuple[str, ...], Groups],
-    values: Mapping[str, Json],
+    found: Mapping[tuple[str, ...], Groups], values: Mapping[str, Json], *path: str
 ) -> State:
-    below = {p for p in paths if p[: len(path)] == path and len(p) > len(path)}
-    names = sorted({p[len(path)] for p in below})
-    parts = {name: _assembled((*path, name), below, found, values) for name in names}
+    """The state at a path of all that were found, with its parts."""
+    depth = len(path)
+    below = {place: groups for place, groups in found.items() if place[:depth] == path}
+    names = sorted({place[depth] for place in below if len(place) > depth})
+    parts = {name: _assembled(below, values, *path, name) for name in names}
     return State(found.get(path, {}), values.get(":".join(path), {}), parts)
 
 
@@ -165,8 +163,7 @@ class Message:
 
     def is_finite(self) -> bool:
         """Whether all numbers of its tensors and values are finite."""
-        finite = all(is_finite(tensor) for *_, tensor in self.tensors())
-        return finite and _has_finite_numbers(self.values)
+        return _are_finite(self.values, self.groups, *self.peers.values())
 
     def only(self, groups: Iterable[str]) -> Self:
         """The same message with no other groups than these."""

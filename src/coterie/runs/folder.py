@@ -360,8 +360,7 @@ class RunFolder:
 class Recorder:
     """Figures of the round in progress, kept until the round is complete."""
 
-    def __init__(self, folder: RunFolder, seen: Callable[[str | None, str, Json], None]) -> None:
-        self._folder = folder
+    def __init__(self, seen: Callable[[str | None, str, Json], None]) -> None:
         self._seen = seen
         self._lines: list[dict[str, Json]] = []
         self.round = 0
@@ -387,10 +386,6 @@ class Recorder:
     def undo(self, count: int) -> None:
         """Forget all figures but the first `count` of the round in progress."""
         del self._lines[count:]
-
-    def flush(self) -> None:
-        """Write the round's figures."""
-        self._folder.append(self.take())
 
     def take(self) -> list[dict[str, Json]]:
         """Hand out what was noted since the last time."""

@@ -1,10 +1,30 @@
 """What follows a run while it works."""
 
-from collections.abc import Sequence
-from types import TracebackType
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
+from coterie.files import LogFile
 from coterie.messages import Json
+
+
+@contextmanager
+def logged(path: Path, *names: str) -> Iterator[None]:
+    """Within the block, what loggers of these names get is appended to a file, and goes nowhere
+    else; a line each."""
+    handler = LogFile(path)
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+        handler.close()
 
 
 class Watch:
@@ -32,10 +52,5 @@ class Watch:
         """The run begins."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """The run is over or has failed."""

@@ -55,7 +55,7 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
         part.contribution(local.server, local.aggregation, name, uploads[name])
         for name in sorted(uploads)
     )
-    part.close(local.server, local.aggregation, local.aggregation.mean(round, counted))
+    local.close(local.aggregation.mean(round, counted))
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
