@@ -297,9 +297,8 @@ class PCLClient(AdapterClient):
         if not download.peers:
             return
         me, rounds = self.context.name, download.round
-        uploads = {me: self._exchanged(rounds)}
-        uploads |= {name: download.from_peer(name) for name in download.peers}
-        uploads = {name: uploads[name] for name in sorted(uploads)}
+        peers = {name: download.from_peer(name) for name in download.peers}
+        uploads = dict(sorted({me: self._exchanged(rounds), **peers}.items()))
         for upload in uploads.values():
             for group in {*upload.groups, *uploads[me].groups}:
                 check_shapes(upload[group], shapes_of(uploads[me][group]))
