@@ -66,7 +66,7 @@ class FedProx(FedAvg):
     paper: ClassVar[str] = "arXiv 1812.06127"
     summary: ClassVar[str] = "as fedavg, with a proximal term towards the averaged parameters"
 
-    mu: float = Field(0.01, ge=0)
+    mu: float = Field(default=0.01, ge=0)
     """weight of the proximal term"""
 
     def penalty(self, client: AdapterClient) -> Penalty:

@@ -55,18 +55,18 @@ class FDLora(AdapterMethod):
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: Lora = Lora(scale="rank")
-    local_steps: int | None = Field(None, ge=1)
+    local_steps: int | None = Field(default=None, ge=1)
     """steps of a client's first stage; null: training.steps"""
     private: Literal["snapshot", "trained"] = "snapshot"
     """private adapter: snapshot of the locally trained shared adapter in the first round and then
     every sync_every rounds, as released; or trained separately in every round, as in the paper"""
-    sync_every: int = Field(5, ge=1)
+    sync_every: int = Field(default=5, ge=1)
     """rounds between snapshots"""
-    outer_learning_rate: float = Field(1.0, gt=0)
+    outer_learning_rate: float = Field(default=1.0, gt=0)
     """learning rate of the server's SGD"""
-    outer_momentum: float = Field(0.5, ge=0, lt=1)
+    outer_momentum: float = Field(default=0.5, ge=0, lt=1)
     """Nesterov's"""
-    fusion_share: float = Field(0.05, gt=0, lt=1)
+    fusion_share: float = Field(default=0.05, gt=0, lt=1)
     """fraction of the training samples to set apart for the search of both adapters' weights"""
 
     @model_validator(mode="after")

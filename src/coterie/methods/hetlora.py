@@ -43,9 +43,9 @@ class HetLora(RankMethod):
         "client-specific ranks that can shrink; zero-padded LoRA pairs averaged"
     )
 
-    gamma: float = Field(0.99, gt=0, le=1)
+    gamma: float = Field(default=0.99, gt=0, le=1)
     """fraction of the rank kept when pruning"""
-    penalty_weight: float = Field(5e-4, ge=0)
+    penalty_weight: float = Field(default=5e-4, ge=0)
     """weight of the pruning penalty in the loss"""
 
     def gain(self, client: ClientId) -> float:

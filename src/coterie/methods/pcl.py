@@ -69,9 +69,9 @@ class PCL(AdapterMethod):
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
     lora: Lora = Lora()
-    warmup: int = Field(5, ge=1)
+    warmup: int = Field(default=5, ge=1)
     """rounds before the first exchange"""
-    every: int = Field(2, ge=1)
+    every: int = Field(default=2, ge=1)
     """rounds between exchanges"""
     mix: bool = True
     """mix models by trust; false: measure trust only"""
@@ -152,7 +152,7 @@ class PCLValidation(PCL):
     summary: ClassVar[str] = "adapters sent to all clients; trust by loss on own validation text"
 
     trusted: Trusted = Trusted()
-    validation_batches: int = Field(12, ge=1)
+    validation_batches: int = Field(default=12, ge=1)
     """validation batches per scored model"""
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
@@ -187,9 +187,9 @@ class PCLPredictions(PCL):
     )
 
     trusted: Trusted = Trusted()
-    public_batches: int = Field(4, ge=1)
+    public_batches: int = Field(default=4, ge=1)
     """batches of the public set"""
-    logits: int = Field(100, ge=1)
+    logits: int = Field(default=100, ge=1)
     """largest logits sent per sample"""
 
     def check(self, setting: Setting) -> None:
@@ -250,7 +250,7 @@ class PCLTheoretical(PCL):
     compares: ClassVar[bool] = False
     summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
 
-    mixtures: Mixtures = Field({})
+    mixtures: Mixtures = Field(default={})
     """topic shares of each client; each client's sum to 1"""
 
     @field_validator("mixtures")

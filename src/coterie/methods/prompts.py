@@ -57,7 +57,7 @@ class FedPrompt(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=23, ge=1, description=TOKENS)
-    init_text: str | None = Field(TEXT, min_length=1)
+    init_text: str | None = Field(default=TEXT, min_length=1)
     """text that initialises the prompt, repeated or cut to length; null: random vectors"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
@@ -84,7 +84,7 @@ class FedPTuning(AdapterMethod):
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=20, ge=1, description=TOKENS)
-    encoder_hidden_size: int | None = Field(None, ge=1)
+    encoder_hidden_size: int | None = Field(default=None, ge=1)
     """hidden size of the prompt encoder; null: the base's"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:

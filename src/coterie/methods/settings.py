@@ -88,7 +88,7 @@ class Experts(Mlp):
 class Attention(Settings):
     """One LoRA pair on each targeted linear layer."""
 
-    rank: int = Field(8, ge=1)
+    rank: int = Field(default=8, ge=1)
     """LoRA rank (r)"""
     targets: str | None = None
     """regular expression for names of linear layers, such as q_proj, or for what they do, such as
@@ -98,9 +98,9 @@ class Attention(Settings):
 class LoraAlpha(Settings):
     """Scale of LoRA pairs by alpha / r, and their dropout."""
 
-    alpha: float = Field(16.0, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha"""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout rate of each LoRA pair's input, in training"""
 
 
@@ -114,22 +114,22 @@ class Lora(LoraAlpha):
 class Router(Settings):
     """Routing of tokens to experts; the router is trained with the experts."""
 
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(default=None, ge=1)
     """experts per token (k); null: min(2, number of experts)"""
     load_balance: Literal["none", "uniform", "generalist"] = "generalist"
     """load-balancing loss; generalist: half of the load on expert 0"""
-    load_balance_weight: float = Field(0.01, ge=0)
+    load_balance_weight: float = Field(default=0.01, ge=0)
     """weight of the load-balancing loss (lambda)"""
 
 
 class PhasedRouter(Router):
     """Routing of tokens to experts; the router is trained in separate phases."""
 
-    every: int = Field(30, ge=1)
+    every: int = Field(default=30, ge=1)
     """steps between router phases (tau)"""
-    steps: int = Field(10, ge=1)
+    steps: int = Field(default=10, ge=1)
     """router updates per phase (s)"""
-    learning_rate: float = Field(2e-3, gt=0)
+    learning_rate: float = Field(default=2e-3, gt=0)
     """learning rate of router updates (constant)"""
     leftover_gradients: bool = False
     """true: a phase also leaves gradients on the experts, which their next step adds to its own,
@@ -140,7 +140,7 @@ class PhasedRouter(Router):
 class Trusted(Settings):
     """Whom a client trusts at all, of those it has scored."""
 
-    top: int | None = Field(None, ge=1)
+    top: int | None = Field(default=None, ge=1)
     """number of best-scored clients to trust; null: no limit"""
     threshold: float | None = None
     """score above which clients are trusted (the best two always are); null: no limit"""

@@ -19,18 +19,18 @@ class Privacy(Settings):
 
     epsilon: float = Field(gt=0, le=MOST_EPSILON)
     """privacy budget over all rounds, per sample of the embedding set"""
-    delta: float = Field(1e-5, gt=0, lt=1)
+    delta: float = Field(default=1e-5, gt=0, lt=1)
     """probability that the guarantee of epsilon fails"""
-    clip: float = Field(1.0, gt=0)
+    clip: float = Field(default=1.0, gt=0)
     """maximum l2 norm of a sample's embeddings, all layers together"""
 
 
 class Embeddings(Settings):
     """Mean embeddings of samples set apart from training, by which experts choose clients."""
 
-    share: float = Field(0.05, gt=0, lt=1)
+    share: float = Field(default=0.05, gt=0, lt=1)
     """fraction of the training samples to set apart for them"""
-    samples: int = Field(200, ge=1)
+    samples: int = Field(default=200, ge=1)
     """maximum number of samples to use"""
     privacy: Privacy | None = None
     """differential privacy of the mean embeddings"""
@@ -41,13 +41,13 @@ class AmoleRouter(Settings):
 
     kind: Literal["token", "vanilla"] = "token"
     """scores from the experts' own embeddings, or from a gate with one row per expert"""
-    top_k: int = Field(2, ge=1)
+    top_k: int = Field(default=2, ge=1)
     """domain experts per token (k)"""
     score_scale: Literal["rank", "dim"] = "rank"
     """divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper"""
     renormalise: bool = True
     """normalise each token's weights to sum to 1 (unlike the paper)"""
-    load_balance_weight: float = Field(1e-3, ge=0)
+    load_balance_weight: float = Field(default=1e-3, ge=0)
     """weight of the load-balancing loss (beta)"""
     load: Literal["top_k", "first"] = "top_k"
     """tokens that count as an expert's load: all that it works on, or those whose best expert it
@@ -68,13 +68,13 @@ class FedAMoLESettings(Settings):
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()
     router: AmoleRouter = AmoleRouter()
-    experts: int | None = Field(None, ge=1)
+    experts: int | None = Field(default=None, ge=1)
     """domain experts per layer (E); default: three per client"""
-    clients_per_expert: int = Field(2, ge=1)
+    clients_per_expert: int = Field(default=2, ge=1)
     """clients that each expert chooses (k_c)"""
-    min_experts: int = Field(2, ge=0)
+    min_experts: int = Field(default=2, ge=0)
     """fewest experts per client and layer (k_e)"""
-    max_experts: int = Field(8, ge=1)
+    max_experts: int = Field(default=8, ge=1)
     """most experts per client and layer (b)"""
     assignment: Literal["rsea", "homogeneous", "random", "random-once"] = "rsea"
     """who assigns experts to clients: the experts (rsea), the experts with as many for each client

@@ -18,13 +18,13 @@ class FedMKTSettings(AdapterMethod):
 
     attention: Attention = Attention()
     lora: Lora = Lora(scale="rank")
-    task_weight: float = Field(0.9, ge=0, le=1)
+    task_weight: float = Field(default=0.9, ge=0, le=1)
     """weight of the label loss (lambda); the rest is distillation"""
-    logits: int = Field(128, ge=1)
+    logits: int = Field(default=128, ge=1)
     """most likely tokens sent per position (k)"""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """temperature of the teachers' distributions"""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     """passes over the public set per round"""
     own: Literal["none", "labels", "self", "mean"] = "labels"
     """target of distillation where no teacher is better: none (the paper's form: its mean is over
