@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.methods.fedamole import client as fedamole
-from coterie.privacy.ledger import Ledger
+from coterie.privacy.ledger import Budget, Ledger
 from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
 from coterie.testing.loop import RUN, deploy, site
 from coterie.testing.rounds import down, joined
@@ -34,17 +34,19 @@ def test_a_run_makes_as_many_releases_as_it_said_and_repeats_them_for_nothing() 
 def test_runs_add_up_to_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "privacy.json"
     for run in ("one", "two"):
-        ledger = Ledger(path, run, (20.0, 1e-5))
-        assert ledger.affords((8.0, 1e-5))
+        ledger = Ledger(path, run, Budget(20.0, 1e-5))
+        assert ledger.affords([Budget(8.0, 1e-5)])
         assert all(ledger.spend(str(n), NOISE, 10) for n in range(10))
     both = epsilon(NOISE, 20, 1e-5)
     assert Ledger(path, "three").spent(1e-5) == pytest.approx(both)
-    third = Ledger(path, "three", (1.01 * both, 1e-5))
-    assert not third.affords((8.0, 1e-5))
+    third = Ledger(path, "three", Budget(1.01 * both, 1e-5))
+    assert not third.affords([Budget(8.0, 1e-5)])
     assert not third.spend("0", NOISE, 10)
-    assert Ledger(path, "two", (1.01 * both, 1e-5)).affords((8.0, 1e-5))  # what it goes on with
-    assert not Ledger(limit=(20.0, 1e-5)).affords((math.inf, 1.0))
-    assert not Ledger(limit=(0.0, 1e-5)).spend("0", 1e6, 1)
+    assert Ledger(path, "two", Budget(1.01 * both, 1e-5)).affords(
+        [Budget(8.0, 1e-5)]
+    )  # what it goes on with
+    assert not Ledger(limit=Budget(20.0, 1e-5)).affords([Budget(math.inf, 1.0)])
+    assert not Ledger(limit=Budget(0.0, 1e-5)).spend("0", 1e6, 1)
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -58,7 +60,7 @@ def test_a_ledger_that_cannot_be_read_is_not_begun_anew(content, tmp_path: Path)
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
     """Each knows what the other has spent since it looked."""
-    path, limit = tmp_path / "privacy.json", (8.0, 1e-5)
+    path, limit = tmp_path / "privacy.json", Budget(8.0, 1e-5)
     one, other = Ledger(path, "one", limit), Ledger(path, "other", limit)
     told = [ledger.spend(str(n), NOISE, 10) for n in range(10) for ledger in (one, other)]
     assert sum(told) == 10
@@ -68,7 +70,7 @@ def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most", [MOST_EPSILON, 1e-3])
 def test_the_largest_and_a_small_budget_can_be_computed_with(most) -> None:
     assert epsilon(noise_for(most, 3, 1e-5), 3, 1e-5) == pytest.approx(most, rel=1e-6)
-    assert Ledger(limit=(most, 1e-5)).affords((most, 1e-5))
+    assert Ledger(limit=Budget(most, 1e-5)).affords([Budget(most, 1e-5)])
 
 
 @pytest.mark.parametrize("asked", [math.inf, 1e308, math.nan, 0.0])
@@ -87,8 +89,8 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
     told["data"] = {**told["data"], "public": None}
     path.write_text(yaml.safe_dump(told))
     agreed, limit = deploy_cli._agreed(path, "poet", None)
-    assert limit == (8.0, 1e-5)
-    assert deploy_cli._agreed(path, "poet", 3.0)[1] == (3.0, 1e-5)
+    assert (limit.epsilon, limit.delta) == (8.0, 1e-5)
+    assert deploy_cli._agreed(path, "poet", 3.0)[1] [:2] == (3.0, 1e-5)
     assert deploy_cli._agreed(None, "poet", None) == (None, None)
     ledger = Ledger(tmp_path / "privacy-poet.json", "f" * 16)
     noise = noise_for(8.0, private.rounds, 1e-5)
@@ -187,7 +189,7 @@ def test_a_client_takes_part_within_its_own_limit(
         )
         private = private.model_copy(update={"method": method})
     base = site(private, "poet", tmp_path)
-    most = None if limit is None else (limit, 1e-5)
+    most = None if limit is None else Budget(limit, 1e-5)
     worker = Worker(Site(base.name, base.texts, base.out, base.base, limit=most))
     reply, _ = unseal(Reply, worker.answer(join(private)))
     assert reply.fault == (None if why is None else "budget")

@@ -5,30 +5,23 @@ contributions in the order of names, so memory need not grow with the number of 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from coterie.aggregation.bounds import Bound, Measure, bounds_of, measured, scaled
 from coterie.aggregation.optimiser import ServerOptimiser
+from coterie.aggregation.pipeline import Pipeline, ServerTransforms
 from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Field as Travels
 from coterie.messages import Groups, Message, MessageError, Schema, Shapes, check_shapes
 
 TOKENS = Travels("tokens", "number of training tokens, the client's weight in the mean", "json")
 HELD = "held"
 """The value of a mean that says, by group and tensor, how many clients held it."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What one client adds to a round's mean."""
-
-    client: str
-    groups: Groups
-    weight: float = 1.0
 
 
 Rule = Callable[[Iterable[Contribution]], Groups]
@@ -64,10 +57,18 @@ class Aggregation:
         spec: the section `aggregation` of the run file.
         schema: what the method declares.
         rule: what makes one of many.
+        transforms: the run's transforms, in the order in which they encode.
+        exchanges: the number of exchanges in which clients train.
     """
 
-    def __init__(self, spec: AggregationSpec, schema: Schema, rule: Rule = weighted_mean) -> None:
-        self.rule = rule
+    def __init__(
+        self,
+        spec: AggregationSpec,
+        schema: Schema,
+        rule: Rule = weighted_mean,
+        transforms: Sequence[Transform] = (),
+        exchanges: int = 1,
+    ) -> None:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self._weighted = spec.weights == "tokens" and bool(self._means)
         self.schema = schema
@@ -75,6 +76,11 @@ class Aggregation:
         if self._weighted:
             hello = (field for field in schema.hello if field.name != TOKENS.name)
             self.schema = Schema((*hello, TOKENS), (*schema.up, TOKENS), schema.down)
+        self.pipeline = Pipeline(transforms, self.schema, exchanges)
+        self.schema = self.pipeline.schema
+        self.transforms = ServerTransforms(self.pipeline)
+        """On the server: its state is part of a checkpoint."""
+        self.rule = rule if self.pipeline.reduction is None else self.transforms.reduce
         self.spec = spec
         self._most: dict[str, int] = {}
         """By client, the training tokens that its hello told of."""
@@ -102,12 +108,14 @@ class Aggregation:
             upload: what was sent.
             reference: by group, the parameters that the client started the round from.
         """
+        self.transforms.measure(client, upload)
         return measured(upload, reference, self._most.get(client, 1))
 
     def left_out(self, measures: Mapping[str, Measure]) -> dict[str, str]:
         """Set the bounds of a round; return the clients whose uploads are excluded, and why."""
         self._bounds = bounds_of(measures, self.spec)
-        return {name: bound.excluded for name, bound in self._bounds.items() if bound.excluded}
+        bounds = {name: bound.excluded for name, bound in self._bounds.items() if bound.excluded}
+        return self.transforms.refuse(measures.keys()) | bounds
 
     def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
         """Return an upload within the round's bounds: itself, unless it is one of a larger half.
@@ -159,11 +167,15 @@ class Aggregation:
         return Message(round, self.rule(counted()), {HELD: held})
 
     def stepped(self, mean: Message, before: Groups) -> Message:
-        """What takes the place of parameters at the end of a round: their mean, or where the run
-        has a server optimiser its step from `before`. Call it once for a round that counts."""
-        if self.optimiser is None:
-            return mean
-        return replace(mean, groups=self.optimiser.stepped(mean.groups, before))
+        """Return what takes the place of parameters at the end of a round.
+
+        It is their mean, after the transforms and the server optimiser of the run. Call it once for
+        a round that counts.
+        """
+        groups = self.transforms.on_mean(mean.groups, before)
+        if self.optimiser is not None:
+            groups = self.optimiser.stepped(groups, before)
+        return mean if groups is mean.groups else replace(mean, groups=groups)
 
 
 def _tokens(client: str, message: Message) -> int:

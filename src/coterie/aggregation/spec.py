@@ -2,7 +2,16 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from coterie.aggregation.registry import TRANSFORMS
 
 UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
 """Settings that do nothing in some optimisers."""
@@ -53,6 +62,38 @@ class ServerOptimiserSpec(BaseModel):
         return self.learning_rate or (1.0 if self.name == "fedavgm" else 0.01)
 
 
+class TransformSpec(BaseModel):
+    """An entry of `aggregation.transforms`: a name, or a mapping of `name` and settings.
+
+    The name is checked. The settings are checked by the transform's class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str = Field(description="name of the transform")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """Accept a name alone."""
+        return {"name": values} if isinstance(values, str) else values
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        TRANSFORMS.check(name)
+        return name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, as in the file."""
+        return dict(self.model_extra or {})
+
+    def described(self) -> dict[str, Any]:
+        """Return the entry as a run file would give it."""
+        return {"name": self.name, **self.settings}
+
+
 class AggregationSpec(BaseModel):
     """Section `aggregation` of a run file: how uploads become one."""
 
@@ -80,8 +121,17 @@ class AggregationSpec(BaseModel):
         description="largest weight of a client, as a multiple of the round's median, with "
         "`weights: tokens`; null: unlimited",
     )
+    transforms: tuple[TransformSpec, ...] = Field(
+        default=(),
+        description="transforms of uploads, downloads and means, in the order in which they "
+        "encode: names, or mappings of `name` and settings",
+    )
     optimiser: ServerOptimiserSpec | None = Field(
         default=None,
         description="optimiser with which the server steps towards a round's mean: a name, or a "
         "mapping; default: the mean replaces the server's parameters",
     )
+
+    @field_serializer("transforms")
+    def _described(self, transforms: tuple[TransformSpec, ...]) -> list[dict[str, Any]]:
+        return [transform.described() for transform in transforms]

@@ -50,7 +50,7 @@ def first_exchange(run: LocalRun) -> Messages:
         if any(m["up"].groups or m["up"].values for m in messages.values()):
             break
     for name in names:
-        messages[name]["down"] = run.server.download(name)
+        messages[name]["down"] = schema.receive("down", run.download(name))
     return messages
 
 

@@ -76,7 +76,7 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
         if why := unlike(order) or (site.agreed and not_agreed(site.agreed, order)):
             raise CoterieError(f"The run {why}.")
         config = site.config(order)
-        spends = too_much(config.method.budget, ledger_of(site, order.run))
+        spends = too_much(config.budgets, ledger_of(site, order.run))
         folder = run_folder(site, order.run, config)
         refused = Orders(site).begins(order, config, folder)
         if why := spends or other_text(order, config) or refused:

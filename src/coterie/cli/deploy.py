@@ -61,8 +61,8 @@ Epsilon = Annotated[
     typer.Option(
         min=0,
         max=1e9,
-        help="Privacy budget of all this client's runs in --out together, for FedAMoLE's mean "
-        "embeddings (epsilon; delta is 1e-5). Default: that of the --run file.",
+        help="Privacy budget of all this client's runs in --out together, for what methods and "
+        "transforms send under noise (epsilon; delta is 1e-5). Default: that of the --run file.",
     ),
 ]
 ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
@@ -246,15 +246,19 @@ def _agreed(
     """What a run file says that a client agrees to, and what all its runs may spend."""
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, and not nan.")
-    limit = None if epsilon is None else (epsilon, DELTA)
+    from coterie.privacy.ledger import Budget, together
+
+    limit = None if epsilon is None else Budget(epsilon, DELTA)
     if run is None:
         return None, limit
     from coterie.config.deployed import load_agreed
     from coterie.deployment.terms import agreed_in
 
     config = load_agreed(run, client)
-    own = config.method.budget
-    return agreed_in(config, client), limit or (own if own and math.isfinite(own[0]) else None)
+    own = together(config.budgets)
+    if limit is None and own is not None and math.isfinite(own.epsilon):
+        limit = own
+    return agreed_in(config, client), limit
 
 
 def _memory(config: "RunConfig", client: str) -> int | None:
@@ -274,7 +278,8 @@ def _show(run: "SiteRun", client: str) -> None:
     terminal.tell_unhelped(run.config.label, run.folder.result or {})
     if spent := run.ledger.spent(DELTA):
         terminal.say(
-            f"Mean embeddings have spent an epsilon of {spent:.3g} (delta {DELTA:g}) in all runs."
+            f"What was sent under noise has spent an epsilon of {spent:.3g} (delta {DELTA:g}) in "
+            "all runs of this client."
         )
     terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
     given = '--prompt "..."' + terminal.plugin_options(run.config.plugins)

@@ -4,16 +4,21 @@ import json
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import field_serializer
 
+from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.aggregation.registry import TRANSFORMS
+from coterie.aggregation.spec import TransformSpec
+from coterie.aggregation.transform import TRAIN, Transform
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugin_of, version_of
 from coterie.config.sections import RunFile, Sections
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
+from coterie.privacy.ledger import Budget
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
@@ -42,7 +47,34 @@ class RunConfig(Sections[Method]):
     @property
     def exchanges(self) -> int:
         """Downloads and uploads of the whole run: one a round, unless the method has others."""
-        return self.method.exchanges(self.rounds)
+        return self.method.exchanges(self.rounds) * len(self.phases)
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The aggregation transforms of the run."""
+        return cast("tuple[Transform, ...]", self.aggregation.transforms)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of a round, an exchange each: those that transforms need, then training."""
+        return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
+
+    def turn(self, exchange: int) -> tuple[int, str]:
+        """Return the method's exchange, and the phase, in an exchange of the run."""
+        number, phase = divmod(exchange, len(self.phases))
+        return number, self.phases[phase]
+
+    def aggregating(self, rule: Rule = weighted_mean) -> Aggregation:
+        """Return the way of this run's uploads to their mean."""
+        exchanges = self.method.exchanges(self.rounds)
+        return Aggregation(self.aggregation, self.method.schema(), rule, self.transforms, exchanges)
+
+    @property
+    def budgets(self) -> list[Budget]:
+        """What the run spends of a client's privacy budget, by what is sent under noise."""
+        exchanges = self.method.exchanges(self.rounds)
+        budgets = (transform.budget(exchanges) for transform in self.transforms)
+        return [budget for budget in (self.method.budget, *budgets) if budget is not None]
 
     def base_of(self, name: str) -> BaseSpec:
         """The base of a client, or of the `server` where it has a model of its own."""
@@ -75,7 +107,8 @@ class RunConfig(Sections[Method]):
             chosen = method
         run = {"method": chosen, "pooled": method == POOLED, "baselines": ()}
         if not chosen.schema().reduced("mean"):
-            run["aggregation"] = self.aggregation.model_copy(update={"optimiser": None})
+            none = {"optimiser": None, "transforms": ()}
+            run["aggregation"] = self.aggregation.model_copy(update=none)
         return self.model_copy(update=run)
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,7 +153,14 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     if method is None:
         method = validated(kind_of(file.method.name), file.method.settings, ("method",))
     optimiser.check(file.training.optimiser)
-    return RunConfig.model_construct(**{**dict(file), "method": method})
+    transforms = [
+        validated(TRANSFORMS.get(spec.name), spec.settings, ("aggregation", "transforms", number))
+        if isinstance(spec, TransformSpec)
+        else spec
+        for number, spec in enumerate(file.aggregation.transforms)
+    ]
+    aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
+    return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:

@@ -108,7 +108,7 @@ class Worker:
         if why := other_text(order, config):
             return self._unlike(order, "public", why)
         ledger = ledger_of(self.site, order.run)
-        if why := too_much(config.method.budget, ledger):
+        if why := too_much(config.budgets, ledger):
             return self._unlike(order, "budget", why)
         if why := self.orders.begins(order, config, folder):
             return self._unlike(order, "terms", why)

@@ -115,7 +115,7 @@ class ServerRun(ServerPart):
                 return []
         self._let_leave()
         members = quorum.ready()
-        self.server.open(self.round, members)
+        self.open(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
         return members
@@ -136,7 +136,7 @@ class ServerRun(ServerPart):
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.server.open(self.round, members)  # what was counted is counted anew
+            self.open(self.round, members)  # what was counted is counted anew
         return None
 
     def _uploaded(self, members: list[str], end: float) -> bool:
@@ -166,7 +166,7 @@ class ServerRun(ServerPart):
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no gain for {rounds}")
-        self.close(mean)
+        self.close(mean, counted)
         self.score(self.round)
         return len(counted)
 
@@ -262,7 +262,7 @@ class ServerRun(ServerPart):
     def _let_leave(self) -> None:
         """The method's side keeps nothing more of clients that were expelled."""
         while self.leaving:
-            self.server.leave(self.leaving.pop())
+            self.leave(self.leaving.pop())
 
     def _forget(self, seat: Seat) -> None:
         """Wait no longer for a client's reply; if it comes after all, it is thrown away."""

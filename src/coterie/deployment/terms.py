@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coterie.config.plugins import plugin_of
@@ -52,14 +52,17 @@ def other_text(order: Order, config: RunConfig) -> str | None:
     return f"has a different public text than {config.data.public}"
 
 
-def too_much(budget: Budget | None, ledger: Ledger) -> str | None:
-    """How a run would spend more than this client allows; None if it would not."""
-    if budget is None or ledger.limit is None or ledger.affords(budget):
+def too_much(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
+    """Return how a run would spend more than this client allows; None if it would not."""
+    if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
-    most, delta = ledger.limit
-    asked = "without noise" if math.isinf(budget[0]) else f"with an epsilon of {budget[0]:g}"
+    most, delta, _ = ledger.limit
+    asked = " and ".join(
+        f"{what} without noise" if math.isinf(epsilon) else f"{what} with an epsilon of {epsilon:g}"
+        for epsilon, _, what in budgets
+    )
     return (
-        f"would send mean embeddings of this client's samples {asked}; the limit of all its runs "
+        f"would send {asked}; the limit of all its runs "
         f"is {most:g}, of which {ledger.spent(delta):.3g} is spent (see --epsilon)"
     )
 

@@ -63,6 +63,11 @@ class NewStates:
         """Return the state of a client's best model; None before the client's first round."""
         return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
 
+    def drop(self, client: ClientId) -> None:
+        """Remove what is newer than the newest checkpoint of a client."""
+        for file in (f"client-{client}", f"kept-{client}"):
+            (self.path / f"{file}.safetensors").unlink(missing_ok=True)
+
     def pop(
         self, client: ClientId, newer: Mapping[str, State | None]
     ) -> Iterator[tuple[str, State | None]]:
@@ -122,7 +127,7 @@ class Clients(ABC):
             round: the round, 0 for the first.
             names: the clients of the round.
             download: returns what the server sends to a client.
-            lost: clients whose last upload did not count because they diverged.
+            lost: clients whose last upload did not count.
         """
 
     @abstractmethod
@@ -141,6 +146,10 @@ class Clients(ABC):
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
         """Return states of a client that are in memory, by file."""
         return {}
+
+    @abstractmethod
+    def undo(self, name: ClientId) -> None:
+        """Take a client, whose upload does not count, back to before the round."""
 
     @abstractmethod
     def restore(self) -> None:

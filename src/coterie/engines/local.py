@@ -82,12 +82,17 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
                 upload = self.part(name).step(round, received, counted=name not in lost)
             except Diverged as error:
                 self.recorder.undo(before)
-                del self.here[name]
-                self.scores[name] = {}
-                self.part(name)
+                self.undo(name)
                 self.recorder.log(name, BYTES_DOWN, len(received))
                 upload = error
             yield name, upload
+
+    def undo(self, name: ClientId) -> None:
+        """See `Clients`."""
+        self.here.pop(name, None)
+        self.new.drop(name)
+        self.scores[name] = {}
+        self.part(name)
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
         """See `Clients`."""

@@ -17,14 +17,14 @@ from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.clients import Clients
-from coterie.engines.runtime import ServerPart, result
+from coterie.engines.runtime import AT_THE_END, ServerPart, result
 from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
 from coterie.messages.envelope import TOLD
-from coterie.messages.names import BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
+from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.training.context import ClientId
 
@@ -61,7 +61,7 @@ class Rounds(ServerPart, Generic[C]):
         super().__init__(config, base.model, self.names, own, folder, recorder, rule)
         self.watch, self.tokens = watch, _tokens(config, participants)
         self.lost: set[ClientId] = set()
-        """Clients that have diverged in the last round that they took part in."""
+        """Clients whose upload did not count in the last round that they took part in."""
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
         everybody = {p.name: p for p in participants}
         self.clients = clients(config, base, everybody, folder, recorder)
@@ -92,9 +92,11 @@ class Rounds(ServerPart, Generic[C]):
 
     def exchange(self, round: int, names: Sequence[ClientId]) -> None:
         """Carry out Algorithm 1 of most papers: download, training, upload, aggregation."""
-        self.server.open(round, sorted(names))
+        self.open(round, sorted(names))
         self.uploads.begin()
         errors: list[Diverged] = []
+        spans: dict[ClientId, tuple[int, int]] = {}
+        noted = self.recorder.count
         for name, upload in self.clients.step(round, names, self.download, self.lost):
             if isinstance(upload, Diverged):
                 errors.append(upload)
@@ -103,12 +105,17 @@ class Rounds(ServerPart, Generic[C]):
             else:
                 self.uploads.take(name, upload)
                 self.watch.worked(round, name)
+            spans[name] = noted, (noted := self.recorder.count)
         if len(errors) == len(names):
             raise no_client_left(round, errors[0])
-        self.lost = self.lost - {*names} | self.uploads.diverged
-        mean = self.uploads.mean(round)
+        mean, refused = self.uploads.mean(round), self.uploads.refused.keys()
+        for name in reversed(spans):  # from the last span on, so that earlier ones stay in place
+            if name in refused - self.uploads.diverged:
+                self.clients.undo(name)
+                self.recorder.undo(*spans[name], keep=BYTES)
+        self.lost = self.lost - {*names} | refused
         self.uploads.record(self.recorder)
-        self.close(mean)
+        self.close(mean, self.uploads.counted)
 
     def _round(self, round: int, names: Sequence[ClientId]) -> None:
         """Carry out a round, score what is due, and save."""
@@ -155,10 +162,10 @@ def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
 
 
 def _lost(folder: RunFolder) -> set[ClientId]:
-    """Return the clients that diverged in the last round that they took part in."""
+    """Return the clients whose upload did not count in the last round that they took part in."""
     lost: set[ClientId] = set()
     for line in folder.metrics():
-        if line["name"] == LEFT_OUT and line["value"] == TOLD["diverged"]:
+        if line["name"] == LEFT_OUT and line["value"] != AT_THE_END:
             lost.add(line["client"])
         elif line["name"] == BYTES_UP:
             lost.discard(line["client"])

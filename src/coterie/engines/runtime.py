@@ -1,7 +1,8 @@
 """The parts of a run: a client's and the server's, wherever each of them works."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
-from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
+from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.aggregation.pipeline import ClientTransforms
+from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
@@ -34,6 +37,8 @@ from coterie.training.context import ClientId
 
 AT_THE_END = "it diverged on the last download, and keeps its model from before it"
 """The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
+TRANSFORMS = "transforms"
+"""The name of what transforms remember, in states."""
 JUMP = 1.0
 """Nats per token by which the validation loss exceeds the best so far when a client warns: far more
 than over-fitting adds in a round, and less than a damaged shared model."""
@@ -57,9 +62,11 @@ class ClientPart:
         self.base = participant.base or base
         self.participant = participant = with_reference(config, self.base, participant)
         self.name = participant.name
-        self.aggregation = Aggregation(config.aggregation, config.method.schema())
+        self.aggregation = config.aggregating()
         self.schema = self.aggregation.schema
         log = partial(self.log, self.name)
+        ledger = ledger or Ledger()
+        self.transforms = ClientTransforms(self.aggregation.pipeline, self.name, ledger)
         context = client_context(config, self.base, participant, log, ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
@@ -79,13 +86,18 @@ class ClientPart:
         """What the server must know once."""
         return self._sent("hello", self.side.hello())
 
-    def step(self, round: int, download: bytes, *, counted: bool = True) -> bytes:
-        """One round: take the download in, train, and return the upload.
+    def step(self, exchange: int, download: bytes, *, counted: bool = True) -> bytes:
+        """Carry out an exchange: receive the download, train, and return the upload.
 
         Models are scored where that is due: the aggregated one of the round before (if this
-        client's upload `counted` then), and the trained one. Raises Diverged if the loss, a
-        trained parameter or the upload is not finite.
+        client's upload `counted` then), and the trained one.
+
+        Raises:
+            Diverged: the loss, a trained parameter or the upload is not finite.
         """
+        round, phase = self.config.turn(exchange)
+        if phase != TRAIN:
+            return self._answer(phase, exchange, download)
         if self.keeper is not None:
             self.keeper.begin(round)
         self._take(download)
@@ -103,21 +115,30 @@ class ClientPart:
         message = self.side.upload(round)
         if not message.is_finite():
             raise self._diverged("The upload", round)
-        upload = self._sent("up", message)
+        upload = self._sent("up", message, exchange)
+        self.log(self.name, metric.BYTES_UP, len(upload))
+        return upload
+
+    def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
+        """Carry out an exchange that a transform needs before training."""
+        self.log(self.name, metric.BYTES_DOWN, len(download))
+        self.transforms.receive(self.schema.receive("down", download), exchange)
+        upload = self.schema.send("up", self.transforms.answer(phase, exchange))
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
     def finish(
-        self, download: bytes, kept: State | None, round: int, *, counted: bool = True
+        self, download: bytes, kept: State | None, exchange: int, *, counted: bool = True
     ) -> None:
         """After the last round: take the download in, score, and keep it if it is the result.
 
         Then score the best model, unless it is that of the last round; `kept` is what the newest
         checkpoint has of it. `counted`: whether this client's upload did in the last round.
         """
+        round, _ = self.config.turn(exchange)
         if self.keeper is not None:
             self.keeper.begin(round + 1)  # it may have come when all rounds were over
-        if self.stops(round) or not counted or not due(self.config, round):
+        if self._stops(round) or not counted or not due(self.config, round):
             self.score_trained(round)  # nobody has
         if self.schema.down:
             trained = self.side.state()
@@ -126,7 +147,7 @@ class ClientPart:
             except Diverged:
                 self.side.restore(trained)
                 self.log(self.name, metric.LEFT_OUT, AT_THE_END)
-            if self.compares_aggregated and not self.stops(round + 1):
+            if self.compares_aggregated and not self._stops(round + 1):
                 self._compare(round + 1)
             self._score("aggregated", round)
             if self.config.method.reports != "aggregated":
@@ -140,13 +161,19 @@ class ClientPart:
             "training.learning_rate may help."
         )
 
-    def stops(self, rounds: int) -> bool:
-        """Whether this client takes no part in rounds after so many."""
+    def stops(self, exchanges: int) -> bool:
+        """Return whether this client takes no part in rounds after so many exchanges."""
+        return self._stops(self.config.turn(exchanges)[0])
+
+    def _stops(self, rounds: int) -> bool:
         return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """What a checkpoint has of this client, by file; None: as the one before it."""
-        yield f"client-{self.name}", self.side.state()
+        state = self.side.state()
+        if self.aggregation.pipeline.stages:
+            state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
+        yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
             yield f"kept-{self.name}", self.keeper.found
             self.keeper.found = None
@@ -154,6 +181,8 @@ class ClientPart:
     def restore(self, state: State, kept: State | None) -> None:
         """Go back to a checkpoint: the client's state, and what it has of the best model."""
         self.side.restore(state)
+        if TRANSFORMS in state.parts:
+            self.transforms.restore(state.parts[TRANSFORMS])
         if self.keeper is not None:
             self.keeper.restore(kept)
 
@@ -208,16 +237,20 @@ class ClientPart:
 
     def _take(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        self.side.take(self.schema.receive("down", download))
+        message = self.schema.receive("down", download)
+        self.side.take(self.transforms.receive(message, message.round))
 
-    def _sent(self, way: Way, message: Message) -> bytes:
+    def _sent(self, way: Way, message: Message, exchange: int = 0) -> bytes:
         """The bytes of a message, once it is sure that nothing in it is this client's alone."""
         parts, sends = self.side.parts(), self.config.method.sends
         for _, group, name, _ in message.tensors():
             if name in parts and not sends(parts[name]):
                 raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
-        return self.schema.send(way, self.aggregation.sent(message, tokens))
+        message = self.aggregation.sent(message, tokens)
+        if way == "up":
+            message = self.transforms.send(message, exchange)
+        return self.schema.send(way, message)
 
     def _score(self, point: str, round: int) -> None:
         """Score the model on this client's held-out text."""
@@ -267,7 +300,7 @@ class ServerPart:
         rule: Rule = weighted_mean,
     ) -> None:
         self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
-        self.aggregation = Aggregation(config.aggregation, config.method.schema(), rule)
+        self.aggregation = config.aggregating(rule)
         self.schema = self.aggregation.schema
         log = partial(recorder.log, None)
         self.server = config.method.server(server_context(config, base, clients, own, log))
@@ -277,15 +310,40 @@ class ServerPart:
         self.aggregation.join(name, hello)
         self.server.join(name, hello)
 
+    def leave(self, name: ClientId) -> None:
+        """Forget a client."""
+        self.server.leave(name)
+        self.aggregation.transforms.leave(name)
+
+    def open(self, exchange: int, names: Sequence[ClientId]) -> None:
+        """Begin an exchange, or begin it again."""
+        round, phase = self.config.turn(exchange)
+        self.aggregation.transforms.begin(exchange, phase, names)
+        if phase == TRAIN:
+            self.server.open(round, list(names))
+
     def download(self, name: ClientId) -> bytes:
         """Return what the server sends to a client now."""
-        return self.schema.send("down", self.server.download(name))
+        transforms = self.aggregation.transforms
+        own = self.server.download(name) if transforms.phase == TRAIN else Message()
+        return self.schema.send("down", transforms.download(name, own))
 
-    def close(self, mean: Message) -> None:
-        """End a round that counts, with the mean of its uploads.
+    def close(self, mean: Message, counted: Collection[ClientId]) -> None:
+        """End an exchange that counts.
 
-        Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
+        Args:
+            mean: the mean of its uploads; nothing in a phase of a transform's own.
+            counted: the clients whose uploads count.
+
+        Raises:
+            CoterieError: before anything is saved, if the aggregate is not finite.
         """
+        transforms = self.aggregation.transforms
+        transforms.commit(counted)
+        trained = transforms.phase == TRAIN
+        transforms.begin(transforms.exchange + 1, TRAIN, ())
+        if not trained:
+            return
         unusable = CoterieError(
             f"The aggregate of round {self.server.round + 1} is not finite, and has not been "
             "saved; see which client's upload is too large, and continue without it, or from an "
@@ -304,6 +362,7 @@ class ServerPart:
 
         last: whether the run ends with the round, maybe early.
         """
+        round, _ = self.config.turn(round)
         own = self.own
         if own is None or own.base is None or not (last or due(self.config, round)):
             return
@@ -314,12 +373,16 @@ class ServerPart:
     def states(self) -> Iterator[tuple[str, State]]:
         """Yield what the server must keep of a round, by the names in a checkpoint."""
         yield "server", self.server.state()
+        if self.aggregation.pipeline.stages:
+            yield TRANSFORMS, self.aggregation.transforms.state()
         if self.aggregation.optimiser is not None:
             yield "optimiser", self.aggregation.optimiser.state()
 
     def restore(self) -> None:
         """Take the server back to the newest checkpoint."""
         self.server.restore(self.folder.load("server"))
+        if self.aggregation.pipeline.stages:
+            self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
         if self.aggregation.optimiser is not None:
             self.aggregation.optimiser.restore(self.folder.load("optimiser"))
 
@@ -331,16 +394,26 @@ def contribution(
 
     Raises MessageError if it is not what it should be.
     """
+    upload = decoded(server, aggregation, name, upload)
     upload = aggregation.bounded(name, upload, server.reference)
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
 
 
+def decoded(server: ServerSide, aggregation: Aggregation, name: str, upload: Message) -> Message:
+    """Return an upload as the client's side of the method made it."""
+    if not aggregation.pipeline.stages:
+        return upload
+    return aggregation.transforms.upload(name, upload, server.download(name).groups)
+
+
 def due(config: RunConfig, round: int) -> bool:
-    """Whether models are scored in a round (0 is the first): every so many, and in the last."""
+    """Return whether models are scored in a round (0 is the first): every so many, and the last."""
     every = config.evaluation.every
-    return round + 1 == config.exchanges or (every is not None and (round + 1) % every == 0)
+    return round + 1 == config.method.exchanges(config.rounds) or (
+        every is not None and (round + 1) % every == 0
+    )
 
 
 def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:

@@ -61,8 +61,8 @@ PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
 """For Ray's sockets, whose paths may not be long, and its own logs."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""The run's folder and plugins, the client, what to do (hello, step or finish), the round, and a
-download."""
+"""The run's folder and plugins, the client, what to do (hello, step, undo or finish), the round
+and a download."""
 Answer = dict[str, Any]
 """The upload or hello, and entries in JSON; why the client diverged, if it did; or a complaint."""
 Figure = dict[str, Json]
@@ -102,6 +102,10 @@ class SimulatedClients(Clients):
         """See `Clients`."""
         deque(self._all(self.participants, "finish", round, download, lost), maxlen=0)
 
+    def undo(self, name: ClientId) -> None:
+        """See `Clients`."""
+        deque(self._all([name], "undo", 0, lambda name: b"", ()), maxlen=0)
+
     def restore(self) -> None:
         """Do nothing: a step begins at the newest checkpoint as it is."""
 
@@ -135,7 +139,7 @@ class SimulatedClients(Clients):
             yield self._answered(*waiting.popleft())
 
     def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, Answer]:
-        """Return the layers of the bases that clients' adapters modify."""
+        """Return a client's answer, and record its figures."""
         try:
             answer = future.result()
         except Exception as error:  # whatever happened in the actor, or to it
@@ -249,6 +253,8 @@ class Actor:
         elif do == "step":
             [(_, upload)] = clients.step(round, [client], lambda _: body, lost)
             clients.part(client).keep_items(self.folder)
+        elif do == "undo":
+            clients.undo(client)
         else:
             clients.finish(round, lambda _: body, lost)
         if do != "hello":

@@ -6,8 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from coterie.aggregation.bounds import Measure, figures
-from coterie.aggregation.mean import Aggregation, Contribution
-from coterie.engines.runtime import contribution
+from coterie.aggregation.mean import Aggregation
+from coterie.aggregation.transform import TRAIN, Contribution
+from coterie.engines.runtime import contribution, decoded
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message
@@ -62,8 +63,8 @@ class Uploads:
         except CoterieError as error:
             self._refuse(name, error)
             return
-        reference = self.server.reference(name)
-        self._measures[name] = self.aggregation.measure(name, message, reference)
+        if self.aggregation.transforms.phase == TRAIN and not self._measured(name, message):
+            return
         with writing(self.folder):
             start = self._file.seek(0, os.SEEK_END)
             if start > 2 * (len(body) + sum(length for _, length in self._places.values())):
@@ -71,6 +72,17 @@ class Uploads:
             self._file.write(body)
             self._file.flush()
         self._places[name] = start, len(body)
+
+    def _measured(self, name: str, message: Message) -> bool:
+        """Measure an upload; return whether it could be decoded."""
+        try:
+            message = decoded(self.server, self.aggregation, name, message)
+        except CoterieError as error:
+            self._refuse(name, error)
+            return False
+        reference = self.server.reference(name)
+        self._measures[name] = self.aggregation.measure(name, message, reference)
+        return True
 
     def _compact(self) -> int:
         """Close the gaps that replaced uploads have left; return where the last one ends."""
@@ -131,7 +143,13 @@ class Uploads:
             recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
-        """Return the mean of the uploads that count; `refused` has the others."""
+        """Return the mean of the uploads that count; `refused` has the others.
+
+        In a phase of a transform's own, the transform collects the answers and there is no mean.
+        """
+        if (transforms := self.aggregation.transforms).phase != TRAIN:
+            transforms.collect({name: self.message(name) for name in self.counted})
+            return Message(round)
         return self.aggregation.mean(round, self._contributions())
 
     def _contributions(self) -> Iterator[Contribution]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from coterie.adapters import detach
+from coterie.aggregation.transform import Reduction, TransformFacts
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
@@ -336,6 +337,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             f"aggregation.optimiser has no effect with the method {method.name!r}, in which the "
             "server takes no mean; remove it."
         )
+    check_transforms(config, clients)
     method.check(
         Setting(
             tuple(clients),
@@ -347,6 +349,29 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.aggregation.optimiser is not None,
         )
     )
+
+
+def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
+    """Raise CoterieError if a transform of the run cannot be part of it."""
+    reductions = [t.name for t in config.transforms if isinstance(t, Reduction)]
+    if len(reductions) > 1:
+        raise CoterieError(
+            "aggregation.transforms has several transforms that replace the mean "
+            f"({', '.join(reductions)}); keep one of them."
+        )
+    schema = config.method.schema()
+    if reductions and any(field.name == "residual" for field in schema.down):
+        raise CoterieError(
+            f"`exact: true` sends what makes means exact, and {reductions[0]} replaces the mean; "
+            "remove one of them."
+        )
+    exchanges = config.method.exchanges(config.rounds)
+    for transform in config.transforms:
+        run = TransformFacts(
+            tuple(clients), config.method.name, schema, config.aggregation.weights, exchanges
+        )
+        transform.check(run)
+        schema = transform.schema(schema)
 
 
 def _check_names(key: str, named: Iterable[str], known: Sequence[str]) -> None:

@@ -7,10 +7,10 @@ outlives whatever is undone.
 import fcntl
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
@@ -18,8 +18,17 @@ from coterie.errors import CoterieError
 from coterie.files import open_lock, parse_json, read_inside, write_private
 from coterie.privacy.mechanisms import epsilon, noise_for
 
-Budget = tuple[float, float]
-"""Epsilon and delta."""
+
+class Budget(NamedTuple):
+    """What a run spends of a client's privacy, or what a client allows all of its runs to spend."""
+
+    epsilon: float
+    """Infinite if something is sent without noise."""
+    delta: float
+    what: str = ""
+    """What is sent under noise, such as `updates`."""
+
+
 ROUNDING = 1e-9
 Noise = Annotated[float, Field(gt=1e-100, lt=1e100)]
 """A noise multiplier whose square neither overflows nor vanishes."""
@@ -38,16 +47,26 @@ class Ledger:
         """The noise multiplier of each release, by run and by what tells it from others."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
-        """Whether a release may be made: again, or as one of so many of its run with such noise.
+        """Return whether a release may be made, and count it before it is made.
 
-        It is in the ledger before it is made. Raises CoterieError if that cannot be written.
+        A release that was counted may be made again.
+
+        Args:
+            release: its name: a digest, after `SOURCE:` where a run has several sources.
+            noise: standard deviation of its noise over its sensitivity.
+            releases: number of releases of this source in the run.
+
+        Raises:
+            CoterieError: the file cannot be written.
         """
         with nullcontext() if self.path is None else _alone(self.path):
             self.runs = self.runs if self.path is None else _read(self.path)
             mine, share = self.runs.get(self.run, {}), noise**-2
             if release in mine:
                 return True
-            if _over(_spent(mine.values()) + share, releases * share):
+            source = release.rpartition(":")[0]
+            alike = (n for other, n in mine.items() if other.rpartition(":")[0] == source)
+            if _over(_spent(alike) + share, releases * share):
                 return False
             if self.limit is not None and _over(self._all() + share, _most(self.limit)):
                 return False
@@ -57,14 +76,14 @@ class Ledger:
             self.runs = runs
             return True
 
-    def affords(self, budget: Budget) -> bool:
-        """Whether a whole run of such a budget stays within the limit."""
+    def affords(self, budgets: Sequence[Budget]) -> bool:
+        """Return whether a whole run with these budgets stays within the limit."""
         if self.limit is None:
             return True
-        if math.isinf(budget[0]):
+        if any(math.isinf(budget.epsilon) for budget in budgets):
             return False
         before = self._all() - _spent(self.runs.get(self.run, {}).values())
-        return not _over(before + _most(budget), _most(self.limit))
+        return not _over(before + sum(map(_most, budgets)), _most(self.limit))
 
     def spent(self, delta: float) -> float:
         """The epsilon of all releases so far."""
@@ -73,6 +92,17 @@ class Ledger:
 
     def _all(self) -> float:
         return _spent(noise for run in self.runs.values() for noise in run.values())
+
+
+def together(budgets: Sequence[Budget]) -> Budget | None:
+    """Return one budget for everything that a run spends; None if it spends nothing."""
+    if len(budgets) < 2:
+        return budgets[0] if budgets else None
+    delta = min(budget.delta for budget in budgets)
+    what = " and ".join(budget.what for budget in budgets)
+    if any(math.isinf(budget.epsilon) for budget in budgets):
+        return Budget(math.inf, delta, what)
+    return Budget(epsilon(sum(map(_most, budgets)) ** -0.5, 1, delta), delta, what)
 
 
 def _over(amount: float, most: float) -> bool:
@@ -93,7 +123,7 @@ def _spent(noises: Iterable[float]) -> float:
 
 def _most(budget: Budget) -> float:
     """What a budget allows, in the ledger's measure."""
-    return noise_for(budget[0], 1, budget[1]) ** -2 if budget[0] else 0.0
+    return noise_for(budget.epsilon, 1, budget.delta) ** -2 if budget.epsilon else 0.0
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

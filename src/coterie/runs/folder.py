@@ -383,9 +383,16 @@ class Recorder:
         """How many figures of the round in progress are noted."""
         return len(self._lines)
 
-    def undo(self, count: int) -> None:
-        """Forget all figures but the first `count` of the round in progress."""
-        del self._lines[count:]
+    def undo(self, start: int, end: int | None = None, *, keep: str = "nothing") -> None:
+        """Forget figures of the round in progress.
+
+        Args:
+            start: `count` before the first of them.
+            end: `count` after the last of them; None: all that follow.
+            keep: how names of figures begin that stay.
+        """
+        span = self._lines[start:end]
+        self._lines[start:end] = [line for line in span if line["name"].startswith(keep)]
 
     def take(self) -> list[dict[str, Json]]:
         """Hand out what was noted since the last time."""

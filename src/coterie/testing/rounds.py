@@ -25,7 +25,7 @@ def joined(
 
 def down(local: LocalRun, name: str) -> Message:
     """What a client gets now, through its bytes and checks."""
-    return local.schema.receive("down", local.schema.send("down", local.server.download(name)))
+    return local.schema.receive("down", local.download(name))
 
 
 def up(local: LocalRun, name: str, round: int) -> Message:
@@ -55,13 +55,13 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
         part.contribution(local.server, local.aggregation, name, uploads[name])
         for name in sorted(uploads)
     )
-    local.close(local.aggregation.mean(round, counted))
+    local.close(local.aggregation.mean(round, counted), uploads)
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
     """A whole round of some clients, or all; their uploads."""
     names = sorted(local.clients if present is None else present)
-    local.server.open(round, names)
+    local.open(round, names)
     uploads = {name: step(local, name, round) for name in names}
     close(local, round, uploads)
     return uploads

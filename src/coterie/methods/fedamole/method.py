@@ -31,11 +31,12 @@ class FedAMoLE(Method, FedAMoLESettings):
 
     @property
     def budget(self) -> Budget | None:
-        """That of the mean embeddings."""
+        """Return the budget of the mean embeddings."""
         if not self.chooses:
             return None
         privacy = self.embeddings.privacy
-        return (math.inf, 1.0) if privacy is None else (privacy.epsilon, privacy.delta)
+        spent = (math.inf, 1.0) if privacy is None else (privacy.epsilon, privacy.delta)
+        return Budget(*spent, "mean embeddings of this client's samples")
 
     def check(self, setting: Setting) -> None:
         """There is an assignment within the bounds."""

@@ -1,0 +1,41 @@
+"""Eight bits for each number, in both directions, with error feedback (Karimireddy et al., arXiv
+1901.09847): what rounding loses in an exchange is added to the next one."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from coterie.aggregation.transform import Transform
+from coterie.messages import Field
+
+
+class Int8(Transform):
+    name: ClassVar[str] = "int8"
+    summary: ClassVar[str] = "updates in 8 bits, with error feedback"
+    downloads: ClassVar[bool] = True
+
+    def schema(self, schema):
+        groups = self.covered(schema)
+        schema = self.retyped(schema, "int8")
+        scales = tuple(Field(f"{g}.scale", "scales of 8-bit numbers") for g in sorted(groups))
+        return replace(schema, up=(*schema.up, *scales), down=(*schema.down, *scales))
+
+    def encode(self, update, context):
+        payload = {}
+        for group, tensors in update.items():
+            errors = context.memory.groups.get(group, {})
+            wanted = {n: t + errors[n] if n in errors else t for n, t in tensors.items()}
+            scales = {n: t.abs().amax().clamp(min=1e-30) / 127 for n, t in wanted.items()}
+            payload[group] = {n: (t / scales[n]).round().to(torch.int8) for n, t in wanted.items()}
+            payload[f"{group}.scale"] = scales
+            sent = self.decode({g: payload[g] for g in (group, f"{group}.scale")}, context)[group]
+            context.memory.groups[group] = {n: t - sent[n] for n, t in wanted.items()}
+        return payload
+
+    def decode(self, payload, context):
+        groups = [group for group in payload if f"{group}.scale" in payload]
+        return {
+            group: {n: t * payload[f"{group}.scale"][n] for n, t in payload[group].items()}
+            for group in groups
+        }

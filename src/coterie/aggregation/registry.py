@@ -1,0 +1,58 @@
+"""Aggregation transforms by name: those of the package, registered ones and those of plugins.
+
+A transform is imported when it is asked for by its name: names alone cost nothing.
+"""
+
+import re
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from coterie.errors import CoterieError
+from coterie.registry import Registry
+
+if TYPE_CHECKING:
+    from coterie.aggregation.transform import Transform
+
+OWN = {"median": "Median", "trimmed_mean": "TrimmedMean"}
+"""The package's own: by name, the class in reductions.py."""
+
+
+def register_transform(kind: Any) -> Any:
+    """Register a transform's class under its `name`, for as long as this process runs.
+
+    Returns:
+        The class, so that the function can be used as a decorator.
+
+    Raises:
+        CoterieError: the class is no transform with a name and a summary, or the name is taken.
+    """
+    from coterie.aggregation.transform import Transform
+
+    if not (isinstance(kind, type) and issubclass(kind, Transform)):
+        raise CoterieError(
+            f"{kind!r} is not a transform; it must be a subclass of coterie.Transform."
+        )
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+        raise CoterieError(
+            f"The transform {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
+            "dashes and underscores."
+        )
+    if not hasattr(kind, "summary"):
+        raise CoterieError(f"The transform {name!r} needs a `summary`: one line on what it does.")
+    TRANSFORMS.add(name, kind)
+    return kind
+
+
+def _builtin(name: str) -> "type[Transform]":
+    return getattr(import_module("coterie.aggregation.reductions"), OWN[name])
+
+
+TRANSFORMS: "Registry[type[Transform]]" = Registry(
+    noun="transform",
+    builtin={name: partial(_builtin, name) for name in OWN},
+    group="coterie.transforms",
+    accept=register_transform,
+    advice="--plugin FILE.py adds your own.",
+)

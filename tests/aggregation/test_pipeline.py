@@ -1,0 +1,226 @@
+"""Transforms at both ends, against their definitions."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from coterie.aggregation.pipeline import ClientTransforms, Pipeline, ServerTransforms
+from coterie.aggregation.transform import TRAIN, Contribution, Transform, mapped
+from coterie.errors import CoterieError
+from coterie.messages import Field, Message, MessageError, Schema
+from coterie.privacy.ledger import Ledger
+from coterie.privacy.mechanisms import noise_for
+
+ADAPTER = Field("adapter", "pairs", reduce="mean")
+SCHEMA = Schema(up=(ADAPTER, Field("note", "numbers")), down=(ADAPTER,))
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Ends:
+    """A server and clients whose payloads go through bytes."""
+
+    def __init__(self, *transforms: Transform, clients: int = 3, limit: Any = None) -> None:
+        self.pipeline = Pipeline(transforms, SCHEMA, exchanges=4)
+        self.server = ServerTransforms(self.pipeline)
+        names = [f"c{i}" for i in range(clients)]
+        self.clients = {n: ClientTransforms(self.pipeline, n, Ledger(limit=limit)) for n in names}
+
+    def wire(self, way: Any, message: Message) -> Message:
+        return self.pipeline.schema.receive(way, self.pipeline.schema.send(way, message))
+
+    def down(self, exchange: int, message: Message, phase: str = TRAIN) -> dict[str, Message]:
+        self.server.begin(exchange, phase, self.clients)
+        return {
+            name: client.receive(self.wire("down", self.server.download(name, message)), exchange)
+            for name, client in self.clients.items()
+        }
+
+    def up(self, exchange: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
+        found = {}
+        for name, message in uploads.items():
+            arrived = self.wire("up", self.clients[name].send(message, exchange))
+            found[name] = self.server.upload(name, arrived, before.groups)
+        self.server.commit(uploads)
+        return found
+
+
+def adapter(seed: int, size: int = 6) -> Message:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return Message(0, {"adapter": {"A": x}})
+
+
+def a(message: Message) -> torch.Tensor:
+    return message["adapter"]["A"]
+
+
+def test_without_transforms_messages_are_untouched() -> None:
+    ends, message = Ends(), adapter(0)
+    assert ends.server.download("c0", message) is message
+    assert ends.clients["c0"].receive(message, 0) is message
+    assert ends.clients["c0"].send(message, 0) is message
+    assert ends.server.upload("c0", message, {}) is message
+    assert ends.pipeline.schema == SCHEMA
+
+
+def test_int8_is_the_definition_with_error_feedback_in_both_directions() -> None:
+    ends = Ends(example("int8").Int8(), clients=1)
+
+    def quantised(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max().clamp(min=1e-30) / 127
+        return (x / scale).round() * scale
+
+    held, error_down, error_up = torch.zeros(6), torch.zeros(6), torch.zeros(6)
+    for exchange in range(4):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        wanted = a(before) - held + error_down
+        sent = quantised(wanted)
+        held, error_down = held + sent, wanted - sent
+        got = ends.down(exchange, before)["c0"]
+        torch.testing.assert_close(a(got), held)
+        wanted = a(after) - held + error_up
+        sent = quantised(wanted)
+        error_up = wanted - sent
+        torch.testing.assert_close(a(ends.up(exchange, {"c0": after}, before)["c0"]), held + sent)
+
+
+def test_what_did_not_count_is_forgotten_at_both_ends() -> None:
+    ends, once = Ends(example("int8").Int8(), clients=1), Ends(example("int8").Int8(), clients=1)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        if exchange == 1:  # an upload that is lost: the client restores its state
+            state = ends.clients["c0"].state()
+            ends.down(exchange, adapter(77))
+            ends.clients["c0"].send(adapter(78), exchange)
+            ends.clients["c0"].restore(state)
+        pairs = []
+        for either in (ends, once):
+            got = either.down(exchange, before)["c0"]
+            pairs.append((a(got), a(either.up(exchange, {"c0": after}, before)["c0"])))
+        assert torch.equal(pairs[0][0], pairs[1][0])
+        assert torch.equal(pairs[0][1], pairs[1][1])
+
+
+def test_both_ends_go_on_from_their_states() -> None:
+    ends, twin = Ends(example("int8").Int8(), clients=2), Ends(example("int8").Int8(), clients=2)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        for either in (ends, twin):
+            either.down(exchange, before)
+        found = [
+            either.up(exchange, {"c0": after, "c1": before}, before) for either in (ends, twin)
+        ]
+        for name in ("c0", "c1"):
+            assert torch.equal(a(found[0][name]), a(found[1][name]))
+        states = {n: c.state().decode(c.state().encode()) for n, c in ends.clients.items()}
+        server = ends.server.state().decode(ends.server.state().encode())
+        ends = Ends(example("int8").Int8(), clients=2)
+        ends.server.restore(server)
+        for name, state in states.items():
+            ends.clients[name].restore(state)
+
+
+def test_masks_cancel_in_the_sum_and_hide_each_upload() -> None:
+    ends = Ends(example("masked_sum").MaskedSum())
+    assert ends.pipeline.stages[0].transform.before == ("keys",)
+    ends.down(0, Message(), "keys")
+    ends.server.collect({n: c.answer("keys", 0) for n, c in ends.clients.items()})
+    before, uploads = adapter(0), {n: adapter(i + 1) for i, n in enumerate(ends.clients)}
+    ends.down(1, before)
+    arrived = ends.up(1, uploads, before)
+    for name, message in arrived.items():
+        assert a(message).dtype == torch.int64
+        plain = (a(uploads[name]).double() * 2**32).round().long()
+        assert (a(message) != plain).all()
+    contributions = [Contribution(n, m.groups) for n, m in arrived.items()]
+    mean = ends.server.reduce(contributions)
+    assert mean is not None
+    expected = torch.stack([a(m).double() for m in uploads.values()]).mean(0).float()
+    torch.testing.assert_close(mean["adapter"]["A"], expected, rtol=0, atol=1e-7)
+    with pytest.raises(CoterieError, match="needs the upload of every client"):
+        ends.server.reduce(contributions[:2])
+
+
+def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
+    transform = example("gaussian").ClippedGaussian(norm=0.5, epsilon=2.0)
+    ends, size = Ends(transform, clients=1), 4000
+    client = ends.clients["c0"]
+    before = Message(0, {"adapter": {"A": torch.zeros(size)}})
+    ends.down(0, before)
+    upload = Message(0, {"adapter": {"A": torch.full((size,), 3.0)}})
+    one, again = client.send(upload, 0), client.send(upload, 0)
+    assert torch.equal(a(one), a(again))  # the same release, told once
+    noise = noise_for(2.0, 4, 1e-5)
+    assert list(client.ledger.runs[""].values()) == [noise]
+    drawn = a(one) - 0.5 / size**0.5
+    assert drawn.std().item() == pytest.approx(2 * 0.5 * noise, rel=0.05)
+    other = client.send(Message(0, {"adapter": {"A": torch.full((size,), -3.0)}}), 0)
+    assert len(client.ledger.runs[""]) == 2
+    assert not torch.allclose(a(other), a(one) - 1 / size**0.5)
+    for i in range(4):  # the budget is spent: nothing of these is in what is sent
+        last = client.send(Message(0, {"adapter": {"A": torch.full((size,), 1e4 * (i + 1))}}), 1)
+    assert len(client.ledger.runs[""]) == 4
+    assert a(last).mean().abs() < 5 * noise / size**0.5
+
+
+def test_the_median_is_of_each_number_over_those_who_hold_it() -> None:
+    server = ServerTransforms(Pipeline([example("median").Median()], SCHEMA, 1))
+    rows = torch.randn(5, 7)
+    groups = [{"adapter": {"A": row, **({"B": row} if i else {})}} for i, row in enumerate(rows)]
+    median = server.reduce(Contribution(str(i), g) for i, g in enumerate(groups))
+    assert median is not None
+    torch.testing.assert_close(median["adapter"]["A"], rows.median(0).values)
+    torch.testing.assert_close(median["adapter"]["B"], rows[1:].quantile(0.5, 0))
+
+
+class Broken(Transform):
+    name: ClassVar[str] = "broken"
+    summary: ClassVar[str] = "fails"
+
+    how: str = "raises"
+
+    def schema(self, schema: Schema) -> Schema:
+        return self.retyped(schema, "float16") if self.how == "dtype" else schema
+
+    def encode(self, update: Any, context: Any) -> Any:
+        match self.how:
+            case "raises":
+                raise KeyError("weights")
+            case "not finite":
+                return mapped(update, lambda t: t / 0)
+            case "nothing":
+                return None
+        return update
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raises", "The transform 'broken' failed: encode raised KeyError: 'weights'"),
+        ("not finite", "encode returned values that are not finite"),
+        ("nothing", "encode returned NoneType, not tensors by group and name"),
+    ],
+)
+def test_what_a_transform_does_wrong_is_one_sentence(how, why) -> None:
+    ends = Ends(Broken(how=how), clients=1)
+    ends.down(0, adapter(0))
+    with pytest.raises(CoterieError, match=why):
+        ends.clients["c0"].send(adapter(1), 0)
+
+
+def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
+    ends = Ends(Broken(how="dtype"), clients=1)
+    ends.down(0, adapter(0))
+    with pytest.raises(MessageError, match="float32"):
+        ends.wire("up", ends.clients["c0"].send(adapter(1), 0))
