@@ -128,8 +128,8 @@ class Encoding:
 
     ends: the tokens before a text prompt and after its answer. window: samples of more than
     window + 1 tokens do not fit. limit: at most so many samples, or tokens of a stream, are
-    kept, from the start. owner: begins an error, such as "Client anna: its train text". template: of
-    conversations.
+    kept, from the start. owner: begins an error, such as "Client anna: its train text".
+    template: of conversations.
     """
 
     encoder: Tokenizer
