@@ -24,6 +24,12 @@ def test_the_page_shows_the_example_as_it_is() -> None:
     assert code == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
 
 
+def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
+    page = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):

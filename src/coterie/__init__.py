@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from coterie.aggregation.transform import Reduction, Transform
     from coterie.api import Run, compare, load, resume, run, tokenizer
     from coterie.config.plugins import load_plugin
     from coterie.config.read import load_config
@@ -27,8 +28,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __all__ = [
     "CoterieError",
     "Method",
+    "Reduction",
     "Run",
     "RunConfig",
+    "Transform",
     "compare",
     "load",
     "load_config",
@@ -42,7 +45,9 @@ __all__ = [
 _HOMES = {
     "CoterieError": "errors",
     "Method": "methods.contract",
+    "Reduction": "aggregation.transform",
     "RunConfig": "config.run",
+    "Transform": "aggregation.transform",
     "load_config": "config.read",
     "load_plugin": "config.plugins",
     "register": "methods.registry",

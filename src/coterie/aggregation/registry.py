@@ -18,7 +18,7 @@ OWN = {"median": "Median", "trimmed_mean": "TrimmedMean"}
 """The package's own: by name, the class in reductions.py."""
 
 
-def register_transform(kind: Any) -> Any:
+def register(kind: Any) -> Any:
     """Register a transform's class under its `name`, for as long as this process runs.
 
     Returns:
@@ -53,6 +53,6 @@ TRANSFORMS: "Registry[type[Transform]]" = Registry(
     noun="transform",
     builtin={name: partial(_builtin, name) for name in OWN},
     group="coterie.transforms",
-    accept=register_transform,
+    accept=register,
     advice="--plugin FILE.py adds your own.",
 )

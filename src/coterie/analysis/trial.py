@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from coterie.aggregation.transform import TRAIN
 from coterie.analysis.need import process_memory
 from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun, local_run
@@ -47,7 +48,8 @@ def first_exchange(run: LocalRun) -> Messages:
         run.exchange(round, run.names)
         for name in names:
             messages[name]["up"] = run.uploads.message(name)
-        if any(m["up"].groups or m["up"].values for m in messages.values()):
+        trained = run.config.turn(round)[1] == TRAIN
+        if trained and any(m["up"].groups or m["up"].values for m in messages.values()):
             break
     for name in names:
         messages[name]["down"] = schema.receive("down", run.download(name))

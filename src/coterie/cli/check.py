@@ -16,7 +16,7 @@ from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
 from coterie.deployment.orders import Orders
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import not_agreed, other_text, too_much, unlike
+from coterie.deployment.terms import not_agreed, other_text, surplus, too_much, unlike
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
@@ -76,6 +76,8 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
         if why := unlike(order) or (site.agreed and not_agreed(site.agreed, order)):
             raise CoterieError(f"The run {why}.")
         config = site.config(order)
+        if why := surplus(order, config):
+            raise CoterieError(f"The run {why}.")
         spends = too_much(config.budgets, ledger_of(site, order.run))
         folder = run_folder(site, order.run, config)
         refused = Orders(site).begins(order, config, folder)

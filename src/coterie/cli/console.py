@@ -189,11 +189,18 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         "base": str(config.base),
         "sent once": "; ".join(field.what for field in schema.hello),
         "every round": "; ".join(field.what for field in schema.up),
+        "transforms": "; ".join(f"{t.name}: {t.summary}" for t in config.transforms),
+        "privacy": "; ".join(
+            f"{budget.what}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
+            for budget in config.budgets
+        ),
         "losses": "sent, with all other metrics"
         if config.deployment.share_metrics
         else "stay here",
         "public text": order.public or "",
-        "plugin": "" if order.plugin is None else f"{order.plugin.file} {order.plugin.sha256[:16]}",
+        "plugins": "; ".join(
+            sorted({f"{p.file} {p.sha256[:16]}" for p in (order.plugins or {}).values()})
+        ),
     }
     return [(what, text) for what, text in told.items() if text]
 

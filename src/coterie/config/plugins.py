@@ -13,12 +13,14 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from coterie.aggregation.registry import TRANSFORMS
 from coterie.errors import CoterieError
 from coterie.methods.registry import METHODS
 from coterie.registry import Registry
 
 KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
+    "coterie.aggregation.transform:Transform": TRANSFORMS,
 }
 """What a plugin may define: the base class (module and name) and the registry of each kind.
 
@@ -130,6 +132,13 @@ def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
     return found
 
 
+def plugin_for(key: str) -> Plugin | None:
+    """Return the plugin that defines what a key of `plugins_of` names; None if none does here."""
+    noun, _, name = key.rpartition(" ")
+    registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
+    return plugin_of(registry.get(name)) if name in registry.names() else None
+
+
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:
     """Raise CoterieError unless the plugins that a run began with are loaded, and unchanged.
 
@@ -138,10 +147,9 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         recorded: File and hash by key; see `plugins_of`.
     """
     for key, began in recorded.items():
+        here, file = plugin_for(key), began["file"]
         noun, _, name = key.rpartition(" ")
-        registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
-        here = plugin_of(registry.get(name)) if name in registry.names() else None
-        what, file = f"{registry.noun} {name!r}", began["file"]
+        what = f"{noun or METHODS.noun} {name!r}"
         if here is None:
             raise CoterieError(
                 f"{where} uses the {what} from a plugin, which its folder says was {file}; a "

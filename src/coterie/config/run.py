@@ -119,7 +119,7 @@ class RunConfig(Sections[Method]):
     def objects(self) -> list[type[Any]]:
         """The classes that the run uses by name, first its method's and the baselines'."""
         baselines = (kind_of(name) for name in self.baselines if name != POOLED)
-        return [type(self.method), *baselines]
+        return [type(self.method), *map(type, self.transforms), *baselines]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
@@ -140,6 +140,9 @@ class RunConfig(Sections[Method]):
         what = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
         if version := version_of(type(self.method)):
             what["version"] = version
+        versions = {t.name: v for t in self.transforms if (v := version_of(type(t)))}
+        if versions:
+            what["versions"] = versions
         canonical = json.dumps(what, sort_keys=True)
         return blake2b(canonical.encode(), digest_size=8).hexdigest()
 

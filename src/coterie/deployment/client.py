@@ -24,7 +24,7 @@ from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import asked_by, not_agreed, other_text, too_much, unlike
+from coterie.deployment.terms import asked_by, not_agreed, other_text, surplus, too_much, unlike
 from coterie.engines.runtime import ClientPart, result
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
@@ -102,6 +102,8 @@ class Worker:
         if why := unlike(order):
             return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
         config = self.site.config(order)
+        if why := surplus(order, config):
+            return self._unlike(order, "plugin", why)
         folder = run_folder(self.site, order.run, config)
         if why := self._disagrees(order, config, folder):
             return self._unlike(order, "terms", why)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from coterie.config.plugins import plugin_of
+from coterie.config.plugins import plugins_of
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MOST_DISK, too_costly
 from coterie.deployment.site import Site
@@ -32,9 +32,12 @@ def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any
 
     public: the digest of the run's public text, if it has one.
     """
-    plugin = plugin_of(type(config.method))
-    file = plugin and PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
-    return {"public": public, "config": config.told_to(client), "plugin": file}
+    used = plugins_of(config.model_copy(update={"baselines": ()}).objects)
+    files = {
+        key: PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
+        for key, plugin in used.items()
+    }
+    return {"public": public, "config": config.told_to(client), "plugins": files or None}
 
 
 def check_round(order: Order, exchanges: int) -> None:

@@ -5,16 +5,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from coterie.config.plugins import plugin_of
+from coterie.config.plugins import plugin_for
 from coterie.config.run import RunConfig
 from coterie.federation.participants import public_digest
 from coterie.messages.envelope import Order
 from coterie.messages.formats import PROTOCOL
-from coterie.methods.registry import kind_of, names
 from coterie.privacy.ledger import Budget, Ledger
 
 Terms = Mapping[str, Any]
-"""Plain data: the run as a client is told of it, and the hashes of its plugin and public text."""
+"""Plain data: the run as a client is told of it, and the hashes of its plugins and public text."""
 NOWHERE = "nothing"
 """Stands in a difference for a setting that is not there."""
 
@@ -27,8 +26,8 @@ def agreed_in(config: RunConfig, client: str) -> Terms:
 def asked_by(order: Order) -> Terms:
     """What an order to join asks."""
     terms = _of(order.config or {})
-    plugin = None if order.plugin is None else order.plugin.sha256
-    return {**terms, "plugin": plugin, "public": order.public}
+    plugins = {key: plugin.sha256 for key, plugin in (order.plugins or {}).items()}
+    return {**terms, "plugins": plugins, "public": order.public}
 
 
 def _of(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,19 +70,20 @@ def unlike(order: Order) -> str | None:
     """How the run is not what is installed here; None if it is."""
     if order.protocol != PROTOCOL:
         return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
-    match order.config:
-        case {"method": {"name": str(name)}} if name in names():
-            here = plugin_of(kind_of(name))
-        case _:
-            here = None
-    theirs = order.plugin
-    if (here and here.sha256) == (theirs and theirs.sha256):
-        return None
-    if theirs is None:
-        return "has a method without a plugin; start this client without --plugin"
-    if here is None:
-        return f"needs the plugin {theirs.file}; start this client with --plugin and the same file"
-    return f"has a different version of the plugin {theirs.file}; both sides need the same file"
+    for key, theirs in (order.plugins or {}).items():
+        here = plugin_for(key)
+        if here is None:
+            return f"needs the plugin {theirs.file}; start this client with --plugin and that file"
+        if here.sha256 != theirs.sha256:
+            return f"has another version of the plugin {theirs.file}; both sides need the same file"
+    return None
+
+
+def surplus(order: Order, config: RunConfig) -> str | None:
+    """Return which plugin this machine would use and the server does not; None if there is none."""
+    if more := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
+        return f"uses {more[0]!r} without a plugin; start this client without --plugin"
+    return None
 
 
 def differences(agreed: Terms, asked: Terms) -> list[str]:

@@ -365,12 +365,13 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
             f"`exact: true` sends what makes means exact, and {reductions[0]} replaces the mean; "
             "remove one of them."
         )
-    exchanges = config.method.exchanges(config.rounds)
+    weights, exchanges = config.aggregation.weights, config.method.exchanges(config.rounds)
     for transform in config.transforms:
-        run = TransformFacts(
-            tuple(clients), config.method.name, schema, config.aggregation.weights, exchanges
+        decoded = isinstance(transform, Reduction) and not transform.sealed
+        seen = config.method.schema() if decoded else schema
+        transform.check(
+            TransformFacts(tuple(clients), config.method.name, seen, weights, exchanges)
         )
-        transform.check(run)
         schema = transform.schema(schema)
 
 

@@ -85,8 +85,8 @@ class Order(_Header):
     """What the server speaks; see exchange/formats.py."""
     base: str = ""
     """Hash of the weights that the others have, if anybody has joined."""
-    plugin: PluginFile | None = None
-    """What the method is from; to join only."""
+    plugins: dict[str, PluginFile] | None = None
+    """The plugins that the method, transforms, ... are from, by noun and name; to join only."""
     public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     """Hash of the run's public text, if it has one; to join only."""
     config: dict[str, Json] | None = None

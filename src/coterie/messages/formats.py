@@ -11,7 +11,7 @@ from typing import Any
 from coterie.errors import CoterieError
 
 FORMAT = 2
-PROTOCOL = 3
+PROTOCOL = 4
 VERSION = version("coterie")
 """Of this package."""
 

@@ -1,0 +1,164 @@
+"""The example transforms in whole runs: every engine, killed and resumed, gives the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie.config.plugins import load_plugin
+from coterie.deployment.client import Worker
+from coterie.engines.session import Session
+from coterie.errors import CoterieError
+from coterie.messages.envelope import Order
+from coterie.privacy import secrets
+from coterie.runs import RunFolder, Watch
+from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
+from coterie.testing.loop import workers as clients_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
+TRANSFORMS: dict[str, Any] = {
+    "median": "median",
+    "trimmed mean": {"name": "trimmed_mean", "trim": 0.3},
+    "my median": "my_median",
+    "noise": {"name": "clipped_gaussian", "epsilon": 1e4},
+    "int8": "int8",
+    "masks": "masked_sum",
+    "three": [{"name": "clipped_gaussian", "epsilon": 1e4}, "int8", "my_median"],
+}
+"""`aggregation.transforms` of a run."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    for file in sorted(EXAMPLES.glob("*.py")):
+        load_plugin(file)
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise and keys differ from run to run; here they do not."""
+    monkeypatch.setattr(secrets, "draw", lambda: 42)
+
+
+@pytest.fixture(params=TRANSFORMS)
+def run(request: pytest.FixtureRequest, config: Any) -> coterie.RunConfig:
+    chosen = TRANSFORMS[request.param]
+    transforms = chosen if isinstance(chosen, list) else [chosen]
+    return config(
+        rounds=2,
+        evaluation={"every": 1},
+        deployment={"quorum": 3, "deadline": 60},
+        aggregation={"transforms": transforms, "largest_change": None},
+    )
+
+
+class Stop(Watch):
+    """Interrupts a run after its first round."""
+
+    def round_over(self, round: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+
+class Killed(Exception):
+    """The server's process ends."""
+
+
+def kill(loop: Loop) -> None:
+    raise Killed
+
+
+def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None:
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    session = Session(run)
+    description = session.description(run, session.participants(run))
+    stopped = RunFolder.create(tmp_path / "stopped", description)
+    with pytest.raises(KeyboardInterrupt):
+        session.start(run, stopped, Stop()).run()
+    coterie.resume(stopped.path)
+    assert_same_states(stopped, local)
+
+    def killed(loop: Loop) -> None:
+        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+
+    clients = clients_of(run, tmp_path)
+    with pytest.raises(Killed):
+        server(run, tmp_path / "server", Loop(clients, {3: kill})).rounds()
+    server(run, tmp_path / "server", Loop(clients, {2: killed})).rounds()
+    assert_as_local(run, tmp_path, local)
+
+
+def test_lost_replies_are_told_once(run, tmp_path) -> None:
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    lost = set()
+
+    def lose(name: str, order: Order) -> bool:
+        first = (name, order.kind, order.round) not in lost
+        lost.add((name, order.kind, order.round))
+        return first and order.kind != "join"
+
+    def reconnect(loop: Loop) -> None:
+        for client in run.clients:
+            loop.again(client.name)
+
+    deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
+    assert_as_local(run, tmp_path, local)
+
+
+def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None:
+    def traffic(*transforms: Any) -> dict[str, int]:
+        run = config(rounds=2, aggregation={"transforms": list(transforms)})
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        return RunFolder(coterie.run(run, out=out).path).result["traffic"]
+
+    plain, small = traffic(), traffic("int8")
+    assert traffic("median") == plain
+    assert small["up"] < plain["up"]
+    assert small["down"] < plain["down"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"transforms": ["median", "trimmed_mean"]}, "several transforms that replace the mean"),
+        ({"transforms": ["medain"]}, "There is no transform 'medain'. Did you mean 'median'?"),
+        ({"transforms": [{"name": "trimmed_mean", "trim": 0.7}]}, r"transforms\[0\].trim"),
+        ({"transforms": [{"name": "median", "trim": 0.2}]}, r"Unknown key .*transforms\[0\].trim"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, why, config) -> None:
+    def checked() -> None:
+        run = config(aggregation=changes)
+        Session(run).check(run)
+
+    with pytest.raises(CoterieError, match=why):
+        checked()
+
+
+@pytest.mark.parametrize(
+    ("method", "transform", "why"),
+    [
+        ("local", "median", "has no effect with the method 'local'"),
+        ("pcl-2", "clipped_gaussian", "covers; remove it"),
+        ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
+        ({"name": "fedavg", "exact": True}, "median", "`exact: true` sends what makes means exact"),
+    ],
+)
+def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:
+    run = config(method=method, aggregation={"transforms": [transform]})
+    with pytest.raises(CoterieError, match=why):
+        Session(run).check(run)
+
+
+def test_median_and_trimmed_mean_are_their_definitions() -> None:
+    from coterie.aggregation.reductions import Median, TrimmedMean
+    from coterie.aggregation.transform import Contribution, Memory
+
+    rows = torch.randn(7, 9)
+    stream = [Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows)]
+    found = Median().reduce(stream, Memory())["g"]["x"]
+    torch.testing.assert_close(found, torch.tensor([sorted(c)[3] for c in rows.T.tolist()]))
+    found = TrimmedMean(trim=0.3).reduce(stream, Memory())["g"]["x"]
+    naive = [sum(sorted(column)[2:5]) / 3 for column in rows.T.tolist()]
+    torch.testing.assert_close(found, torch.tensor(naive))
