@@ -103,7 +103,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            watch=terminal.watch,
+            watch=ConsoleWatch,
             report=terminal.say,
         )
     for table in shown(summary):
