@@ -6,7 +6,6 @@ slows down every start.
 
 import ast
 import inspect
-from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from textwrap import dedent
@@ -29,7 +28,7 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 
 @cache
-def _docstrings(kind: type) -> Mapping[str, str]:
+def _docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings below the annotated names of a class; none without its source."""
     try:
         tree = ast.parse(dedent(inspect.getsource(kind)))
