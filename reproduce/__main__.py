@@ -8,6 +8,7 @@ import typer
 
 from coterie.cli import main, terminal
 from coterie.cli.options import Command, Settings, listed
+from coterie.cli.progress import ConsoleWatch
 from coterie.cli.run import Against, Tune
 from coterie.errors import CoterieError
 
