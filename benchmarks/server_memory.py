@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.aggregation.mean import Aggregation, Contribution
 from coterie.aggregation.spec import AggregationSpec
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ServerContext

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from coterie.aggregation.pipeline import ClientTransforms, Pipeline, ServerTransforms
+from coterie.aggregation.ends import ClientTransforms, ServerTransforms
+from coterie.aggregation.pipeline import Pipeline
 from coterie.aggregation.transform import TRAIN, Contribution, Transform, mapped
 from coterie.errors import CoterieError
 from coterie.messages import Field, Message, MessageError, Schema
@@ -168,6 +169,7 @@ def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
     other = client.send(Message(0, {"adapter": {"A": torch.full((size,), -3.0)}}), 0)
     assert len(client.ledger.runs[""]) == 2
     assert not torch.allclose(a(other), a(one) - 1 / size**0.5)
+    last = one
     for i in range(4):  # the budget is spent: nothing of these is in what is sent
         last = client.send(Message(0, {"adapter": {"A": torch.full((size,), 1e4 * (i + 1))}}), 1)
     assert len(client.ledger.runs[""]) == 4

@@ -21,6 +21,7 @@ from coterie.federation.participants import public_digest
 from coterie.messages import MessageError
 from coterie.messages.envelope import TOLD, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed
+from coterie.messages.formats import PROTOCOL
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
 
@@ -30,7 +31,7 @@ Change = Callable[[dict[str, Any]], None]
 def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
     told = json.loads(json.dumps(run.told_to("poet")))
     change(told)
-    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": 3}
+    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
     return Order.model_validate({**header, "config": told, **more})
 
 

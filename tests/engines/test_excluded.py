@@ -11,6 +11,7 @@ def test_an_excluded_client_undoes_its_round_as_in_a_deployment(config, tmp_path
         training={"learning_rates": rates}, rounds=4, deployment={"quorum": 2, "deadline": 60}
     )
     local = RunFolder(coterie.run(run, out=tmp_path / "local" / "run").path)
+    assert local.result is not None
     assert set(local.result["left_out"]) == {"whaler"}
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, local)

@@ -15,7 +15,7 @@ import coterie
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import load_skeleton
 from coterie.engines.local import local_run
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import State

@@ -14,7 +14,7 @@ from coterie.aggregation.assignment import assign_all
 from coterie.config.run import parse
 from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import Setting

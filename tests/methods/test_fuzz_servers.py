@@ -14,7 +14,7 @@ from hostile import NAMES, replace_one
 from torch import Tensor
 
 from coterie.engines.local import LocalRun
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
 from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal

@@ -15,7 +15,7 @@ from torch import Tensor
 import coterie
 from coterie.adapters import pairs_of
 from coterie.engines.local import LocalRun
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, State, Tensors

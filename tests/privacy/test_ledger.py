@@ -14,6 +14,7 @@ from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
+from coterie.messages.formats import PROTOCOL
 from coterie.methods.fedamole import client as fedamole
 from coterie.privacy.ledger import Budget, Ledger
 from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
@@ -89,8 +90,9 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
     told["data"] = {**told["data"], "public": None}
     path.write_text(yaml.safe_dump(told))
     agreed, limit = deploy_cli._agreed(path, "poet", None)
+    assert limit is not None
     assert (limit.epsilon, limit.delta) == (8.0, 1e-5)
-    assert deploy_cli._agreed(path, "poet", 3.0)[1][:2] == (3.0, 1e-5)
+    assert deploy_cli._agreed(path, "poet", 3.0)[1] == Budget(3.0, 1e-5)
     assert deploy_cli._agreed(None, "poet", None) == (None, None)
     ledger = Ledger(tmp_path / "privacy-poet.json", "f" * 16)
     noise = noise_for(8.0, private.rounds, 1e-5)
@@ -118,7 +120,7 @@ def private(config) -> RunConfig:
 
 def join(run: RunConfig) -> bytes:
     told = run.told_to("poet")
-    return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=3, config=told))
+    return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=PROTOCOL, config=told))
 
 
 def test_a_round_opened_25_times_spends_no_more_than_was_promised(

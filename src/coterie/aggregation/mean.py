@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from coterie.aggregation.bounds import Bound, Measure, bounds_of, measured, scaled
+from coterie.aggregation.ends import ServerTransforms
 from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.pipeline import Pipeline, ServerTransforms
+from coterie.aggregation.pipeline import Pipeline
 from coterie.aggregation.spec import AggregationSpec
 from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Field as Travels

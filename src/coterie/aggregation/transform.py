@@ -167,7 +167,9 @@ class Transform(BaseModel):
         }
         return replace(schema, **fields)
 
-    def schema(self, schema: Schema) -> Schema:
+    def schema(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, schema: Schema
+    ) -> Schema:
         """Return what may be sent, with the fields and dtypes that the transform needs."""
         return schema
 

@@ -7,7 +7,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from coterie.engines.runtime import ServerPart
+from coterie.engines.server_part import ServerPart
 from coterie.messages import Message, MessageError
 
 TOGETHER = 5.0

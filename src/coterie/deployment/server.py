@@ -15,7 +15,8 @@ from coterie.deployment.joins import Joins
 from coterie.deployment.orders import joining
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
-from coterie.engines.runtime import ServerPart, result
+from coterie.engines.runtime import result
+from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest

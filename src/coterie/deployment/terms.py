@@ -73,9 +73,11 @@ def unlike(order: Order) -> str | None:
     for key, theirs in (order.plugins or {}).items():
         here = plugin_for(key)
         if here is None:
-            return f"needs the plugin {theirs.file}; start this client with --plugin and that file"
+            how = "start this client with --plugin and the same file"
+            return f"needs the plugin {theirs.file}; {how}"
         if here.sha256 != theirs.sha256:
-            return f"has another version of the plugin {theirs.file}; both sides need the same file"
+            how = "both sides need the same file"
+            return f"has a different version of the plugin {theirs.file}; {how}"
     return None
 
 

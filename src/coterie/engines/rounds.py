@@ -17,7 +17,8 @@ from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.data.windows import tokens_per_sample
 from coterie.engines.clients import Clients
-from coterie.engines.runtime import AT_THE_END, ServerPart, result
+from coterie.engines.runtime import AT_THE_END, result
+from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of

@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
-from coterie.engines.runtime import contribution, decoded
+from coterie.engines.server_part import contribution, decoded
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message

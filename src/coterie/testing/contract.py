@@ -9,7 +9,7 @@ import torch
 import coterie
 from coterie.config.run import RunConfig
 from coterie.engines.local import local_run
-from coterie.engines.runtime import contribution
+from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Way

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config.run import RunConfig
-from coterie.engines import runtime as part
+from coterie.engines import server_part as part
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.federation.participants import Participant
