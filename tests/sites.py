@@ -322,12 +322,12 @@ def taped(folder: Path) -> None:
         return reply
 
     def step_on_a_rope(
-        self: ClientPart, round: int, download: bytes, *, counted: bool = True
+        self: ClientPart, exchange: int, download: bytes, *, counted: bool = True
     ) -> bytes:
-        upload = step(self, round, download, counted=counted)
+        upload = step(self, exchange, download, counted=counted)
         rope = folder / "rope"
         with suppress(FileNotFoundError):
-            while round >= int(rope.read_text() or round):
+            while exchange >= int(rope.read_text() or exchange):
                 (folder / "held").touch()
                 time.sleep(0.02)
         return upload
