@@ -69,7 +69,7 @@ def student() -> tuple[PreTrainedModel, Adapter]:
     model = GPT2LMHeadModel(config)
     prepare(model, "bf16", TIME)
     layout = Layout(generalists=1, specialists=0, routed=False)
-    adapter = Adapter(model, layout, seed=0, client="student", common=lambda part: False)
+    adapter = Adapter(model, layout, seed=0, client="student", common=lambda _: False)
     adapter.require_grad("dense", "generalist")
     adapter.attach(model)
     return model, adapter
@@ -89,7 +89,7 @@ def measure(way: str, steps: int, threads: int) -> Row:
     model, adapter = student()
     ids = random_ids(BATCH, TIME + 1, vocabulary=VOCABULARY)
     tokens, shares = teacher()
-    parameters = list(adapter.parameters().values())
+    parameters = list(adapter.tensors().values())
     before, found = peak(), {}
 
     def step() -> None:

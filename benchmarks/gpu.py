@@ -132,7 +132,7 @@ def ours(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:
     """Coterie's local training."""
     base = load_base(_spec(folder, weights), "bf16", size.window, device=str(device))
     side = client_side(base, size.batch, size.window)
-    lora = side.adapter.parameters("dense", "generalist", "specialist")
+    lora = side.adapter.tensors("dense", "generalist", "specialist")
     values = sum(parameter.numel() for parameter in lora.values())
     return Steps(lambda: side.train(0), decoder_of(base.model), values)
 

@@ -129,12 +129,12 @@ def ours(specialists: int, precision: Precision, plain: bool = False) -> Contest
     if not plain:
         prepare(model, precision, TIME)
     layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
-    adapter = Adapter(model, layout, seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(model, layout, seed=0, client="ada", common=lambda _: False)
     adapter.attach(model)
     roles = ("dense", "generalist", "specialist")
     adapter.require_grad(*roles)
     loss = hf_loss(model) if plain else lambda ids: language_model_loss(model, ids)
-    return Contestant(loss, list(adapter.parameters(*roles).values()))
+    return Contestant(loss, list(adapter.tensors(*roles).values()))
 
 
 def contestants(precision: Precision) -> dict[str, Contestant]:

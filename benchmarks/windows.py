@@ -61,10 +61,10 @@ def measure(small: bool, window: int, on: bool, precision: Precision, threads: i
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = made(small, precision, window)
-    adapter = Adapter(model, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(model, Layout(), seed=0, client="ada", common=lambda _: False)
     adapter.attach(model)
     adapter.require_grad(*ROLES)
-    optimiser = torch.optim.AdamW(adapter.parameters(*ROLES).values())
+    optimiser = torch.optim.AdamW(adapter.tensors(*ROLES).values())
     ids = torch.randint(model.config.vocab_size, (1, window + 1))
     before, start = resident("VmRSS"), time.process_time()
     with checkpointing(model, 0.0) if on else nullcontext(), autocast(precision, "cpu"):

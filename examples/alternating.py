@@ -22,9 +22,9 @@ class AlternatingAdapter(Adapter):
     def require_grad(self, *roles):
         """Freeze the other factor. This is called before every update, with its level's roles."""
         super().require_grad(*roles)
-        for part in self.parts().values():
-            if part.factor != self.trained:
-                part.parameter.requires_grad_(False)
+        for parameter in self.parameters().values():
+            if parameter.factor != self.trained:
+                parameter.tensor.requires_grad_(False)
 
 
 class Alternating(AdapterMethod):
@@ -36,10 +36,10 @@ class Alternating(AdapterMethod):
     lora: Lora = Lora()
 
     def adapter(self, base, seed, client):
-        return AlternatingAdapter(base, self.layout(client), seed, client, self.sends)
+        return AlternatingAdapter(base, self.layout(client), seed, client, self.shared)
 
-    def sends(self, part):
-        return part.role == "dense"
+    def shared(self, parameter):
+        return parameter.role == "dense"
 
     def client(self, context):
         return AlternatingClient(self, context)
@@ -49,18 +49,22 @@ class Alternating(AdapterMethod):
 
 
 class AlternatingClient(AdapterClient):
-    def train(self, round):
-        self.adapter.trained = factor(round)
-        super().train(round)
+    def train(self, exchange):
+        self.adapter.trained = factor(exchange)
+        super().train(exchange)
 
-    def upload(self, round):
-        parts, tensors = self.parts(), super().upload(round)["adapter"]
-        sent = {n: t for n, t in tensors.items() if parts[n].factor == factor(round)}
-        return Message(round, {"adapter": sent})
+    def upload(self, exchange):
+        parts, tensors = self.parameters(), super().upload(exchange)["adapter"]
+        sent = {n: t for n, t in tensors.items() if parts[n].factor == factor(exchange)}
+        return Message(exchange, {"adapter": sent})
 
 
 class AlternatingServer(AdapterServer):
     def expects(self, client):
         """Return the shapes of this round's factor; `self.parts` says what each tensor is."""
         shapes = self.held[client].items()
-        return {"adapter": {n: s for n, s in shapes if self.parts[n].factor == factor(self.round)}}
+        return {
+            "adapter": {
+                n: s for n, s in shapes if self.parameters[n].factor == factor(self.exchange)
+            }
+        }

@@ -26,9 +26,9 @@ class Scaffold(FedAvg):
         control = Field("control", what, reduce="mean")
         return replace(schema, up=(*schema.up, control), down=(*schema.down, control))
 
-    def check(self, setting):
-        super().check(setting)
-        if setting.optimiser != "sgd":
+    def check(self, run):
+        super().check(run)
+        if run.optimiser != "sgd":
             raise CoterieError("scaffold needs plain SGD: set training.optimiser=sgd.")
 
     def penalty(self, client):  # linear, so that its gradient is the correction c - c_i
@@ -48,24 +48,24 @@ class ScaffoldClient(AdapterClient):
         zeros = {n: torch.zeros_like(p) for n, p in self.shared.items()}
         self.kept |= {"c": copied(zeros), "c_i": copied(zeros), "change": copied(zeros)}
 
-    def take(self, download):
+    def receive(self, download):
         check_shapes(download["control"], shapes_of(self.shared))
-        super().take(download)
+        super().receive(download)
         copy(download["control"], self.kept["c"])
 
-    def train(self, round):
+    def train(self, exchange):
         before, training = copied(self.shared), self.context.training
-        super().train(round)
+        super().train(exchange)
         rate = learning_rate(training, self.context.rounds)
-        way = sum(map(rate, range(round * training.steps, (round + 1) * training.steps)))
+        way = sum(map(rate, range(exchange * training.steps, (exchange + 1) * training.steps)))
         c, c_i, change = (self.kept[group] for group in ("c", "c_i", "change"))
         for n, after in copied(self.shared).items():
             change[n] = (before[n] - after) / way - c[n]
             c_i[n] = c_i[n] + change[n]
 
-    def upload(self, round):
-        groups = super().upload(round).groups
-        return Message(round, {**groups, "control": copied(self.kept["change"])})
+    def upload(self, exchange):
+        groups = super().upload(exchange).groups
+        return Message(exchange, {**groups, "control": copied(self.kept["change"])})
 
 
 class ScaffoldServer(AdapterServer):
@@ -73,8 +73,8 @@ class ScaffoldServer(AdapterServer):
         super().__init__(method, context)
         self.kept["control"] = {n: torch.zeros_like(t) for n, t in self.shared.items()}
 
-    def close(self, mean):
-        control, held = self.kept["control"], mean.values["held"]["control"]
+    def end_round(self, mean, held):
+        control = self.kept["control"]
         for n, change in mean["control"].items():
-            control[n] = control[n] + change * held[n] / len(self.held)
-        super().close(mean)
+            control[n] = control[n] + change * held["control"][n] / len(self.held)
+        super().end_round(mean, held)

@@ -45,7 +45,7 @@ def test_one_factor_is_trained_and_sent_in_a_round(config) -> None:
         client, before = local.clients["poet"], copied(local.server.shared)
         uploads = one_round(local, round)
         assert {name.rsplit(".", 1)[1] for name in uploads["poet"]["adapter"]} == {factor}
-        after = client.adapter.parameters()
+        after = client.adapter.tensors()
         assert {n.rsplit(".", 1)[1] for n, t in before.items() if not t.equal(after[n])} == {factor}
         for name, tensor in local.server.shared.items():
             uploaded = [upload["adapter"].get(name, before[name]) for upload in uploads.values()]

@@ -107,7 +107,7 @@ def adapter_of(
 
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """What may travel, by name; views, not copies."""
-    return {name: part.parameter.data for name, part in adapter.parts().items()}
+    return {name: part.tensor.data for name, part in adapter.parameters().items()}
 
 
 def randomise(adapter: AmoleAdapter, seed: int) -> None:
@@ -134,7 +134,7 @@ def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """By the names that travel."""
     ids = {path: module.held for path, module in adapter.linears.items()}
     found: dict[str, Tensor] = {}
-    for name, parameter in adapter.parameters().items():
+    for name, parameter in adapter.tensors().items():
         assert parameter.grad is not None, name
         role, _, rest = name.partition("/")
         if role == "domain":
@@ -207,8 +207,8 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     adapter.require_grad(*ROLES)
     exact = base(ids).logits
     masked_loss(base, ids, None).backward()
-    grads = {name: p.grad for name, p in adapter.parameters().items()}
-    for p in adapter.parameters().values():
+    grads = {name: p.grad for name, p in adapter.tensors().items()}
+    for p in adapter.tensors().values():
         p.grad = None
     with torch.autocast("cpu", torch.bfloat16):
         logits = base(ids).logits
@@ -216,7 +216,7 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     loss.backward()
     assert not torch.equal(logits, exact)
     assert (logits.float() - exact).norm() < 0.02 * exact.norm()
-    for name, p in adapter.parameters().items():
+    for name, p in adapter.tensors().items():
         grad = grads[name]
         assert grad is not None
         assert p.grad is not None
@@ -313,13 +313,13 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     before = values(adapters[1])
     copies = {name: t.clone() for name, t in before.items()}
     adapters[0].require_grad("domain")
-    optimizer = torch.optim.SGD(adapters[0].parameters("domain").values(), lr=1.0)
+    optimizer = torch.optim.SGD(adapters[0].tensors("domain").values(), lr=1.0)
     masked_loss(adapters[0].attach(base), ids, None).backward()
     optimizer.step()
     assert not torch.equal(base(ids).logits, alone[0])
     assert all(torch.equal(t, copies[name]) for name, t in before.items())
     assert all(p.grad is None for p in base.parameters() if not p.requires_grad)
-    assert all(p.grad is None for p in adapters[0].parameters("shared", "projection").values())
+    assert all(p.grad is None for p in adapters[0].tensors("shared", "projection").values())
     detach(base)
     assert torch.equal(base(ids).logits, bare)
 

@@ -41,12 +41,12 @@ def base_of(config: PreTrainedConfig) -> PreTrainedModel:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_pairs_add_a_low_rank_product_to_the_weights(config: PreTrainedConfig) -> None:
     base, merged = base_of(config), base_of(config)
-    adapter = Adapter(base, PAIRS, seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base, PAIRS, seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(1)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data = torch.randn(parameter.shape, generator=chance).double() / 3
     ids = torch.randint(4, 61, (3, 9), generator=chance)
-    parts = adapter.parameters()
+    parts = adapter.tensors()
     for path in {name.removeprefix("dense/")[:-2] for name in parts}:
         weight = merged.get_submodule(path).weight
         assert isinstance(weight, torch.nn.Parameter)
@@ -67,6 +67,6 @@ def test_unknown_architectures_are_named() -> None:
     for layer in rwkv.rwkv.blocks:
         layer.attention = nn.Identity()
     with pytest.raises(CoterieError, match="RwkvForCausalLM has no supported attention"):
-        Adapter(rwkv, PAIRS, 0, "ada", lambda part: False)
+        Adapter(rwkv, PAIRS, 0, "ada", lambda _: False)
     with pytest.raises(CoterieError, match="RwkvForCausalLM has no MLP that experts"):
-        Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda part: False)
+        Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda _: False)

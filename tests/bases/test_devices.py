@@ -76,13 +76,13 @@ def test_layers_are_spread_in_their_order(bases, family, count) -> None:
 
 def result(base: Any, family: str) -> list[torch.Tensor]:
     """Of a step with an adapter: loss, gradients, losses by token and logits."""
-    adapter = Adapter(base.model, Layout(), 0, "ada", lambda part: True)
+    adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
     adapter.require_grad("generalist", "specialist", "dense", "router")
     loss = language_model_loss(model, IDS)
     loss.backward()
     pieces = list(logits_in_pieces(model, Batch(IDS)))
-    grads = [p.grad for p in adapter.parameters().values() if p.grad is not None]
+    grads = [p.grad for p in adapter.tensors().values() if p.grad is not None]
     found = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
     detach(base.model)
     return found

@@ -12,7 +12,7 @@ def total(config, client: str, *roles: str) -> int:
     """Bytes of a client's fp32 parameters of some roles, counted on its adapter."""
     run = start(Session(config), config)
     adapter = run.clients[client].adapter  # pyright: ignore[reportAttributeAccessIssue]
-    return sum(4 * p.numel() for p in adapter.parameters(*roles).values())
+    return sum(4 * p.numel() for p in adapter.tensors(*roles).values())
 
 
 def sizes(config) -> dict[tuple[str, str, str], int]:

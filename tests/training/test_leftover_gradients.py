@@ -38,7 +38,7 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
     levels = {level.name: level for level in training.levels}
     optimisers = {
         name: torch.optim.AdamW(
-            adapter.parameters(*level.roles).values(), betas=(0.9, 0.95), weight_decay=0.01
+            adapter.tensors(*level.roles).values(), betas=(0.9, 0.95), weight_decay=0.01
         )
         for name, level in levels.items()
     }
@@ -49,7 +49,7 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         model(input_ids=ids, labels=ids).loss.backward()
         longest = training.context.training.max_grad_norm
         if longest is not None:
-            own = adapter.parameters(*levels[name].roles).values()
+            own = adapter.tensors(*levels[name].roles).values()
             assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()
@@ -60,21 +60,21 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         if (step + 1) % EVERY == 0:
             for turn in range(TURNS):
                 update("routers", step, turn)
-    return {name: p.detach().clone() for name, p in adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in adapter.tensors().items()}
 
 
 def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
     client = run.clients["poet"]
-    start = {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+    start = {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
     expected = trained_naively(client)
     with torch.no_grad():
-        for name, parameter in client.adapter.parameters().items():
+        for name, parameter in client.adapter.tensors().items():
             parameter.copy_(start[name])
             parameter.grad = None
     training = LocalTraining(client.context, client.adapter, client.training.levels)
     for round in range(ROUNDS):
         training.round(round)
-    for name, parameter in client.adapter.parameters().items():
+    for name, parameter in client.adapter.tensors().items():
         torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-5, rtol=1e-4)
 
 
@@ -90,7 +90,7 @@ def test_what_is_left_goes_with_the_state(run) -> None:
     after = adapter_state(client)
     again = LocalTraining(client.context, client.adapter, training.levels)
     with torch.no_grad():
-        for name, parameter in client.adapter.parameters().items():
+        for name, parameter in client.adapter.tensors().items():
             parameter.copy_(before[name])
     again.restore(state)
     again.round(2)
@@ -98,7 +98,7 @@ def test_what_is_left_goes_with_the_state(run) -> None:
 
 
 def adapter_state(client: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
 
 
 class StopAfterFirstRound(Watch):

@@ -36,21 +36,21 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
         return original_sample(text, batch, window, chance)
 
     def update(self, model, level, step, turn):
-        before = {name: p.detach().clone() for name, p in self.adapter.parameters().items()}
+        before = {name: p.detach().clone() for name, p in self.adapter.tensors().items()}
         original_update(self, model, level, step, turn)
         moved = {
-            self.adapter.parts()[name].role
-            for name, p in self.adapter.parameters().items()
+            self.adapter.parameters()[name].role
+            for name, p in self.adapter.tensors().items()
             if not torch.equal(p, before[name])
         }
-        assert all(p.grad is None for p in self.adapter.parameters().values())
+        assert all(p.grad is None for p in self.adapter.tensors().values())
         seen[-1][1].update(moved)
 
     original_sample, original_update = local.sample_batch, local.LocalTraining._update
     monkeypatch.setattr(local, "sample_batch", sample)
     monkeypatch.setattr(local.LocalTraining, "_update", update)
-    run.server.open(0, sorted(run.clients))
-    client.take(run.server.download("poet"))
+    run.server.start_round(0, sorted(run.clients))
+    client.receive(run.server.download("poet"))
     client.train(0)
     experts = {"dense", "generalist", "specialist"}
     assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]
@@ -103,7 +103,7 @@ def test_one_step_is_adamw_on_the_mean_cross_entropy(run) -> None:
     client = run.clients["poet"]
     training = client.training
     level = training.levels[0]
-    parameters = client.adapter.parameters(*level.roles)
+    parameters = client.adapter.tensors(*level.roles)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     model = client.model()
     chance = local.generator(0, "batch", "poet", level.name, 0, 0)

@@ -35,7 +35,7 @@ class Weights:
             name: nn.Parameter(torch.randn(4, 3, generator=chance)) for name in sorted(ROLES)
         }
 
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
+    def tensors(self, *roles: Role) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.all.items() if not roles or ROLES[n] in roles}
 
     def require_grad(self, *roles: Role) -> None:

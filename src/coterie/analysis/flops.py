@@ -90,6 +90,6 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     with FlopCounterMode(display=False) as counter:
         # A level's penalty is left aside: it holds no products of a forward pass's size.
         language_model_loss(model, ids).backward()
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.grad = None
     return counter.get_total_flops()

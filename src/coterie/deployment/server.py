@@ -115,7 +115,7 @@ class ServerRun(ServerPart):
                 return []
         self._let_leave()
         members = quorum.ready()
-        self.server.open(self.round, members)
+        self.server.start_round(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
         return members
@@ -136,7 +136,7 @@ class ServerRun(ServerPart):
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.server.open(self.round, members)  # what was counted is counted anew
+            self.server.start_round(self.round, members)  # what was counted is counted anew
         return None
 
     def _uploaded(self, members: list[str], end: float) -> bool:

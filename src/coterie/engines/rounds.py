@@ -92,7 +92,7 @@ class Rounds(ServerPart, Generic[C]):
 
     def exchange(self, round: int, names: Sequence[ClientId]) -> None:
         """Carry out Algorithm 1 of most papers: download, training, upload, aggregation."""
-        self.server.open(round, sorted(names))
+        self.server.start_round(round, sorted(names))
         self.uploads.begin()
         errors: list[Diverged] = []
         for name, upload in self.clients.step(round, names, self.download, self.lost):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
-from coterie.aggregation.mean import Aggregation, Contribution, Rule, weighted_mean
+from coterie.aggregation.mean import HELD, Aggregation, Contribution, Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
@@ -73,7 +73,7 @@ class ClientPart:
     @property
     def covered(self) -> tuple[str, ...]:
         """What of its base this client's adapter stands on, in lines; none without one."""
-        return coverage(self.base.model, self.side.parts().values()).lines()
+        return coverage(self.base.model, self.side.parameters().values()).lines()
 
     def hello(self) -> bytes:
         """What the server must know once."""
@@ -94,7 +94,7 @@ class ClientPart:
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
-        if not all(is_finite(part.parameter.detach()) for part in self.side.parts().values()):
+        if not all(is_finite(p.tensor.detach()) for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
@@ -208,13 +208,13 @@ class ClientPart:
 
     def _take(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        self.side.take(self.schema.receive("down", download))
+        self.side.receive(self.schema.receive("down", download))
 
     def _sent(self, way: Way, message: Message) -> bytes:
         """The bytes of a message, once it is sure that nothing in it is this client's alone."""
-        parts, sends = self.side.parts(), self.config.method.sends
+        parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
-            if name in parts and not sends(parts[name]):
+            if name in parameters and not shared(parameters[name]):
                 raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
         return self.schema.send(way, self.aggregation.sent(message, tokens))
@@ -287,12 +287,13 @@ class ServerPart:
         Raises CoterieError, before anything is saved, if what comes of it cannot be computed with.
         """
         unusable = CoterieError(
-            f"The aggregate of round {self.server.round + 1} is not finite, and has not been "
+            f"The aggregate of round {self.server.exchange + 1} is not finite, and has not been "
             "saved; see which client's upload is too large, and continue without it, or from an "
             "earlier round."
         )
         try:
-            self.server.close(self.aggregation.stepped(mean, self.server.averaged()))
+            stepped = self.aggregation.stepped(mean, self.server.replaces())
+            self.server.end_round(stepped, mean.values[HELD])
             finite = all(state.is_finite() for _, state in self.states())
         except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
             raise unusable from error

@@ -1,8 +1,9 @@
-"""Methods whose clients train an adapter and whose server averages the part of it that is sent.
+"""Methods whose clients train an adapter and whose server averages its shared parameters.
 
-A method says what is attached (its settings, or `adapter`), which parts of it travel (`sends`),
-when what is updated (`levels`) and what is added to the loss (`penalty`); the two sides are the
-same for all of them. The mean itself is made by the engine; see aggregation/mean.py.
+A method chooses what is attached to the base (its settings, or `adapter`), which parameters are
+`shared` and which of these an upload `sends`, when each parameter is updated (`levels`), and what
+is added to the loss (`penalty`). Both sides are the same for all of these methods. The engine
+computes the mean; see aggregation/mean.py.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Part, Role, Trainable
+from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
@@ -21,10 +22,11 @@ from coterie.methods.contract import (
     ClientContext,
     ClientId,
     ClientSide,
+    Holders,
     Method,
+    RunFacts,
     ServerContext,
     ServerSide,
-    Setting,
 )
 from coterie.methods.exact import Residuals, residual_shapes, with_residuals
 from coterie.methods.settings import Lora, check_names, for_client
@@ -49,14 +51,14 @@ class AdapterMethod(Method):
     """
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
-    """The roles that travel, unless `sends` says otherwise."""
+    """The roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 
-    def sends(self, part: Part) -> bool:
-        """Parts of the roles in `shared_roles`."""
-        return part.role in self.shared_roles
+    def shared(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's role is one of `shared_roles`."""
+        return parameter.role in self.shared_roles
 
     def layout(self, client: ClientId) -> Layout:
         """What is attached to the base for a client; raises CoterieError if it cannot be."""
@@ -82,11 +84,12 @@ class AdapterMethod(Method):
         return getattr(self, name, None)
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
-        """What a client trains. Parts that travel begin equal for all, from the seed alone.
+        """Create what a client trains. Shared parameters start equal, from the seed alone.
 
-        `base` may have no weights (meta tensors).
+        Args:
+            base: may have no weights (meta tensors).
         """
-        return Adapter(base, self.layout(client), seed, client, self.sends)
+        return Adapter(base, self.layout(client), seed, client, self.shared)
 
     def kinds(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
         """One client for each kind of adapter, that with the largest tensors first."""
@@ -95,8 +98,8 @@ class AdapterMethod(Method):
 
     def levels(self, client: "AdapterClient") -> list[Level]:
         """The schedule of a client: everything at once on training text."""
-        parts, context = client.adapter.parts().values(), client.context
-        everything = tuple(sorted({part.role for part in parts} - {"frozen"}))
+        parameters, context = client.adapter.parameters().values(), client.context
+        everything = tuple(sorted({p.role for p in parameters} - {"frozen"}))
         rate = learning_rate(context.training, context.rounds)
         return [Level("joint", everything, "train", rate, penalty=self.penalty(client))]
 
@@ -119,12 +122,12 @@ class AdapterMethod(Method):
         """Whether products B A are averaged, in a method that has the setting `exact`."""
         return bool(self.part("exact"))
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """Every client has a layout, and names given in mappings are those of clients."""
-        clients = setting.clients
+        clients = run.clients
         for part in ("mlp", "attention"):
             check_names(self.part(part), part, clients)
-        if setting.server_optimiser and self.averages_exactly:
+        if run.server_optimiser and self.averages_exactly:
             raise CoterieError(
                 "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
                 "would undo; remove one of them."
@@ -159,12 +162,9 @@ class AdapterClient(ClientSide):
     def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
         self.method, self.context = method, context
         self.adapter: Any = method.adapter(context.base.model, context.seed, context.name)
-        self.shared = {
-            name: part.parameter
-            for name, part in self.adapter.parts().items()
-            if method.sends(part)
-        }
-        """The parameters that travel, by name."""
+        parameters = self.adapter.parameters()
+        self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
+        """The tensors of the shared parameters, by name."""
         self.kept: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors beside the adapter that must survive a restart."""
         self.training = LocalTraining(context, self.adapter, method.levels(self))
@@ -174,36 +174,38 @@ class AdapterClient(ClientSide):
         shapes = {name: list(tensor.shape) for name, tensor in self.shared.items()}
         return Message(values={"shapes": shapes} if shapes else {})
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Replace the shared parameters by the server's."""
         shapes, residual = shapes_of(self.shared), download["residual"]
         check_shapes(download["adapter"], shapes)
-        check_shapes(residual, residual_shapes(self.parts(), shapes, residual))
+        check_shapes(residual, residual_shapes(self.parameters(), shapes, residual))
         copy(download["adapter"], self.shared)
         if self.method.averages_exactly:
             self.adapter.set_residual(residual)
 
-    def train(self, round: int) -> None:
-        """The round's local steps."""
-        self.training.round(round)
+    def train(self, exchange: int) -> None:
+        """Take the local steps of an exchange."""
+        self.training.round(exchange)
         for layer, weights in self.adapter.routing().items():
             self.context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
 
-    def upload(self, round: int) -> Message:
-        """The shared parameters."""
-        return Message(round, {"adapter": copied(self.shared)} if self.shared else {})
+    def upload(self, exchange: int) -> Message:
+        """Return the shared parameters that the method sends in this exchange."""
+        parameters, sends = self.parameters(), self.method.sends
+        sent = {n: t for n, t in self.shared.items() if sends(parameters[n], exchange)}
+        return Message(exchange, {"adapter": copied(sent)} if self.shared else {})
 
     def model(self) -> PreTrainedModel:
         """The base with this client's adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
-    def parts(self) -> Mapping[str, Part]:
+    def parameters(self) -> Mapping[str, Parameter]:
         """The adapter's."""
-        return self.adapter.parts()
+        return self.adapter.parameters()
 
     def state(self) -> State:
         """The adapter, its optimisers' moments and what is kept beside it, copied."""
-        groups = {"adapter": copied(self.adapter.parameters())}
+        groups = {"adapter": copied(self.adapter.tensors())}
         groups |= {group: copied(tensors) for group, tensors in self.kept.items()}
         if self.method.averages_exactly:
             groups["residual"] = copied(self.adapter.residual())
@@ -211,7 +213,7 @@ class AdapterClient(ClientSide):
 
     def restore(self, state: State) -> None:
         """Take back an adapter, its moments and what is kept beside it."""
-        copy(state["adapter"], self.adapter.parameters())
+        copy(state["adapter"], self.adapter.tensors())
         for group in self.kept:
             self.kept[group] = {n: self._beside(n, t) for n, t in state[group].items()}
         self.training.restore(state.parts["training"])
@@ -220,7 +222,7 @@ class AdapterClient(ClientSide):
 
     def _beside(self, name: str, tensor: Tensor) -> Tensor:
         """A copy where the trained tensor of that name is, or the base."""
-        like = self.adapter.parameters().get(name)
+        like = self.adapter.tensors().get(name)
         return tensor.to(self.context.base.device if like is None else like.device, copy=True)
 
 
@@ -232,22 +234,24 @@ class AdapterServer(ServerSide):
         # The first values are drawn from the run's seed alone, so the server can draw them too;
         # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}
-        self.parts: dict[str, Part] = {}
-        """What the shared tensors are, by name."""
+        self.parameters: dict[str, Parameter] = {}
+        """The descriptions of the shared tensors, by name."""
         for client in method.kinds(context.clients) if method.shared_roles else ():
-            for name, part in method.adapter(context.base, context.seed, client).parts().items():
-                if method.sends(part) and name not in self.parts:
-                    self.parts[name], self.shared[name] = part, part.parameter.detach()
+            adapter = method.adapter(context.base, context.seed, client)
+            for name, parameter in adapter.parameters().items():
+                if method.shared(parameter) and name not in self.parameters:
+                    self.parameters[name] = parameter
+                    self.shared[name] = parameter.tensor.detach()
         self.kept: dict[str, dict[str, Tensor]] = {}
         """Groups beside the shared tensors that must survive a restart. One that the schema lets
         down goes to clients too, tensors by the same names."""
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        self.residuals = Residuals(self.parts if method.averages_exactly else {})
+        self.residuals = Residuals(self.parameters if method.averages_exactly else {})
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """A round begins."""
-        super().open(round, participants)
-        self.residuals.open()
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        """Begin an exchange."""
+        super().start_round(exchange, participants)
+        self.residuals.start_round()
 
     def join(self, client: ClientId, hello: Message) -> None:
         """Note which shared tensors a client holds."""
@@ -265,7 +269,7 @@ class AdapterServer(ServerSide):
             if name not in self.shared or shape != self.shape(client, name):
                 raise MessageError(
                     f"The client {client!r} declares the shared tensor {name!r} {shape}, which the "
-                    "server does not expect; `sends` must choose the same on both sides."
+                    "server does not expect; `shared` must choose the same on both sides."
                 )
         return shapes
 
@@ -286,13 +290,15 @@ class AdapterServer(ServerSide):
             for group, tensors in {"adapter": self.shared, **self.kept}.items()
             if group in down
         }
-        return Message(self.round, {**groups, **self.residuals.groups(held)})
+        return Message(self.exchange, {**groups, **self.residuals.groups(held)})
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        """The same, back, in every group of which there is a mean."""
-        return dict.fromkeys(self.method.schema().reduced("mean"), self.held[client])
+        """Return the shapes of what the client sends in this exchange, for every averaged group."""
+        held, parameters, sends = self.held[client], self.parameters, self.method.sends
+        shapes = {n: s for n, s in held.items() if sends(parameters[n], self.exchange)}
+        return dict.fromkeys(self.method.schema().reduced("mean"), shapes)
 
-    def averaged(self) -> dict[str, Tensors]:
+    def replaces(self) -> dict[str, Tensors]:
         """The shared parameters."""
         return {"adapter": self.shared}
 
@@ -300,16 +306,16 @@ class AdapterServer(ServerSide):
         """Where averages are exact, count products in."""
         self.residuals.receive(upload)
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Replace what was uploaded by its mean; what nobody sent stays."""
         self.shared.update(mean["adapter"])
-        self.residuals.close(self.shared)
-        super().close(mean)
+        self.residuals.end_round(self.shared)
+        super().end_round(mean, held)
 
     def state(self) -> State:
         """The shared parameters, and what is kept beside them."""
         groups = {"adapter": self.shared, **self.kept, **self.residuals.groups(self.shared)}
-        return State(groups, {"round": self.round})
+        return State(groups, {"round": self.exchange})
 
     def restore(self, state: State) -> None:
         """Take shared parameters back."""

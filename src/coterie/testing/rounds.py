@@ -38,7 +38,7 @@ def up(local: LocalRun, name: str, round: int) -> Message:
 def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:
     """A client's part of a round; its upload. It takes this download, or the server's."""
     client = local.clients[name]
-    client.take(down(local, name) if download is None else download)
+    client.receive(down(local, name) if download is None else download)
     client.train(round)
     return up(local, name, round)
 
@@ -46,7 +46,7 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
 def take(local: LocalRun) -> None:
     """Every client takes the server's word in, as after the last round."""
     for name in sorted(local.clients):
-        local.clients[name].take(down(local, name))
+        local.clients[name].receive(down(local, name))
 
 
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
@@ -61,7 +61,7 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
     """A whole round of some clients, or all; their uploads."""
     names = sorted(local.clients if present is None else present)
-    local.server.open(round, names)
+    local.server.start_round(round, names)
     uploads = {name: step(local, name, round) for name in names}
     close(local, round, uploads)
     return uploads

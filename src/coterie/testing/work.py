@@ -66,7 +66,7 @@ def worked(
         work = Work(patch)
         local = local_run(run, session.base, who.clients, folder, Watch(), who.server)
         for name, side in local.clients.items():
-            for step in ("take", "train", "upload"):
+            for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
         for owner, name in ((part, "_scored"), (Keeper, "_scored")):

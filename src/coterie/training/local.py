@@ -26,7 +26,7 @@ class LocalTraining:
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
         self.context = context
         self.adapter = adapter
-        self.levels = [level for level in levels if adapter.parameters(*level.roles)]
+        self.levels = [level for level in levels if adapter.tensors(*level.roles)]
         self._updaters = {
             level.name: Updater(context, adapter, level.roles, level.leaves)
             for level in self.levels
@@ -42,7 +42,7 @@ class LocalTraining:
             for updater in self._updaters.values():
                 updater.reset()
         if any(level.penalty for level in self.levels):
-            self.start = {n: p.detach().clone() for n, p in self.adapter.parameters().items()}
+            self.start = {n: p.detach().clone() for n, p in self.adapter.tensors().items()}
         for step in range(round * steps, (round + 1) * steps):
             for level in self.levels:
                 if (step + 1) % level.every == 0:
@@ -118,4 +118,4 @@ class LocalTraining:
     def _left_on(self) -> Mapping[str, Tensor]:
         """Parameters on which a level may leave gradients, by name."""
         roles: set[Role] = {role for level in self.levels for role in level.leaves}
-        return self.adapter.parameters(*roles) if roles else {}
+        return self.adapter.tensors(*roles) if roles else {}

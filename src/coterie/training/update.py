@@ -41,7 +41,7 @@ class Updater:
     ) -> None:
         self.context, self.adapter = context, adapter
         self.roles: tuple[Role, ...] = (*roles, *leaves)
-        self.parameters = adapter.parameters(*roles)
+        self.parameters = adapter.tensors(*roles)
         self.reset()
 
     def reset(self) -> None:
