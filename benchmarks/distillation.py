@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast, prepare
 from coterie.data.batch import Batch
 from coterie.losses.tokens import soft_target_loss
@@ -70,7 +70,7 @@ def student() -> tuple[PreTrainedModel, Adapter]:
     prepare(model, "bf16", TIME)
     layout = Layout(generalists=1, specialists=0, routed=False)
     adapter = Adapter(model, layout, seed=0, client="student", common=lambda _: False)
-    adapter.require_grad("dense", "generalist")
+    adapter.require_grad(of_roles("dense", "generalist"))
     adapter.attach(model)
     return model, adapter
 

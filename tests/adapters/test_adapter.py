@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Role, detach
+from coterie.adapters import Adapter, Layout, Role, detach, of_roles
 from coterie.errors import CoterieError
 
 ALL: tuple[Role, ...] = ("dense", "generalist", "specialist", "router")
@@ -48,11 +48,11 @@ def test_names_roles_and_shapes(base: PreTrainedModel) -> None:
     assert parameters[f"dense/{attention}.A"].shape == (3, 12)
     assert parameters[f"router/{mlp}.weight"].shape == (3, 12)
     assert {n for n in parameters if n.startswith("generalist.0/")} == set(
-        adapter.tensors("generalist")
+        adapter.tensors(of_roles("generalist"))
     )
     linears = 2 if base.config.model_type == "gpt2" else 3
-    assert len(adapter.tensors("specialist")) == 2 * 2 * linears * 2
-    assert set(adapter.tensors("router", "dense")) == {
+    assert len(adapter.tensors(of_roles("specialist"))) == 2 * 2 * linears * 2
+    assert set(adapter.tensors(of_roles("router", "dense"))) == {
         name for name, role in roles(adapter).items() if role in ("router", "dense")
     }
 
@@ -71,13 +71,13 @@ def test_first_values(base: PreTrainedModel) -> None:
             bound = mine.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
             assert 0.5 * bound < mine.abs().max().item() <= bound
         assert torch.equal(mine, adapter_of(base, "ada").tensors()[name])
-    routers = torch.cat([p.flatten() for p in ada.tensors("router").values()])
+    routers = torch.cat([p.flatten() for p in ada.tensors(of_roles("router")).values()])
     assert 0.01 < routers.std().item() < 0.03
 
 
 def test_first_values_do_not_depend_on_the_rest_of_the_layout(base: PreTrainedModel) -> None:
     small, large = adapter_of(base), adapter_of(base, layout=Layout(1, 3, attention_rank=0))
-    shared = set(small.tensors("generalist", "specialist"))
+    shared = set(small.tensors(of_roles("generalist", "specialist")))
     for name in shared:
         assert torch.equal(small.tensors()[name], large.tensors()[name])
 
@@ -120,7 +120,7 @@ def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor
     adapter.attach(base)
     choices: list[tuple[Role, ...]] = [("router",), ("dense", "specialist"), ALL]
     for chosen in choices:
-        adapter.require_grad(*chosen)
+        adapter.require_grad(of_roles(*chosen))
         base(ids, labels=ids).loss.backward()
         for name, parameter in adapter.tensors().items():
             assert (parameter.grad is not None) == (roles(adapter)[name] in chosen)

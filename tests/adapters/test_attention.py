@@ -15,7 +15,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss, token_losses
 
@@ -52,7 +52,7 @@ def test_pairs_add_a_low_rank_product_to_the_weights(config: PreTrainedConfig) -
         assert isinstance(weight, torch.nn.Parameter)
         weight.data += 16 / 3 * parts[f"dense/{path}.B"] @ parts[f"dense/{path}.A"]
     adapter.attach(base)
-    adapter.require_grad("dense")
+    adapter.require_grad(of_roles("dense"))
     loss = language_model_loss(base, ids)
     wanted = F.cross_entropy(merged(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, wanted)

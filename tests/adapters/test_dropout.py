@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, LoraLinear, Mixture
+from coterie.adapters import (
+    Adapter,
+    AmoleAdapter,
+    AmoleLayout,
+    Layout,
+    LoraLinear,
+    Mixture,
+    of_roles,
+)
 from coterie.adapters import dropout as dropping
 from coterie.adapters.dropout import drawing_masks
 from coterie.bases.sites import chosen_linears, mlp_shape
@@ -102,7 +110,7 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     base: PreTrainedModel, layout: Layout, masks: list[Tensor]
 ) -> None:
     adapter = filled(base, layout)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
     mlp = base.get_submodule(path)
     base.requires_grad_(False)

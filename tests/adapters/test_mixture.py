@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, Layout, Mixture, first_experts
+from coterie.adapters import Adapter, Layout, Mixture, Role, first_experts, of_roles
 from coterie.adapters.padding import real_tokens
 from coterie.errors import CoterieError
 
@@ -70,7 +70,7 @@ def filled(base: nn.Module, layout: Layout) -> Adapter:
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     return adapter
 
 
@@ -101,9 +101,9 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("trained", ["generalist", "router"])
+@pytest.mark.parametrize("role", ["generalist", "router"])
 def test_gradients_do_not_depend_on_what_else_is_trained(
-    base: PreTrainedModel, ids: Tensor, trained: str
+    base: PreTrainedModel, ids: Tensor, role: Role
 ) -> None:
     """Experts' steps and routers' steps skip parts of the hand-written gradient."""
     adapter = filled(base, Layout(2, 2, rank=3))
@@ -112,10 +112,10 @@ def test_gradients_do_not_depend_on_what_else_is_trained(
     everything = {n: p.grad for n, p in adapter.tensors().items()}
     for parameter in adapter.tensors().values():
         parameter.grad = None
-    adapter.require_grad(trained)  # pyright: ignore[reportArgumentType]
+    adapter.require_grad(of_roles(role))
     base(ids, labels=ids).loss.backward()
     for name, parameter in adapter.tensors().items():
-        if adapter.parameters()[name].role == trained:
+        if adapter.parameters()[name].role == role:
             torch.testing.assert_close(parameter.grad, everything[name], rtol=0, atol=1e-12)
         else:
             assert parameter.grad is None
@@ -204,14 +204,16 @@ def test_load_balance_is_the_mean_over_layers_and_trains_routers(
     loss = adapter.load_balance("uniform")
     torch.testing.assert_close(loss, sum(layers) / len(layers))
     loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in adapter.tensors("router").values())
+    assert all(
+        p.grad is not None and p.grad.any() for p in adapter.tensors(of_roles("router")).values()
+    )
     assert all(w.sum().item() == pytest.approx(1) for w in adapter.routing().values())
 
 
 def test_no_router_no_balance(base: PreTrainedModel) -> None:
     for layout in (Layout(1, 0), Layout(2, 2, routed=False), Layout(0, 0)):
         adapter = Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
-        assert not adapter.tensors("router")
+        assert not adapter.tensors(of_roles("router"))
         assert not adapter.balances
         assert adapter.routing() == {}
         with pytest.raises(CoterieError, match="no router"):

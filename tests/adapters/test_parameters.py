@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, Parameter, pairs_of
+from coterie.adapters import (
+    Adapter,
+    AmoleAdapter,
+    AmoleLayout,
+    Layout,
+    Parameter,
+    of_roles,
+    pairs_of,
+)
 from coterie.adapters.parameter import initialise
 from coterie.adapters.prompt import prompt_encoder, soft_prompt
 from coterie.bases.sites import chosen_linears, place_of
@@ -151,7 +159,7 @@ def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
     assert list(parts) == sorted(wanted)
     assert len(pairs_of(parts)) == 3 * len(held)
     for path in held:  # what is written into a part is in the stack, and the other way round
-        stack = adapter.tensors("domain")[f"domain/{path}.A"]
+        stack = adapter.tensors(of_roles("domain"))[f"domain/{path}.A"]
         parts[f"domain.4/{path}.A"].tensor.data.fill_(7)
         assert stack[1].eq(7).all()
         assert not stack[0].eq(7).any()
@@ -178,7 +186,7 @@ def test_prompts_stand_on_no_layer(
 ) -> None:
     adapter = make_prompt(base)
     parts = adapter.parameters()
-    assert list(parts) == names == list(adapter.tensors("prompt"))
+    assert list(parts) == names == list(adapter.tensors(of_roles("prompt")))
     for name, part in parts.items():
         assert part.tensor is adapter.tensors()[name]
         assert (part.role, part.path, part.factor, part.expert) == ("prompt", "", None, None)

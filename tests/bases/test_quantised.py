@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import coterie
-from coterie.adapters import Adapter, Layout, detach
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases import Base, BaseSpec, load_base, load_skeleton
 from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
@@ -47,7 +47,7 @@ def gradients(base: Base) -> torch.Tensor:
     """Of an adapter's matrices that begin as zero, in a row."""
     adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
-    adapter.require_grad("generalist", "specialist", "dense")
+    adapter.require_grad(of_roles("generalist", "specialist", "dense"))
     language_model_loss(model, IDS).backward()
     detach(base.model)
     found = [p.grad for n, p in adapter.tensors().items() if n.endswith(".B")]

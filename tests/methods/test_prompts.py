@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from coterie.adapters import of_roles
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
@@ -65,7 +66,7 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     inside = torch.arange(12) < torch.tensor(lengths)[:, None]
     batch = Batch(ids, (inside & (torch.arange(12) >= 4))[:, 1:], inside[:, 1:])
-    client.adapter.require_grad("prompt")
+    client.adapter.require_grad(of_roles("prompt"))
     parameters = client.adapter.tensors()
     plain = AutoModelForCausalLM.from_pretrained(bases / family)
 

@@ -13,7 +13,7 @@ from every_method import some
 from torch import Tensor
 
 import coterie
-from coterie.adapters import pairs_of
+from coterie.adapters import of_roles, pairs_of
 from coterie.engines.local import LocalRun
 from coterie.engines.runtime import contribution
 from coterie.engines.session import Session
@@ -197,7 +197,7 @@ def test_flexlora_as_released_has_the_penalty_of_hetlora(start: Callable[..., Lo
     client: Any = start("flexlora", form="released").clients["whaler"]
     plain: Any = start("flexlora").clients["whaler"]
     assert plain.training.levels[0].penalty is None
-    for parameter in client.adapter.tensors("generalist").values():
+    for parameter in client.adapter.tensors(of_roles("generalist")).values():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     expected = 0.0
     for a, b in client.pairs.items():  # rank 7: the tail begins at floor(0.99 * 7)
@@ -246,7 +246,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
     assert isinstance(client, HetLoraClient)
     adapter = client.adapter
     penalty = method.penalty(client)
-    parameters = adapter.tensors("generalist")
+    parameters = adapter.tensors(of_roles("generalist"))
     value = penalty()  # B is zero: so is the penalty, and its gradient is finite
     value.backward()
     assert value.item() == 0

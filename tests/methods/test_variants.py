@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from coterie.adapters import of_roles
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
@@ -70,8 +71,8 @@ def updates_with(config, name: str, weight: float, top_k: int = 1) -> dict[str, 
     client: Any = joined(config(method=method)).clients["poet"]
     model, found = client.model(), {}
     for level in client.training.levels:
-        client.adapter.require_grad(*level.roles)
-        trained = client.adapter.tensors(*level.roles)
+        client.adapter.require_grad(level.selects)
+        trained = client.adapter.tensors(level.selects)
         loss = language_model_loss(model, torch.arange(36).view(2, -1))
         total = loss if level.penalty is None else loss + level.penalty()
         gradients = torch.autograd.grad(total, list(trained.values()))
@@ -113,14 +114,14 @@ def test_what_mixtures_share(config) -> None:
 def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
     local: Any = joined(config(method="ffa-lora", rounds=1))
     poet = local.clients["poet"].adapter
-    first = {name: tensor.clone() for name, tensor in poet.tensors("frozen").items()}
+    first = {name: tensor.clone() for name, tensor in poet.tensors(of_roles("frozen")).items()}
     assert {poet.parameters()[name].factor for name in first} == {"A"}
     uploads = one_round(local, 0)
     for client in local.clients.values():
-        frozen = client.adapter.tensors("frozen")
+        frozen = client.adapter.tensors(of_roles("frozen"))
         assert frozen.keys() == first.keys()
         assert all(torch.equal(frozen[name], first[name]) for name in first)
-        assert len(first) == len(client.adapter.tensors("dense", "generalist"))
+        assert len(first) == len(client.adapter.tensors(of_roles("dense", "generalist")))
     parts = poet.parameters()
     assert {parts[name].factor for name in uploads["poet"]["adapter"]} == {"B"}
     # The mean of B is then the mean of the products, exactly.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coterie.adapters import of_roles
 from coterie.analysis.audit import WHOLE
 from coterie.analysis.trial import first_exchange, start
 from coterie.engines.session import Session
@@ -12,7 +13,7 @@ def total(config, client: str, *roles: str) -> int:
     """Bytes of a client's fp32 parameters of some roles, counted on its adapter."""
     run = start(Session(config), config)
     adapter = run.clients[client].adapter  # pyright: ignore[reportAttributeAccessIssue]
-    return sum(4 * p.numel() for p in adapter.tensors(*roles).values())
+    return sum(4 * p.numel() for p in adapter.tensors(of_roles(*roles)).values())
 
 
 def sizes(config) -> dict[tuple[str, str, str], int]:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie import CoterieError
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
 from coterie.data.batch import Batch
@@ -171,7 +171,7 @@ def test_two_passes_before_a_backward_pass_are_told_apart(kind: Any, batch: Batc
             with training_pass(context(base, checkpointing=on), "public", turn):
                 losses.append(language_model_loss(base, *part))
         total = torch.stack(losses).sum() + adapter.load_balance("uniform")
-        found.append(torch.autograd.grad(total, list(adapter.tensors("dense").values())))
+        found.append(torch.autograd.grad(total, list(adapter.tensors(of_roles("dense")).values())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import coterie
+from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
@@ -38,18 +39,18 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
     levels = {level.name: level for level in training.levels}
     optimisers = {
         name: torch.optim.AdamW(
-            adapter.tensors(*level.roles).values(), betas=(0.9, 0.95), weight_decay=0.01
+            adapter.tensors(level.selects).values(), betas=(0.9, 0.95), weight_decay=0.01
         )
         for name, level in levels.items()
     }
-    adapter.require_grad("dense", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "specialist", "router"))
 
     def update(name: str, step: int, turn: int) -> None:
         ids = training._batch(levels[name], step, turn).ids
         model(input_ids=ids, labels=ids).loss.backward()
         longest = training.context.training.max_grad_norm
         if longest is not None:
-            own = adapter.tensors(*levels[name].roles).values()
+            own = adapter.tensors(levels[name].selects).values()
             assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()

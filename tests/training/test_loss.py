@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie.adapters import Adapter, Layout, detach
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases.precision import autocast, cast_frozen
 from coterie.losses import tokens as loss_module
 from coterie.losses.tokens import language_model_loss, token_losses
@@ -40,7 +40,7 @@ def trained(base: PreTrainedModel) -> Adapter:
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     adapter.attach(base)
     return adapter
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
 from coterie.data.batch import Batch
@@ -66,7 +66,9 @@ def attached(adapter: Any, base: Any) -> Any:
     chance = torch.Generator().manual_seed(5)
     for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router", "shared", "domain")
+    adapter.require_grad(
+        of_roles("dense", "generalist", "specialist", "router", "shared", "domain")
+    )
     return adapter.attach(base)
 
 

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.losses import tokens as loss_module
@@ -46,7 +46,7 @@ def adapter(base: PreTrainedModel) -> Adapter:
     for parameter in found.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
     base.requires_grad_(False)
-    found.require_grad("dense", "generalist", "specialist", "router")
+    found.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     found.attach(base)
     return found
 

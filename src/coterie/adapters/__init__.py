@@ -13,4 +13,7 @@ from coterie.adapters.merging import merge as merge
 from coterie.adapters.merging import mergeable as mergeable
 from coterie.adapters.mixture import Mixture as Mixture
 from coterie.adapters.parameter import Parameter as Parameter
+from coterie.adapters.parameter import Selects as Selects
+from coterie.adapters.parameter import of_roles as of_roles
 from coterie.adapters.parameter import pairs_of as pairs_of
+from coterie.adapters.parameter import trained as trained

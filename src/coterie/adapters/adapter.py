@@ -1,6 +1,6 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from coterie.adapters.beside import Beside
-from coterie.adapters.layout import Layout, Role
+from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraLinear, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
-from coterie.adapters.parameter import Parameter, by_name, initialise
+from coterie.adapters.parameter import Parameter, Selects, by_name, initialise
 from coterie.adapters.routed import Balance, Routed, Router
 from coterie.bases.sites import StandIn, chosen_linears, decoder_of, expert_sites, layers, width
 from coterie.errors import CoterieError
@@ -47,18 +47,14 @@ class Trainable:
         """Return the parameters that are trained or kept with the adapter, sorted by name."""
         return self._parameters
 
-    def tensors(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """Return the tensors of parameters of these roles, or of all, sorted by name."""
-        return {
-            name: parameter.tensor
-            for name, parameter in self._parameters.items()
-            if not roles or parameter.role in roles
-        }
+    def tensors(self, selects: Selects = lambda _: True) -> dict[str, nn.Parameter]:
+        """Return the tensors of the selected parameters, by default all, sorted by name."""
+        return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
-    def require_grad(self, *roles: Role) -> None:
-        """Train the parameters of exactly these roles."""
+    def require_grad(self, selects: Selects) -> None:
+        """Compute gradients of exactly the selected parameters."""
         for parameter in self._parameters.values():
-            parameter.tensor.requires_grad_(parameter.role in roles)
+            parameter.tensor.requires_grad_(selects(parameter))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """The base with what is trained, in place of anything else, ready to run; it is frozen."""
@@ -98,7 +94,7 @@ class Adapter(Trainable):
         layout: Layout,
         seed: int,
         client: str,
-        common: Callable[[Parameter], bool],
+        common: Selects,
     ) -> None:
         self.layout = layout
         stand_ins = _stand_ins(base, layout)

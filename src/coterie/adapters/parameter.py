@@ -43,6 +43,20 @@ class Parameter:
         return place_of(self.path)
 
 
+Selects = Callable[[Parameter], bool]
+"""Selects parameters by their description."""
+
+
+def of_roles(*roles: Role) -> Selects:
+    """Return a predicate that selects the parameters of these roles."""
+    return lambda parameter: parameter.role in roles
+
+
+def trained(parameter: Parameter) -> bool:
+    """Return whether training may change a parameter: all but frozen ones."""
+    return parameter.role != "frozen"
+
+
 def trained_beside(weight: Tensor) -> dict[str, Any]:
     """The device and dtype of what is trained beside a weight: float64 if that is; where the weight
     is not (on the meta device), the CPU."""
@@ -50,9 +64,7 @@ def trained_beside(weight: Tensor) -> dict[str, Any]:
     return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
 
 
-def initialise(
-    parameters: Iterable[Parameter], seed: int, client: str, common: Callable[[Parameter], bool]
-) -> None:
+def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: Selects) -> None:
     """Draw the first values: A Kaiming uniform (a = sqrt 5), B zero, routers normal (0.02).
 
     Each tensor has a generator of its own, so neither the order nor the other tensors matter.

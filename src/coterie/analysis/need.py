@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, Layout, Trainable
+from coterie.adapters import Adapter, Layout, Trainable, trained
 from coterie.adapters.coverage import coverage
 from coterie.analysis.tables import Table
 from coterie.bases import Base, BaseSpec, check_base, load_skeleton, load_tokenizer
@@ -173,7 +173,7 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     """The most that a step holds beside weights and adapter."""
     training, adapter = side.context.training, side.adapter
     model = side.model()
-    adapter.require_grad(*{part.role for part in adapter.parameters().values()} - {"frozen"})
+    adapter.require_grad(trained)
     with Alive() as alive:
         ids = _ids(config, training.at_once)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
+from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, trained
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
@@ -98,10 +98,8 @@ class AdapterMethod(Method):
 
     def levels(self, client: "AdapterClient") -> list[Level]:
         """The schedule of a client: everything at once on training text."""
-        parameters, context = client.adapter.parameters().values(), client.context
-        everything = tuple(sorted({p.role for p in parameters} - {"frozen"}))
-        rate = learning_rate(context.training, context.rounds)
-        return [Level("joint", everything, "train", rate, penalty=self.penalty(client))]
+        rate = learning_rate(client.context.training, client.context.rounds)
+        return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
 
     def penalty(self, client: "AdapterClient") -> Penalty | None:
         """What is added to a client's loss, if anything; called once, computed at every step."""

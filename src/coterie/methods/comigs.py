@@ -13,7 +13,7 @@ phases of their own on fresh training batches ("-tr"), where CoMiGS has validati
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from coterie.adapters import Role
+from coterie.adapters import of_roles
 from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.exact import SETTING
 from coterie.methods.settings import (
@@ -28,8 +28,8 @@ from coterie.methods.settings import (
 )
 from coterie.training.schedule import Level, Penalty, learning_rate
 
-EXPERTS: tuple[Role, ...] = ("dense", "generalist", "specialist")
-ROUTERS: tuple[Role, ...] = ("router",)
+EXPERTS = of_roles("dense", "generalist", "specialist")
+ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):

@@ -104,9 +104,7 @@ class PCL(AdapterMethod):
         """As released, each client's A begins with values of its own."""
         if self.form == "paper":
             return super().adapter(base, seed, client)
-        return Adapter(
-            base, self.layout(client), seed, client, lambda parameter: parameter.factor != "A"
-        )
+        return Adapter(base, self.layout(client), seed, client, lambda p: p.factor != "A")
 
     def client(self, context: ClientContext) -> "PCLClient":
         """Scores and mixes."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, Parameter, Role
+from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.messages.names import ROUTING
@@ -26,7 +26,7 @@ from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
 log = logging.getLogger(__name__)
-TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
+TRAINED = of_roles("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
 """Per layer, that a client believes a server to have."""
 
