@@ -4,13 +4,12 @@ While one factor is fixed and equal for all clients, the mean of the products B 
 product of the means.
 """
 
-from dataclasses import replace
 from typing import ClassVar
 
 from coterie.adapters import Parameter
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.averaging import FedIT
-from coterie.training.schedule import Level
+from coterie.training.schedule import Level, learning_rate
 
 
 class RoLoRA(FedIT):
@@ -22,7 +21,8 @@ class RoLoRA(FedIT):
         return self.shared(parameter) and parameter.factor == "BA"[exchange % 2]
 
     def levels(self, client: AdapterClient) -> list[Level]:
-        [ab] = super().levels(client)
-        B = replace(ab, name="B", selects=lambda p: p.factor == "B", exchanges=lambda e: e % 2 == 0)
-        A = replace(ab, name="A", selects=lambda p: p.factor == "A", exchanges=lambda e: e % 2 == 1)
-        return [B, A]
+        rate = learning_rate(client.context.training, client.context.rounds)
+        return [
+            Level("B", lambda p: p.factor == "B", "train", rate, exchanges=lambda e: e % 2 == 0),
+            Level("A", lambda p: p.factor == "A", "train", rate, exchanges=lambda e: e % 2 == 1),
+        ]

@@ -1,11 +1,13 @@
 """The methods in examples/, each a file outside the package, keep the contract."""
 
+import runpy
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import coterie
 from coterie import CoterieError
 from coterie.adapters import of_roles
 from coterie.config.plugins import load_plugin
@@ -13,12 +15,14 @@ from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.losses.tokens import language_model_loss
+from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round
 from coterie.training.schedule import learning_rate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+fedavg = runpy.run_path(str(EXAMPLES / "fedavg_loop.py"))["fedavg"]
 [FedSALora] = load_plugin(EXAMPLES / "fedsa_lora.py")
 [Scaffold] = load_plugin(EXAMPLES / "scaffold.py")
 [RoLoRA] = load_plugin(EXAMPLES / "rolora.py")
@@ -43,7 +47,7 @@ def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
     """Each round against gradient descent on one factor, and the mean of its values."""
     local: Any = joined(config(method=RoLoRA(), training=SGD))
     names = sorted(local.clients)
-    x = {n: t.clone() for n, t in local.server.shared.items()}
+    x, turn = {n: t.clone() for n, t in local.server.shared.items()}, set()
     for round, factor in enumerate("BAB"):
         turn = {n for n, p in local.server.parameters.items() if p.factor == factor}
         zero = {n: torch.zeros_like(x[n]) for n in turn}
@@ -57,9 +61,21 @@ def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
     assert len(turn) == len(x) / 2
 
 
-@pytest.mark.parametrize(("name", "lines"), [("fedsa_lora", 30), ("rolora", 30), ("scaffold", 80)])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("fedsa_lora", 30), ("rolora", 30), ("fedavg_loop", 50), ("scaffold", 80)]
+)
 def test_an_example_is_short(name, lines) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= lines
+
+
+def test_the_loop_by_hand_ends_in_the_bits_of_a_run(config, tmp_path) -> None:
+    run = config(method="fedavg")
+    folder = RunFolder(coterie.run(run, out=tmp_path / "run").path)
+    for name, client in fedavg(run).items():
+        ended = folder.load(f"client-{name}")["adapter"]
+        shared = client.state()["adapter"]
+        assert shared.keys() == ended.keys()
+        assert all(torch.equal(tensor, ended[n]) for n, tensor in shared.items())
 
 
 def test_a_travels_and_b_stays(config) -> None:

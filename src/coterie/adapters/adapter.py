@@ -1,6 +1,6 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters.beside import Beside
 from coterie.adapters.layout import Layout
-from coterie.adapters.lora import LoraLinear, pairs_in
+from coterie.adapters.lora import LoraLinear, LoraPair, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
 from coterie.adapters.parameter import Parameter, Selects, by_name, initialise
 from coterie.adapters.routed import Balance, Routed, Router
@@ -33,6 +33,8 @@ class Trainable:
         stand_ins: what stands for modules of the base, by path.
         routers: those of them that route.
     """
+
+    _pairs: Sequence[LoraPair] = ()
 
     def __init__(
         self,
@@ -60,6 +62,28 @@ class Trainable:
         """The base with what is trained, in place of anything else, ready to run; it is frozen."""
         attach(base, self._stand_ins)
         return base
+
+    def residual(self) -> dict[str, Tensor]:
+        """Return what is added to LoRA pairs and never trained, by the names of their A and B.
+
+        The residual of an A is (any, in), and that of its B is (out, any).
+        """
+        return {
+            parameter.name: tensor
+            for pair in self._pairs
+            for parameter, tensor in zip(
+                pair.described(), (pair.residual_A, pair.residual_B), strict=True
+            )
+            if tensor is not None
+        }
+
+    def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the residuals of all LoRA pairs."""
+        for pair in self._pairs:
+            A, B = (tensors.get(parameter.name) for parameter in pair.described())
+            pair.residual_A = pair.residual_B = None
+            if A is not None and B is not None:
+                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
 
     @property
     def balances(self) -> bool:
@@ -109,28 +133,6 @@ class Adapter(Trainable):
                 routers[path] = m
         super().__init__(parameters, stand_ins, routers)
         initialise(parameters, seed, client, common)
-
-    def residual(self) -> dict[str, Tensor]:
-        """What is added to pairs and never trained, under the names of the pairs' own A and B.
-
-        Of an A: (any, in); of its B: (out, any).
-        """
-        return {
-            parameter.name: tensor
-            for pair in self._pairs
-            for parameter, tensor in zip(
-                pair.described(), (pair.residual_A, pair.residual_B), strict=True
-            )
-            if tensor is not None
-        }
-
-    def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add this to pairs, in place of any former residual."""
-        for pair in self._pairs:
-            A, B = (tensors.get(parameter.name) for parameter in pair.described())
-            pair.residual_A = pair.residual_B = None
-            if A is not None and B is not None:
-                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other; see `Trainable`.

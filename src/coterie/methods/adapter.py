@@ -7,11 +7,12 @@ computes the mean; see aggregation/mean.py.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import TypeVar
 
 from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, trained
 from coterie.errors import CoterieError
@@ -29,10 +30,12 @@ from coterie.methods.contract import (
     ServerSide,
 )
 from coterie.methods.exact import Residuals, residual_shapes, with_residuals
-from coterie.methods.settings import Lora, check_names, for_client
+from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
+S = TypeVar("S", bound=Settings)
+M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
 WHAT: dict[Role, str] = {
     "dense": "LoRA pairs on single linear layers, usually of attention",
     "generalist": "LoRA pairs of the generalists on the MLPs",
@@ -62,8 +65,8 @@ class AdapterMethod(Method):
 
     def layout(self, client: ClientId) -> Layout:
         """What is attached to the base for a client; raises CoterieError if it cannot be."""
-        mlp, attention, router = map(self.part, ("mlp", "attention", "router"))
-        lora = self.part("lora") or Lora()
+        mlp, attention = self.part("mlp", Mlp), self.part("attention", Attention)
+        router, lora = self.part("router", Router), self.part("lora", Lora) or Lora()
         generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
         return Layout(
             generalists=generalists,
@@ -79,9 +82,16 @@ class AdapterMethod(Method):
             dropout=lora.dropout,
         )
 
-    def part(self, name: str) -> Any:
-        """A part of the settings; None where it is left out, or where the method has none."""
-        return getattr(self, name, None)
+    def part(self, name: str, kind: type[S]) -> S | None:
+        """Return a part of the settings; None if it is null or if the method does not have it.
+
+        Raises:
+            TypeError: the part is of another kind.
+        """
+        part: object = getattr(self, name, None)
+        if part is None or isinstance(part, kind):
+            return part
+        raise TypeError(f"{type(self).__name__}.{name} must be a {kind.__name__}, not {part!r}.")
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
         """Create what a client trains. Shared parameters start equal, from the seed alone.
@@ -118,13 +128,13 @@ class AdapterMethod(Method):
     @property
     def averages_exactly(self) -> bool:
         """Whether products B A are averaged, in a method that has the setting `exact`."""
-        return bool(self.part("exact"))
+        return bool(getattr(self, "exact", False))
 
     def check(self, run: RunFacts) -> None:
         """Every client has a layout, and names given in mappings are those of clients."""
         clients = run.clients
         for part in ("mlp", "attention"):
-            check_names(self.part(part), part, clients)
+            check_names(self.part(part, Settings), part, clients)
         if run.server_optimiser and self.averages_exactly:
             raise CoterieError(
                 "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
@@ -154,17 +164,21 @@ class AdapterMethod(Method):
         return AdapterServer(self, context)
 
 
-class AdapterClient(ClientSide):
-    """Takes the shared parameters in, trains all of its own, sends the shared ones back."""
+class AdapterClient(ClientSide, Generic[M]):
+    """Receives the shared parameters, trains its adapter, and uploads the shared parameters."""
 
-    def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
+    def __init__(self, method: M, context: ClientContext) -> None:
         self.method, self.context = method, context
-        self.adapter: Any = method.adapter(context.base.model, context.seed, context.name)
+        self.adapter = method.adapter(context.base.model, context.seed, context.name)
         parameters = self.adapter.parameters()
         self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
         """The tensors of the shared parameters, by name."""
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups of tensors beside the adapter that must survive a restart."""
+        """Groups of tensors beside the adapter that must survive a restart.
+
+        Groups that the schema lets down are received, and those that it lets up are uploaded; their
+        tensors have the names and shapes of the shared parameters.
+        """
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
     def hello(self) -> Message:
@@ -173,11 +187,15 @@ class AdapterClient(ClientSide):
         return Message(values={"shapes": shapes} if shapes else {})
 
     def receive(self, download: Message) -> None:
-        """Replace the shared parameters by the server's."""
+        """Replace the shared parameters, and groups beside them, by the server's."""
         shapes, residual = shapes_of(self.shared), download["residual"]
-        check_shapes(download["adapter"], shapes)
+        down = {field.name for field in self.method.schema().down}
+        received = {"adapter": self.shared, **{g: t for g, t in self.kept.items() if g in down}}
+        for group in received:
+            check_shapes(download[group], shapes)
         check_shapes(residual, residual_shapes(self.parameters(), shapes, residual))
-        copy(download["adapter"], self.shared)
+        for group, tensors in received.items():
+            copy(download[group], tensors)
         if self.method.averages_exactly:
             self.adapter.set_residual(residual)
 
@@ -188,10 +206,12 @@ class AdapterClient(ClientSide):
             self.context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
 
     def upload(self, exchange: int) -> Message:
-        """Return the shared parameters that the method sends in this exchange."""
-        parameters, sends = self.parameters(), self.method.sends
-        sent = {n: t for n, t in self.shared.items() if sends(parameters[n], exchange)}
-        return Message(exchange, {"adapter": copied(sent)} if self.shared else {})
+        """Return the shared parameters that are sent in this exchange, and groups beside them."""
+        parameters, method = self.parameters(), self.method
+        sent = [name for name in self.shared if method.sends(parameters[name], exchange)]
+        up = {field.name for field in method.schema().up}
+        groups = {g: t for g, t in {"adapter": self.shared, **self.kept}.items() if g in up}
+        return Message(exchange, {g: copied({n: t[n] for n in sent}) for g, t in groups.items()})
 
     def model(self) -> PreTrainedModel:
         """The base with this client's adapter attached."""
@@ -224,11 +244,11 @@ class AdapterClient(ClientSide):
         return tensor.to(self.context.base.device if like is None else like.device, copy=True)
 
 
-class AdapterServer(ServerSide):
-    """Holds the shared parameters; a round's mean replaces them."""
+class AdapterServer(ServerSide, Generic[M]):
+    """Holds the shared parameters, which are replaced by their mean in every exchange."""
 
-    def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
-        self.method: Any = method
+    def __init__(self, method: M, context: ServerContext) -> None:
+        self.method = method
         # The first values are drawn from the run's seed alone, so the server can draw them too;
         # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}
@@ -334,6 +354,11 @@ def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Write the source's values into the target's tensors, by name."""
     for name, tensor in target.items():
         tensor.copy_(source[name])
+
+
+def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return zeros of the shapes, dtypes and devices of tensors, by name."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

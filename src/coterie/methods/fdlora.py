@@ -102,10 +102,8 @@ class FDLora(AdapterMethod):
         return FDLoraServer(self, context)
 
 
-class FDLoraClient(AdapterClient):
+class FDLoraClient(AdapterClient[FDLora]):
     """Trains the shared adapter, keeps a private one, and is scored with their sum."""
-
-    method: FDLora
 
     def __init__(self, method: FDLora, context: ClientContext) -> None:
         context, self.samples = set_apart(context, "fusion set", method.fusion_share)
@@ -209,10 +207,8 @@ class FDLoraClient(AdapterClient):
         context.log(FUSION, self.weights)
 
 
-class FDLoraServer(AdapterServer):
+class FDLoraServer(AdapterServer[FDLora]):
     """The mean after round 0; then one step of SGD with Nesterov momentum for every round."""
-
-    method: FDLora
 
     def __init__(self, method: FDLora, context: ServerContext) -> None:
         super().__init__(method, context)

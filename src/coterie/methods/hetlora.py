@@ -73,11 +73,9 @@ class HetLora(RankMethod):
         return HetLoraServer(self, context)
 
 
-class HetLoraClient(RankClient):
+class HetLoraClient(RankClient[HetLora]):
     """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
     gradient, so they stay zero, and the present rank can be read off A."""
-
-    method: HetLora
 
     def receive(self, download: Message) -> None:
         """Take pairs of the present rank in; a larger one, after a lost upload, is cut."""
@@ -124,7 +122,7 @@ class HetLoraClient(RankClient):
             tensor[:, rank:] = 0
 
 
-class HetLoraServer(RankServer):
+class HetLoraServer(RankServer[HetLora]):
     """Averages padded pairs by the norm of their update."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:

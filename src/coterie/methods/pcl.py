@@ -283,10 +283,8 @@ class PCLTheoretical(PCL):
         return {name: value / sum(alike.values()) for name, value in alike.items()}
 
 
-class PCLClient(AdapterClient):
+class PCLClient(AdapterClient[PCL]):
     """Trains, sends its adapter where an exchange is due, and mixes what comes back."""
-
-    method: PCL
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
@@ -343,10 +341,8 @@ class PCLClient(AdapterClient):
         return found
 
 
-class PCLServer(AdapterServer):
+class PCLServer(AdapterServer[PCL]):
     """Passes every client's upload on to the others; it mixes nothing itself."""
-
-    method: PCL
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)

@@ -9,10 +9,11 @@ that sent it; B is divided by the gain of the client that receives it.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
@@ -27,14 +28,15 @@ from coterie.training.schedule import Penalty
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
 """What FlexLoRA's loss has there, too, although it never prunes."""
+R = TypeVar("R", bound="RankMethod", default="RankMethod", covariant=True)
 Pairs = dict[str, str]
 """Of the experts' pairs: the name of each A, and that of its B."""
 
 
-class RankClient(AdapterClient):
+class RankClient(AdapterClient[R], Generic[R]):
     """Takes and sends experts' pairs in a group of their own."""
 
-    def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
+    def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parameters())}
 
@@ -50,10 +52,10 @@ class RankClient(AdapterClient):
         return Message(exchange, {"adapter": rest, "experts": experts})
 
 
-class RankServer(AdapterServer):
+class RankServer(AdapterServer[R], Generic[R]):
     """Holds pairs at the largest rank; a client gets the first rows and columns of them."""
 
-    def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
+    def __init__(self, method: R, context: ServerContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parameters)}
         self.ranks: dict[ClientId, dict[str, int]] = {}

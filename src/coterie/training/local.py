@@ -36,18 +36,22 @@ class LocalTraining:
 
     def round(self, round: int) -> None:
         """Take the local steps of a round (the first is 0), on the attached adapter."""
-        steps = self.context.training.steps
         model = self.adapter.attach(self.context.base.model)
         if self.context.training.reset_optimiser:
             for updater in self._updaters.values():
                 updater.reset()
         if any(level.penalty for level in self.levels):
             self.start = {n: p.detach().clone() for n, p in self.adapter.tensors().items()}
-        for step in range(round * steps, (round + 1) * steps):
+        for step in self.steps(round):
             for level in self.levels:
                 if level.exchanges(round) and (step + 1) % level.every == 0:
                     for turn in range(level.steps):
                         self._update(model, level, step, turn)
+
+    def steps(self, round: int) -> range:
+        """Return the numbers of a round's steps, counted over the run."""
+        steps = self.context.training.steps
+        return range(round * steps, (round + 1) * steps)
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)

@@ -18,10 +18,8 @@ from coterie.methods.fedmkt.vocabulary import spelt
 log = logging.getLogger(__name__)
 
 
-class FedMKTClient(AdapterClient):
+class FedMKTClient(AdapterClient[FedMKTSettings]):
     """Learns from the server, trains on private samples, and offers what it knows."""
-
-    method: FedMKTSettings
 
     @cached_property
     def distiller(self) -> Distiller:

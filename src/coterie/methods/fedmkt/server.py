@@ -23,10 +23,8 @@ from coterie.methods.fedmkt.vocabulary import read
 log = logging.getLogger(__name__)
 
 
-class FedMKTServer(AdapterServer):
+class FedMKTServer(AdapterServer[FedMKTSettings]):
     """Learns from the clients, round after round; averages their adapters where those travel."""
-
-    method: FedMKTSettings
 
     def __init__(self, method: FedMKTSettings, context: ServerContext) -> None:
         super().__init__(method, context)
