@@ -47,10 +47,10 @@ WHAT: dict[Role, str] = {
 
 
 class AdapterMethod(Method):
-    """An adapter is trained on training text; the mean of what is sent replaces it.
+    """A method that trains an adapter and replaces its shared parameters by their mean.
 
-    The adapter is LoRA as the parts `mlp`, `attention`, `lora` and `router` say, those that the
-    method has.
+    By default, the parts `mlp`, `attention`, `lora` and `router` of the settings, where the method
+    has them, describe the adapter.
     """
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
@@ -64,7 +64,7 @@ class AdapterMethod(Method):
         return parameter.role in self.shared_roles
 
     def layout(self, client: ClientId) -> Layout:
-        """What is attached to the base for a client; raises CoterieError if it cannot be."""
+        """Return what is attached to the base for a client; raises CoterieError if it cannot be."""
         mlp, attention = self.part("mlp", Mlp), self.part("attention", Attention)
         router, lora = self.part("router", Router), self.part("lora", Lora) or Lora()
         generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
@@ -102,21 +102,21 @@ class AdapterMethod(Method):
         return Adapter(base, self.layout(client), seed, client, self.shared)
 
     def kinds(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
-        """One client for each kind of adapter, that with the largest tensors first."""
+        """Return one client for each layout of adapters, sorted from the highest rank down."""
         layouts = {self.layout(client): client for client in clients}
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
     def levels(self, client: "AdapterClient") -> list[Level]:
-        """The schedule of a client: everything at once on training text."""
+        """Return the schedule of a client; by default, all parameters at once on training text."""
         rate = learning_rate(client.context.training, client.context.rounds)
         return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
 
     def penalty(self, client: "AdapterClient") -> Penalty | None:
-        """What is added to a client's loss, if anything; called once, computed at every step."""
+        """Return what is added to a client's loss: called once, computed at every step."""
         return None
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What is sent, both ways, and its shapes in the hello."""
+        """Return the fields of the shared parameters: their values both ways, and their shapes."""
         if not self.shared_roles:
             return Schema()
         what = "; ".join(WHAT[role] for role in self.shared_roles)
@@ -131,7 +131,7 @@ class AdapterMethod(Method):
         return bool(getattr(self, "exact", False))
 
     def check(self, run: RunFacts) -> None:
-        """Every client has a layout, and names given in mappings are those of clients."""
+        """Refuse clients without a layout, and names in mappings that are not those of clients."""
         clients = run.clients
         for part in ("mlp", "attention"):
             check_names(self.part(part, Settings), part, clients)
@@ -156,11 +156,11 @@ class AdapterMethod(Method):
             )
 
     def client(self, context: ClientContext) -> "AdapterClient":
-        """An adapter and its local training."""
+        """Create a side that trains an adapter."""
         return AdapterClient(self, context)
 
     def server(self, context: ServerContext) -> "AdapterServer":
-        """The mean of what is sent."""
+        """Create a side that holds the means."""
         return AdapterServer(self, context)
 
 
@@ -182,7 +182,7 @@ class AdapterClient(ClientSide, Generic[M]):
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
     def hello(self) -> Message:
-        """The shapes of what is shared."""
+        """Return the shapes of the shared parameters."""
         shapes = {name: list(tensor.shape) for name, tensor in self.shared.items()}
         return Message(values={"shapes": shapes} if shapes else {})
 
@@ -214,15 +214,15 @@ class AdapterClient(ClientSide, Generic[M]):
         return Message(exchange, {g: copied({n: t[n] for n in sent}) for g, t in groups.items()})
 
     def model(self) -> PreTrainedModel:
-        """The base with this client's adapter attached."""
+        """Return the base with this client's adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """The adapter's."""
+        """Return the parameters of the adapter."""
         return self.adapter.parameters()
 
     def state(self) -> State:
-        """The adapter, its optimisers' moments and what is kept beside it, copied."""
+        """Return copies of the adapter, its optimisers' moments and the groups in `kept`."""
         groups = {"adapter": copied(self.adapter.tensors())}
         groups |= {group: copied(tensors) for group, tensors in self.kept.items()}
         if self.method.averages_exactly:
@@ -230,7 +230,7 @@ class AdapterClient(ClientSide, Generic[M]):
         return State(groups, parts={"training": self.training.state()})
 
     def restore(self, state: State) -> None:
-        """Take back an adapter, its moments and what is kept beside it."""
+        """Restore the adapter, its moments and the groups in `kept`."""
         copy(state["adapter"], self.adapter.tensors())
         for group in self.kept:
             self.kept[group] = {n: self._beside(n, t) for n, t in state[group].items()}
@@ -239,7 +239,7 @@ class AdapterClient(ClientSide, Generic[M]):
             self.adapter.set_residual(state["residual"])
 
     def _beside(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy where the trained tensor of that name is, or the base."""
+        """Copy a tensor to the device of the trained tensor of that name, or of the base."""
         like = self.adapter.tensors().get(name)
         return tensor.to(self.context.base.device if like is None else like.device, copy=True)
 
@@ -261,8 +261,11 @@ class AdapterServer(ServerSide, Generic[M]):
                     self.parameters[name] = parameter
                     self.shared[name] = parameter.tensor.detach()
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups beside the shared tensors that must survive a restart. One that the schema lets
-        down goes to clients too, tensors by the same names."""
+        """Groups of tensors beside the shared parameters that must survive a restart.
+
+        Groups that the schema lets down are sent to clients; their tensors have the names of the
+        shared parameters.
+        """
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
         self.residuals = Residuals(self.parameters if method.averages_exactly else {})
 
@@ -272,11 +275,11 @@ class AdapterServer(ServerSide, Generic[M]):
         self.residuals.start_round()
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Note which shared tensors a client holds."""
+        """Store the shapes of the shared tensors that a client holds."""
         self.held[client] = self.declared(client, hello)
 
     def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
-        """The shapes that a client tells of; raises MessageError unless they are the run's."""
+        """Return the shapes in a client's hello; raises MessageError unless they are the run's."""
         told = hello.values.get("shapes", {})
         if not isinstance(told, dict) or not all(isinstance(s, list) for s in told.values()):
             raise MessageError(
@@ -292,16 +295,16 @@ class AdapterServer(ServerSide, Generic[M]):
         return shapes
 
     def leave(self, client: ClientId) -> None:
-        """Forget what it holds, too."""
+        """Forget a client, and the shapes that it holds."""
         self.held.pop(client, None)
         super().leave(client)
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
-        """The shape that a client's tensor must have."""
+        """Return the shape that a client's tensor must have."""
         return tuple(self.shared[name].shape)
 
     def download(self, client: ClientId) -> Message:
-        """The shared tensors that the client holds."""
+        """Return the shared tensors that a client holds, and groups beside them."""
         held, down = self.held[client], {field.name for field in self.method.schema().down}
         groups = {
             group: {name: tensors[name] for name in held}
@@ -317,26 +320,26 @@ class AdapterServer(ServerSide, Generic[M]):
         return dict.fromkeys(self.method.schema().reduced("mean"), shapes)
 
     def replaces(self) -> dict[str, Tensors]:
-        """The shared parameters."""
+        """Return the shared parameters."""
         return {"adapter": self.shared}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Where averages are exact, count products in."""
+        """Add the client's products B A, where averages are exact."""
         self.residuals.receive(upload)
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        """Replace what was uploaded by its mean; what nobody sent stays."""
+        """Replace the shared parameters by their means; parameters that nobody sent stay."""
         self.shared.update(mean["adapter"])
         self.residuals.end_round(self.shared)
         super().end_round(mean, held)
 
     def state(self) -> State:
-        """The shared parameters, and what is kept beside them."""
+        """Return the shared parameters and the groups in `kept`."""
         groups = {"adapter": self.shared, **self.kept, **self.residuals.groups(self.shared)}
         return State(groups, {"round": self.exchange})
 
     def restore(self, state: State) -> None:
-        """Take shared parameters back."""
+        """Restore the shared parameters and the groups in `kept`."""
         super().restore(state)
         self.shared = dict(state["adapter"])
         self.kept = {group: dict(state[group]) for group in self.kept}
@@ -362,10 +365,10 @@ def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that later training does not change."""
+    """Return copies that later training does not change."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes that a message must have for these."""
+    """Return the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -76,14 +76,17 @@ class MethodContract:
         loop.assert_same_states(*folders)
 
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
-        """Parts for which `sends` is false, and states, are in no message and would be refused."""
+        """Uploads have only what `sends` selects. What is not `shared`, and states, are refused."""
         local = joined(run)
         local.server.start_round(0, sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
             part, download = local.clients.part(name), down(local, name)
             upload = step(local, name, 0, download)
-            kept = {n: p.tensor for n, p in client.parameters().items() if not run.method.shared(p)}
+            parameters, method = client.parameters(), run.method
+            kept = {n: p.tensor for n, p in parameters.items() if not method.shared(p)}
+            sent = {tensor for _, _, tensor, _ in upload.tensors()} & parameters.keys()
+            assert all(method.sends(parameters[tensor], 0) for tensor in sent)
             messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}
             for way, message in messages.items():
                 local.schema.send(way, message)
