@@ -19,6 +19,7 @@ from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round
+from coterie.training import local
 from coterie.training.schedule import learning_rate
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -45,20 +46,35 @@ class TestRoLoRA(MethodContract):
 
 def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
     """Each round against gradient descent on one factor, and the mean of its values."""
-    local: Any = joined(config(method=RoLoRA(), training=SGD))
-    names = sorted(local.clients)
-    x, turn = {n: t.clone() for n, t in local.server.shared.items()}, set()
+    sides: Any = joined(config(method=RoLoRA(), training=SGD))
+    names = sorted(sides.clients)
+    x, turn = {n: t.clone() for n, t in sides.server.shared.items()}, set()
     for round, factor in enumerate("BAB"):
-        turn = {n for n, p in local.server.parameters.items() if p.factor == factor}
+        turn = {n for n, p in sides.server.parameters.items() if p.factor == factor}
         zero = {n: torch.zeros_like(x[n]) for n in turn}
-        ends = [_descent(local, n, round, x, zero, zero, factor)[0] for n in names]
-        uploads = one_round(local, round)
+        ends = [_descent(sides, n, round, x, zero, zero, factor)[0] for n in names]
+        uploads = one_round(sides, round)
         assert uploads["poet"]["adapter"].keys() == turn
-        for name, tensor in local.server.shared.items():
+        for name, tensor in sides.server.shared.items():
             if name in turn:
                 x[name] = sum(end[name] for end in ends) / len(ends)
             torch.testing.assert_close(tensor, x[name], rtol=1e-4, atol=1e-6)
     assert len(turn) == len(x) / 2
+
+
+def test_a_level_goes_on_in_its_next_exchange_with_the_epoch_it_is_in(config, monkeypatch) -> None:
+    run = joined(config(method=RoLoRA(), training={**SGD, "sampling": "epochs"}))
+    drawn: dict[str, list[int]] = {"B": [], "A": []}
+    original = local.epoch_batch
+
+    def recorded(tokens, batch, window, number, chance):
+        drawn[chance.args[-1]].append(number)
+        return original(tokens, batch, window, number, chance)
+
+    monkeypatch.setattr(local, "epoch_batch", recorded)
+    for exchange in range(3):
+        one_round(run, exchange, ["poet"])
+    assert drawn == {"B": [0, 1, 2, 3], "A": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -79,40 +95,40 @@ def test_the_loop_by_hand_ends_in_the_bits_of_a_run(config, tmp_path) -> None:
 
 
 def test_a_travels_and_b_stays(config) -> None:
-    local = joined(config(method=FedSALora(), rounds=1))
-    uploads = one_round(local, 0)
+    sides = joined(config(method=FedSALora(), rounds=1))
+    uploads = one_round(sides, 0)
     sent = {name.rsplit(".", 1)[1] for name in uploads["poet"]["adapter"]}
     assert sent == {"A"}
 
 
 def test_scaffold_is_algorithm_1(config) -> None:
     """Two rounds, of which one client misses the second, against the paper's algorithm."""
-    local: Any = joined(config(method=Scaffold(), training=SGD))
-    names = sorted(local.clients)
-    x = {n: t.clone() for n, t in local.server.shared.items()}
+    sides: Any = joined(config(method=Scaffold(), training=SGD))
+    names = sorted(sides.clients)
+    x = {n: t.clone() for n, t in sides.server.shared.items()}
     c = {n: torch.zeros_like(t) for n, t in x.items()}
     own = {name: {n: torch.zeros_like(t) for n, t in x.items()} for name in names}
     for round, present in enumerate((names, names[1:])):
         ends, changes = {}, {}
         for name in present:
-            ends[name], gradients = _descent(local, name, round, x, c, own[name])
+            ends[name], gradients = _descent(sides, name, round, x, c, own[name])
             changes[name] = {n: gradients[n] - own[name][n] for n in x}
             own[name] = gradients
-        one_round(local, round, present)
+        one_round(sides, round, present)
         x = {n: sum(ends[name][n] for name in present) / len(present) for n in x}
         c = {n: c[n] + sum(changes[name][n] for name in present) / len(names) for n in x}
         for n in x:
-            torch.testing.assert_close(local.server.shared[n], x[n], rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(local.server.kept["control"][n], c[n], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(sides.server.shared[n], x[n], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(sides.server.kept["control"][n], c[n], rtol=1e-3, atol=1e-6)
     assert any(change.abs().max() > 1e-4 for change in c.values())
 
 
-def _descent(local, name, round, x, c, c_i, level="joint"):
+def _descent(sides, name, round, x, c, c_i, level="joint"):
     """Where plain corrected descent from x ends, and the mean gradient on the way.
 
     What has no correction is not trained.
     """
-    client = local.clients[name]
+    client = sides.clients[name]
     context, adapter = client.context, client.adapter
     before = client.state()
     model = adapter.attach(context.base.model)
