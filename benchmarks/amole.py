@@ -134,8 +134,8 @@ def traffic(experts: int) -> Traffic:
         base = LlamaForCausalLM(llama("1b"))
     layout = AmoleLayout(experts=experts, rank=RANK)
     held, paths = experts * CHOSEN // CLIENTS, chosen_linears(base, layout.targets)
-    parts = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).parts()
-    values = sum(part.parameter.nbytes for part in parts.values())
+    parts = AmoleAdapter(base, layout, 0, dict.fromkeys(paths, range(held))).parameters()
+    values = sum(part.tensor.nbytes for part in parts.values())
     embeddings = len(paths) * (held + 1) * RANK * 4
     return Traffic(experts, held, values + embeddings, values)
 

@@ -121,7 +121,7 @@ def ours(folder: Path, weights: Any, steps: int, threads: int) -> Row:
     loaded = peak()
     side = client_side(base, BATCH, WINDOW)
     step = timed(side.train, steps)
-    values = sum(parameter.numel() for parameter in side.adapter.parameters().values())
+    values = sum(parameter.numel() for parameter in side.adapter.tensors().values())
     what = f"Coterie, {weights or 'bf16, as kept'}"
     return Row(what, imports, loaded, peak(), own.peak, values, step, loss)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast, prepare
 from coterie.data.batch import Batch
 from coterie.losses.tokens import soft_target_loss
@@ -69,8 +69,8 @@ def student() -> tuple[PreTrainedModel, Adapter]:
     model = GPT2LMHeadModel(config)
     prepare(model, "bf16", TIME)
     layout = Layout(generalists=1, specialists=0, routed=False)
-    adapter = Adapter(model, layout, seed=0, client="student", common=lambda part: False)
-    adapter.require_grad("dense", "generalist")
+    adapter = Adapter(model, layout, seed=0, client="student", common=lambda _: False)
+    adapter.require_grad(of_roles("dense", "generalist"))
     adapter.attach(model)
     return model, adapter
 
@@ -89,7 +89,7 @@ def measure(way: str, steps: int, threads: int) -> Row:
     model, adapter = student()
     ids = random_ids(BATCH, TIME + 1, vocabulary=VOCABULARY)
     tokens, shares = teacher()
-    parameters = list(adapter.parameters().values())
+    parameters = list(adapter.tensors().values())
     before, found = peak(), {}
 
     def step() -> None:

@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 import coterie
+from coterie.adapters import of_roles
 from coterie.bases import BaseSpec, load_base
 from coterie.bases.devices import devices_of
 from coterie.bases.sites import decoder_of
@@ -132,7 +133,7 @@ def ours(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:
     """Coterie's local training."""
     base = load_base(_spec(folder, weights), "bf16", size.window, device=str(device))
     side = client_side(base, size.batch, size.window)
-    lora = side.adapter.parameters("dense", "generalist", "specialist")
+    lora = side.adapter.tensors(of_roles("dense", "generalist", "specialist"))
     values = sum(parameter.numel() for parameter in lora.values())
     return Steps(lambda: side.train(0), decoder_of(base.model), values)
 

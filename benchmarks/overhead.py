@@ -53,12 +53,12 @@ def overhead(base: Any, tokens: int, method: dict[str, Any]) -> Overhead:
     """What a method, whose every expert works on every token, adds."""
     found = method_from(method)
     assert isinstance(found, AdapterMethod)
-    parts = found.adapter(base, 0, "anna").parts().values()
-    values = sum(part.parameter.numel() for part in parts)
+    parts = found.adapter(base, 0, "anna").parameters().values()
+    values = sum(part.tensor.numel() for part in parts)
     sizes: dict[str, int] = {}
     for part in parts:
-        role = part.role if part.role == "router" or found.sends(part) else "kept"
-        sizes[role] = sizes.get(role, 0) + part.parameter.numel()
+        role = part.role if part.role == "router" or found.shared(part) else "kept"
+        sizes[role] = sizes.get(role, 0) + part.tensor.numel()
     sent = (sizes.get("generalist", 0), sizes.get("dense", 0))
     return Overhead(2.0 * values * tokens, sizes.get("router", 0), *sent)
 

@@ -193,10 +193,10 @@ def by_shape(method: dict[str, Any]) -> float:
     server = run.method.server(
         ServerContext(0, base, tuple(names), lambda name, value: None, run.training)
     )
-    shapes = {name: list(values.shape) for name, values in server.averaged()["adapter"].items()}
+    shapes = {name: list(values.shape) for name, values in server.replaces()["adapter"].items()}
     for name in names:
         server.join(name, Message(0, {}, {"shapes": shapes}))
-    server.open(0, names)
+    server.start_round(0, names)
     groups = [shapes for name in names for shapes in server.expects(name).values()]
     return sum(prod(shape) for shapes in groups for shape in shapes.values()) * 2 / CLIENTS / MIB
 

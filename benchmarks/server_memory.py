@@ -55,7 +55,7 @@ def measure(name: str, count: int, threads: int) -> Peak:
     for client in clients:
         shapes = {name: list(server.shape(client, name)) for name in server.shared}
         server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
-    server.open(0, list(clients))
+    server.start_round(0, list(clients))
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = resident("VmRSS"), 0
     aggregation = Aggregation(AggregationSpec(), method.schema())
@@ -67,7 +67,8 @@ def measure(name: str, count: int, threads: int) -> Peak:
             largest = max(largest, len(upload))
             yield contribution(server, aggregation, client, method.schema().receive("up", upload))
 
-    server.close(aggregation.mean(0, contributions()))
+    mean = aggregation.mean(0, contributions())
+    server.end_round(mean, mean.values["held"])
     method.schema().send("down", server.download(clients[0]))
     return Peak(name, count, largest, before, resident("VmHWM") - before)
 

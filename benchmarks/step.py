@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.losses.tokens import language_model_loss
 
@@ -129,12 +129,12 @@ def ours(specialists: int, precision: Precision, plain: bool = False) -> Contest
     if not plain:
         prepare(model, precision, TIME)
     layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
-    adapter = Adapter(model, layout, seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(model, layout, seed=0, client="ada", common=lambda _: False)
     adapter.attach(model)
     roles = ("dense", "generalist", "specialist")
-    adapter.require_grad(*roles)
+    adapter.require_grad(of_roles(*roles))
     loss = hf_loss(model) if plain else lambda ids: language_model_loss(model, ids)
-    return Contestant(loss, list(adapter.parameters(*roles).values()))
+    return Contestant(loss, list(adapter.tensors(of_roles(*roles)).values()))
 
 
 def contestants(precision: Precision) -> dict[str, Contestant]:

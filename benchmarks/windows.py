@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.losses.tokens import language_model_loss
 from coterie.training.checkpointing import checkpointing
@@ -61,10 +61,10 @@ def measure(small: bool, window: int, on: bool, precision: Precision, threads: i
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = made(small, precision, window)
-    adapter = Adapter(model, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(model, Layout(), seed=0, client="ada", common=lambda _: False)
     adapter.attach(model)
-    adapter.require_grad(*ROLES)
-    optimiser = torch.optim.AdamW(adapter.parameters(*ROLES).values())
+    adapter.require_grad(of_roles(*ROLES))
+    optimiser = torch.optim.AdamW(adapter.tensors(of_roles(*ROLES)).values())
     ids = torch.randint(model.config.vocab_size, (1, window + 1))
     before, start = resident("VmRSS"), time.process_time()
     with checkpointing(model, 0.0) if on else nullcontext(), autocast(precision, "cpu"):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from coterie.adapters import Part
+from coterie.adapters import Parameter
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.settings import Attention, Lora
 
@@ -17,6 +17,6 @@ class FedSALora(AdapterMethod):
     attention: Attention = Attention(targets="q_proj|v_proj|c_attn")
     lora: Lora = Lora(scale="rank")
 
-    def sends(self, part: Part) -> bool:
-        """A travels, and nothing else."""
-        return part.factor == "A"
+    def shared(self, parameter: Parameter) -> bool:
+        """Return True for every A."""
+        return parameter.factor == "A"

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages import Field, Message, check_shapes
-from coterie.methods.adapter import AdapterClient, AdapterServer, copied, copy, shapes_of
+from coterie.messages import Field, Message, Schema
+from coterie.methods.adapter import AdapterClient, AdapterServer, zeros_like
 from coterie.methods.averaging import FedAvg
-from coterie.training.schedule import learning_rate
+from coterie.methods.contract import ClientContext, Holders, RunFacts, ServerContext
+from coterie.training.schedule import Penalty
 
 
 class Scaffold(FedAvg):
@@ -21,60 +23,55 @@ class Scaffold(FedAvg):
     paper: ClassVar[str] = "arXiv 1910.06378"
     summary: ClassVar[str] = "as fedavg; control variates correct each client's gradients"
 
-    def schema(self):
-        schema, what = super().schema(), "up: the change of a client's mean gradient; down: c"
-        control = Field("control", what, reduce="mean")
-        return replace(schema, up=(*schema.up, control), down=(*schema.down, control))
+    def schema(self) -> Schema:
+        schema = super().schema()
+        change = Field("change", "change of a client's mean gradient", reduce="mean")
+        control = Field("control", "mean gradient over clients")
+        return replace(schema, up=(*schema.up, change), down=(*schema.down, control))
 
-    def check(self, setting):
-        super().check(setting)
-        if setting.optimiser != "sgd":
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if run.optimiser != "sgd":
             raise CoterieError("scaffold needs plain SGD: set training.optimiser=sgd.")
 
-    def penalty(self, client):  # linear, so that its gradient is the correction c - c_i
-        kept, shared = client.kept, client.shared
-        return lambda: sum(((kept["c"][n] - kept["c_i"][n]) * p).sum() for n, p in shared.items())
+    def penalty(self, client: AdapterClient) -> Penalty:
+        def correction() -> Tensor:  # linear, so that its gradient is c - c_i
+            c, c_i = client.kept["control"], client.kept["own"]
+            return torch.stack(
+                [((c[n] - c_i[n]) * p).sum() for n, p in client.shared.items()]
+            ).sum()
 
-    def client(self, context):
+        return correction
+
+    def client(self, context: ClientContext) -> "ScaffoldClient":
         return ScaffoldClient(self, context)
 
-    def server(self, context):
+    def server(self, context: ServerContext) -> "ScaffoldServer":
         return ScaffoldServer(self, context)
 
 
 class ScaffoldClient(AdapterClient):
-    def __init__(self, method, context):
+    def __init__(self, method: Scaffold, context: ClientContext) -> None:
         super().__init__(method, context)
-        zeros = {n: torch.zeros_like(p) for n, p in self.shared.items()}
-        self.kept |= {"c": copied(zeros), "c_i": copied(zeros), "change": copied(zeros)}
+        self.kept = {group: zeros_like(self.shared) for group in ("control", "own", "change")}
 
-    def take(self, download):
-        check_shapes(download["control"], shapes_of(self.shared))
-        super().take(download)
-        copy(download["control"], self.kept["c"])
-
-    def train(self, round):
-        before, training = copied(self.shared), self.context.training
-        super().train(round)
-        rate = learning_rate(training, self.context.rounds)
-        way = sum(map(rate, range(round * training.steps, (round + 1) * training.steps)))
-        c, c_i, change = (self.kept[group] for group in ("c", "c_i", "change"))
-        for n, after in copied(self.shared).items():
-            change[n] = (before[n] - after) / way - c[n]
+    def train(self, exchange: int) -> None:
+        super().train(exchange)
+        [level] = self.training.levels
+        way = sum(map(level.learning_rate, self.training.steps(exchange)))
+        c, c_i, change = (self.kept[group] for group in ("control", "own", "change"))
+        for n, after in self.shared.items():
+            change[n] = (self.training.start[n] - after.detach()) / way - c[n]
             c_i[n] = c_i[n] + change[n]
-
-    def upload(self, round):
-        groups = super().upload(round).groups
-        return Message(round, {**groups, "control": copied(self.kept["change"])})
 
 
 class ScaffoldServer(AdapterServer):
-    def __init__(self, method, context):
+    def __init__(self, method: Scaffold, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.kept["control"] = {n: torch.zeros_like(t) for n, t in self.shared.items()}
+        self.kept = {"control": zeros_like(self.shared)}
 
-    def close(self, mean):
-        control, held = self.kept["control"], mean.values["held"]["control"]
-        for n, change in mean["control"].items():
-            control[n] = control[n] + change * held[n] / len(self.held)
-        super().close(mean)
+    def end_round(self, mean: Message, held: Holders) -> None:
+        c = self.kept["control"]
+        for n, change in mean["change"].items():  # a mean over all clients, not over the round's
+            c[n] = c[n] + change * held["change"][n] / len(self.held)
+        super().end_round(mean, held)

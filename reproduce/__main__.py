@@ -8,8 +8,7 @@ import typer
 
 from coterie.cli import main, terminal
 from coterie.cli.options import Command, Settings, listed
-from coterie.cli.progress import ConsoleWatch
-from coterie.cli.run import Against, Tune
+from coterie.cli.run import Against, Tune, watch
 from coterie.errors import CoterieError
 
 Methods = Annotated[
@@ -104,7 +103,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            watch=ConsoleWatch,
+            watch=watch,
             report=terminal.say,
         )
     for table in shown(summary):

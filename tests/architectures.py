@@ -121,7 +121,7 @@ def table() -> str:
 
 def stands(model: PreTrainedModel, layout: Layout) -> dict[str, str]:
     """Where an adapter stands, in a cell of a table, by what it is."""
-    found = coverage(model, Adapter(model, layout, 0, "", lambda part: True).parts().values())
+    found = coverage(model, Adapter(model, layout, 0, "", lambda _: True).parameters().values())
     told: dict[str, list[str]] = {}
     for (what, where), numbers in found.covered.items():
         some = "" if len(numbers) == found.total else f", {len(numbers)} in {found.total}"

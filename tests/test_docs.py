@@ -30,6 +30,15 @@ def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
 
 
+def test_the_example_of_rounds_by_hand_runs(config) -> None:
+    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    [code] = [code for code in page.split("```")[1::2] if "one_round" in code]
+    found: dict[str, Any] = {"config": config(method="fedavg", rounds=2)}
+    exec(code.replace('"anna"', '"poet"'), found)
+    assert found["run"].server.exchange == 2
+    assert "poet" in found["uploads"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):

@@ -23,7 +23,7 @@ from coterie.federation.participants import (
     gathered,
     participants_of,
 )
-from coterie.methods.contract import Setting
+from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
 
 Config = Callable[..., RunConfig]
@@ -174,19 +174,19 @@ def test_a_run_whose_folder_records_only_hashes_is_resumed(config: Config, tmp_p
 
 
 def test_methods_are_told_whether_there_is_a_public_text(config: Config) -> None:
-    seen: list[Setting] = []
+    seen: list[RunFacts] = []
 
     class Curious(Pretrained):
         name = "curious"
 
-        def check(self, setting: Setting) -> None:
-            seen.append(setting)
+        def check(self, run: RunFacts) -> None:
+            seen.append(run)
 
     run = config().model_copy(update={"method": Curious()})
     for public in (run, with_public(run, "poet.txt")):
         Session(public).check(public)
-    assert [setting.public for setting in seen] == [False, True]
-    assert {setting.clients for setting in seen} == {("diarist", "poet", "whaler")}
+    assert [run.public for run in seen] == [False, True]
+    assert {run.clients for run in seen} == {("diarist", "poet", "whaler")}
 
 
 def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: Config) -> None:

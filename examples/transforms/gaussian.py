@@ -10,8 +10,11 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
-from coterie.aggregation.transform import Transform, mapped
+from coterie.aggregation.transform import Context, Transform, mapped
+from coterie.messages import Groups
+from coterie.privacy.ledger import Budget
 from coterie.privacy.mechanisms import noise_for
 
 
@@ -24,10 +27,10 @@ class ClippedGaussian(Transform):
     epsilon: float = Field(default=8.0, gt=0, description="privacy budget of a client's text")
     delta: float = Field(default=1e-5, gt=0, lt=1, description="probability of failure")
 
-    def budget(self, exchanges):
-        return (self.epsilon, self.delta)
+    def budget(self, exchanges: int) -> Budget:
+        return Budget(self.epsilon, self.delta, "updates from all of this client's text")
 
-    def encode(self, update, context):
+    def encode(self, update: Groups, context: Context) -> Groups:
         noise = noise_for(self.epsilon, context.exchanges, self.delta)
         if not context.spend(update, noise, context.exchanges):  # nothing but noise from now on
             update = mapped(update, torch.zeros_like)
@@ -36,7 +39,7 @@ class ClippedGaussian(Transform):
         norm = math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
         factor, deviation = min(1.0, self.norm / max(norm, 1e-30)), 2 * self.norm * noise
 
-        def noisy(tensor):
+        def noisy(tensor: Tensor) -> Tensor:
             drawn = torch.randn(tensor.shape, generator=chance, dtype=torch.float64)
             return (tensor.double().cpu() * factor + deviation * drawn).float()
 

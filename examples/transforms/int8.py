@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from coterie.aggregation.transform import Transform
-from coterie.messages import Field
+from coterie.aggregation.transform import Context, Transform
+from coterie.messages import Field, Groups, Schema
 
 
 class Int8(Transform):
@@ -15,14 +16,14 @@ class Int8(Transform):
     summary: ClassVar[str] = "updates in 8 bits, with error feedback"
     downloads: ClassVar[bool] = True
 
-    def schema(self, schema):
+    def schema(self, schema: Schema) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         groups = self.covered(schema)
         schema = self.retyped(schema, "int8")
         scales = tuple(Field(f"{g}.scale", "scales of 8-bit numbers") for g in sorted(groups))
         return replace(schema, up=(*schema.up, *scales), down=(*schema.down, *scales))
 
-    def encode(self, update, context):
-        payload = {}
+    def encode(self, update: Groups, context: Context) -> dict[str, dict[str, Tensor]]:
+        payload: dict[str, dict[str, Tensor]] = {}
         for group, tensors in update.items():
             errors = context.memory.groups.get(group, {})
             wanted = {n: t + errors[n] if n in errors else t for n, t in tensors.items()}
@@ -33,7 +34,7 @@ class Int8(Transform):
             context.memory.groups[group] = {n: t - sent[n] for n, t in wanted.items()}
         return payload
 
-    def decode(self, payload, context):
+    def decode(self, payload: Groups, context: Context) -> dict[str, dict[str, Tensor]]:
         groups = [group for group in payload if f"{group}.scale" in payload]
         return {
             group: {n: t * payload[f"{group}.scale"][n] for n, t in payload[group].items()}

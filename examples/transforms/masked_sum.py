@@ -6,14 +6,17 @@ keys honestly: the protocol of the paper repairs both, this toy does not.
 """
 
 import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from torch import Tensor
 
-from coterie.aggregation.transform import Reduction, mapped
+from coterie.aggregation.transform import Context, Contribution, Memory, Reduction, mapped
 from coterie.errors import CoterieError
+from coterie.messages import Groups, Json, Schema
 from coterie.seeding import generator
 
 ONE = 2.0**32
@@ -28,23 +31,23 @@ class MaskedSum(Reduction):
     before: ClassVar[tuple[str, ...]] = ("keys",)
     least: ClassVar[int] = 2
 
-    def schema(self, schema):
+    def schema(self, schema: Schema) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.retyped(schema, "int64")
 
-    def answer(self, phase, context):
+    def answer(self, phase: str, context: Context) -> str:
         chance = context.generator("key", {})
-        key = bytes(torch.randint(256, (32,), generator=chance).tolist())
+        key = hashlib.sha256(chance.initial_seed().to_bytes(8, "big")).digest()
         context.memory.values["key"] = key.hex()
         return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw().hex()
 
-    def collect(self, phase, answers, memory):
+    def collect(self, phase: str, answers: Mapping[str, Json], memory: Memory) -> None:
         memory.values["keys"] = dict(answers)
 
-    def tell(self, phase, client, clients, memory):
+    def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
         keys = memory.values.get("keys", {})
         return None if phase == "keys" else {name: keys[name] for name in clients if name in keys}
 
-    def encode(self, update, context):
+    def encode(self, update: Groups, context: Context) -> Groups:
         private = X25519PrivateKey.from_private_bytes(bytes.fromhex(context.memory.values["key"]))
         masked = mapped(update, lambda t: (t.double().cpu() * ONE).round().long())
         for peer, key in sorted(context.told.items()):
@@ -56,17 +59,19 @@ class MaskedSum(Reduction):
                 masked = mapped(masked, add)
         return masked
 
-    def reduce(self, contributions, memory):
+    def reduce(self, contributions: Iterable[Contribution], memory: Memory) -> Groups:
         uploads = list(contributions)
         if {u.client for u in uploads} != set(memory.values["keys"]):
             raise CoterieError("masked_sum needs the upload of every client of the round.")
-        first = uploads[0].groups
         return {
-            g: {n: (sum(u.groups[g][n] for u in uploads) / ONE / len(uploads)).float() for n in ts}
-            for g, ts in first.items()
+            group: {n: self._mean([u.groups[group][n] for u in uploads]) for n in tensors}
+            for group, tensors in uploads[0].groups.items()
         }
 
+    def _mean(self, masked: list[Tensor]) -> Tensor:
+        return (torch.stack(masked).sum(0).double() / ONE / len(masked)).float()
 
-def add_mask(tensor, chance, sign):
+
+def add_mask(tensor: Tensor, chance: torch.Generator, sign: int) -> Tensor:
     """Return a tensor plus or minus a mask, modulo 2^64."""
     return tensor + sign * torch.randint(-(2**63), 2**63 - 1, tensor.shape, generator=chance)

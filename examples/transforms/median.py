@@ -4,11 +4,13 @@ Up to half of the clients can send anything, and every number of the result stil
 numbers that other clients sent. Memory grows with the number of clients.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from coterie.aggregation.transform import Reduction
+from coterie.aggregation.transform import Contribution, Memory, Reduction
 
 
 class Median(Reduction):
@@ -16,17 +18,15 @@ class Median(Reduction):
     summary: ClassVar[str] = "coordinate-wise median of uploads"
     least: ClassVar[int] = 3
 
-    def reduce(self, contributions, memory):
-        uploads = list(contributions)
-        medians = {}
-        for group in {g: None for upload in uploads for g in upload.groups}:
-            names = {n: None for upload in uploads for n in upload.groups.get(group, {})}
-            medians[group] = {
-                name: torch.stack(
-                    [u.groups[group][name].double() for u in uploads if name in u.groups[group]]
-                )
-                .quantile(0.5, dim=0)
-                .float()
-                for name in names
-            }
-        return medians
+    def reduce(
+        self, contributions: Iterable[Contribution], memory: Memory
+    ) -> dict[str, dict[str, Tensor]]:
+        held: dict[str, dict[str, list[Tensor]]] = {}
+        for contribution in contributions:
+            for group, tensors in contribution.groups.items():
+                for name, tensor in tensors.items():
+                    held.setdefault(group, {}).setdefault(name, []).append(tensor.double())
+        return {
+            group: {n: torch.stack(each).quantile(0.5, dim=0).float() for n, each in names.items()}
+            for group, names in held.items()
+        }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Role, detach
+from coterie.adapters import Adapter, Layout, Role, detach, of_roles
 from coterie.errors import CoterieError
 
 ALL: tuple[Role, ...] = ("dense", "generalist", "specialist", "router")
@@ -19,23 +19,23 @@ def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = Non
         layout or Layout(),
         seed=3,
         client=client,
-        common=lambda part: part.role in ("generalist", "dense"),
+        common=lambda parameter: parameter.role in ("generalist", "dense"),
     )
 
 
 def roles(adapter: Adapter) -> dict[str, Role]:
-    return {name: part.role for name, part in adapter.parts().items()}
+    return {name: part.role for name, part in adapter.parameters().items()}
 
 
 def randomise(adapter: Adapter, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
 
 
 def test_names_roles_and_shapes(base: PreTrainedModel) -> None:
     adapter = adapter_of(base, layout=Layout(1, 2, rank=5, attention_rank=3))
-    parameters = adapter.parameters()
+    parameters = adapter.tensors()
     assert list(parameters) == sorted(parameters)
     assert roles(adapter) == {name: name.split("/")[0].split(".")[0] for name in parameters}
     up = "transformer.h.0.mlp.c_fc"
@@ -48,19 +48,19 @@ def test_names_roles_and_shapes(base: PreTrainedModel) -> None:
     assert parameters[f"dense/{attention}.A"].shape == (3, 12)
     assert parameters[f"router/{mlp}.weight"].shape == (3, 12)
     assert {n for n in parameters if n.startswith("generalist.0/")} == set(
-        adapter.parameters("generalist")
+        adapter.tensors(of_roles("generalist"))
     )
     linears = 2 if base.config.model_type == "gpt2" else 3
-    assert len(adapter.parameters("specialist")) == 2 * 2 * linears * 2
-    assert set(adapter.parameters("router", "dense")) == {
+    assert len(adapter.tensors(of_roles("specialist"))) == 2 * 2 * linears * 2
+    assert set(adapter.tensors(of_roles("router", "dense"))) == {
         name for name, role in roles(adapter).items() if role in ("router", "dense")
     }
 
 
 def test_first_values(base: PreTrainedModel) -> None:
     ada, bob = adapter_of(base, "ada"), adapter_of(base, "bob")
-    for name, mine in ada.parameters().items():
-        other = bob.parameters()[name]
+    for name, mine in ada.tensors().items():
+        other = bob.tensors()[name]
         if name.endswith(".B"):
             assert not mine.any()
         elif roles(ada)[name] in ("generalist", "dense"):
@@ -70,16 +70,16 @@ def test_first_values(base: PreTrainedModel) -> None:
         if name.endswith(".A"):
             bound = mine.shape[1] ** -0.5  # Kaiming uniform with a = sqrt 5
             assert 0.5 * bound < mine.abs().max().item() <= bound
-        assert torch.equal(mine, adapter_of(base, "ada").parameters()[name])
-    routers = torch.cat([p.flatten() for p in ada.parameters("router").values()])
+        assert torch.equal(mine, adapter_of(base, "ada").tensors()[name])
+    routers = torch.cat([p.flatten() for p in ada.tensors(of_roles("router")).values()])
     assert 0.01 < routers.std().item() < 0.03
 
 
 def test_first_values_do_not_depend_on_the_rest_of_the_layout(base: PreTrainedModel) -> None:
     small, large = adapter_of(base), adapter_of(base, layout=Layout(1, 3, attention_rank=0))
-    shared = set(small.parameters("generalist", "specialist"))
+    shared = set(small.tensors(of_roles("generalist", "specialist")))
     for name in shared:
-        assert torch.equal(small.parameters()[name], large.parameters()[name])
+        assert torch.equal(small.tensors()[name], large.tensors()[name])
 
 
 def test_a_fresh_adapter_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
@@ -105,7 +105,7 @@ def test_many_adapters_over_one_base(base: PreTrainedModel, ids: Tensor) -> None
         assert torch.equal(base(ids).logits, alone[i])
     # An adapter made while another is attached is made for the bare base.
     late = adapter_of(base, "client 1", layouts[1])
-    assert list(late.parameters()) == list(adapters[1].parameters())
+    assert list(late.tensors()) == list(adapters[1].tensors())
     detach(base)
     assert torch.equal(base(ids).logits, bare)
     assert base.state_dict().keys() == state.keys()
@@ -120,9 +120,9 @@ def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor
     adapter.attach(base)
     choices: list[tuple[Role, ...]] = [("router",), ("dense", "specialist"), ALL]
     for chosen in choices:
-        adapter.require_grad(*chosen)
+        adapter.require_grad(of_roles(*chosen))
         base(ids, labels=ids).loss.backward()
-        for name, parameter in adapter.parameters().items():
+        for name, parameter in adapter.tensors().items():
             assert (parameter.grad is not None) == (roles(adapter)[name] in chosen)
             parameter.grad = None
         assert all(p.grad is None and not p.requires_grad for p in own.values())
@@ -150,11 +150,11 @@ def test_a_base_without_values_teaches_names_and_shapes(
         hollow = make()
     mine, theirs = adapter_of(base), adapter_of(hollow)
     assert roles(mine) == roles(theirs)
-    for name, parameter in theirs.parameters().items():
+    for name, parameter in theirs.tensors().items():
         assert parameter.device.type == "cpu"
-        assert torch.equal(parameter, mine.parameters()[name])
+        assert torch.equal(parameter, mine.tensors()[name])
         parameter.data.add_(0.1)
-        mine.parameters()[name].data.add_(0.1)
+        mine.tensors()[name].data.add_(0.1)
     mine.attach(base)
     expected = base(ids).logits
     theirs.attach(base)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, detach
+from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, detach, of_roles
 from coterie.adapters.layout import Layout, Role
 from coterie.adapters.padding import real_tokens
 from coterie.bases.sites import chosen_linears
@@ -107,7 +107,7 @@ def adapter_of(
 
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """What may travel, by name; views, not copies."""
-    return {name: part.parameter.data for name, part in adapter.parts().items()}
+    return {name: part.tensor.data for name, part in adapter.parameters().items()}
 
 
 def randomise(adapter: AmoleAdapter, seed: int) -> None:
@@ -134,7 +134,7 @@ def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """By the names that travel."""
     ids = {path: module.held for path, module in adapter.linears.items()}
     found: dict[str, Tensor] = {}
-    for name, parameter in adapter.parameters().items():
+    for name, parameter in adapter.tensors().items():
         assert parameter.grad is not None, name
         role, _, rest = name.partition("/")
         if role == "domain":
@@ -166,7 +166,7 @@ def test_outputs_and_gradients_are_the_formula_s(
     real[0, 5:] = real[2, 7:] = False
     adapter = adapter_of(base, layout, held)
     adapter.attach(base)
-    adapter.require_grad(*ROLES)
+    adapter.require_grad(of_roles(*ROLES))
     mine = masked_loss(base, ids, real)
     balance, routing = adapter.load_balance(), adapter.routing()
     (mine + 0.1 * balance).backward()
@@ -204,11 +204,11 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     for tensor in values(adapter).values():
         tensor.mul_(0.3)  # large corrections make attention sharp, and that amplifies rounding
     adapter.attach(base)
-    adapter.require_grad(*ROLES)
+    adapter.require_grad(of_roles(*ROLES))
     exact = base(ids).logits
     masked_loss(base, ids, None).backward()
-    grads = {name: p.grad for name, p in adapter.parameters().items()}
-    for p in adapter.parameters().values():
+    grads = {name: p.grad for name, p in adapter.tensors().items()}
+    for p in adapter.tensors().values():
         p.grad = None
     with torch.autocast("cpu", torch.bfloat16):
         logits = base(ids).logits
@@ -216,7 +216,7 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     loss.backward()
     assert not torch.equal(logits, exact)
     assert (logits.float() - exact).norm() < 0.02 * exact.norm()
-    for name, p in adapter.parameters().items():
+    for name, p in adapter.tensors().items():
         grad = grads[name]
         assert grad is not None
         assert p.grad is not None
@@ -228,7 +228,7 @@ def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
     def figures(ids: Tensor, real: Tensor | None) -> list[Tensor]:
         adapter = adapter_of(base)
         adapter.attach(base)
-        adapter.require_grad(*ROLES)
+        adapter.require_grad(of_roles(*ROLES))
         loss = masked_loss(base, ids, real)
         balance = adapter.load_balance()
         routing = list(adapter.routing().values())
@@ -248,7 +248,7 @@ def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
 def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor) -> None:
     adapter = adapter_of(base)
     adapter.attach(base)
-    adapter.require_grad(*ROLES)
+    adapter.require_grad(of_roles(*ROLES))
     real = torch.ones(3, 8, dtype=torch.bool)
     real[0, 5:] = real[2, 1:] = False
     inputs: dict[str, Tensor] = {}
@@ -312,14 +312,16 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     )  # while one is attached
     before = values(adapters[1])
     copies = {name: t.clone() for name, t in before.items()}
-    adapters[0].require_grad("domain")
-    optimizer = torch.optim.SGD(adapters[0].parameters("domain").values(), lr=1.0)
+    adapters[0].require_grad(of_roles("domain"))
+    optimizer = torch.optim.SGD(adapters[0].tensors(of_roles("domain")).values(), lr=1.0)
     masked_loss(adapters[0].attach(base), ids, None).backward()
     optimizer.step()
     assert not torch.equal(base(ids).logits, alone[0])
     assert all(torch.equal(t, copies[name]) for name, t in before.items())
     assert all(p.grad is None for p in base.parameters() if not p.requires_grad)
-    assert all(p.grad is None for p in adapters[0].parameters("shared", "projection").values())
+    assert all(
+        p.grad is None for p in adapters[0].tensors(of_roles("shared", "projection")).values()
+    )
     detach(base)
     assert torch.equal(base(ids).logits, bare)
 

@@ -50,14 +50,14 @@ def exact(name: str) -> PreTrainedModel:
 
 
 def adapter_of(base: nn.Module, layout: Layout) -> Adapter:
-    return Adapter(base, layout, 0, "ada", lambda part: True)
+    return Adapter(base, layout, 0, "ada", lambda _: True)
 
 
 def scramble(adapter: Adapter | AmoleAdapter) -> None:
     """Give every trained tensor values that count."""
     chance = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in adapter.parameters().values():
+        for parameter in adapter.tensors().values():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=chance))
 
 
@@ -69,10 +69,10 @@ def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
         adapter.attach(base)
         torch.testing.assert_close(base(IDS).logits, want)
         scramble(adapter)
-        for parameter in adapter.parameters().values():
+        for parameter in adapter.tensors().values():
             parameter.requires_grad_(True)
         language_model_loss(base, IDS).backward()
-        for name, parameter in adapter.parameters().items():
+        for name, parameter in adapter.tensors().items():
             assert parameter.grad is not None, name
             assert parameter.grad.any(), name
         detach(base)
@@ -83,9 +83,9 @@ def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedMo
     """A copy of a base whose linear layers hold what an adapter's only expert adds to them."""
     base = deepcopy(base)
     with torch.no_grad():
-        for A, B in pairs_of(adapter.parts()):
+        for A, B in pairs_of(adapter.parameters()):
             linear = base.get_submodule(A.path)
-            product = gain * B.parameter @ A.parameter
+            product = gain * B.tensor @ A.tensor
             weight = linear.weight
             assert isinstance(weight, Tensor)
             weight += product.t() if isinstance(linear, Conv1D) else product
@@ -110,18 +110,18 @@ def test_two_experts_are_two_mlps_weighed_by_the_router(name) -> None:
     adapter = adapter_of(base, layout := Layout(attention_rank=0))
     scramble(adapter)
     path, (mlp, _) = next(iter(expert_sites(base).items()))
-    parts, outputs = adapter.parts(), []
+    parts, outputs = adapter.parameters(), []
     x, residual = torch.randn(2, 5, 32).double(), torch.randn(2, 5, 32).double()
     also = (residual,) if name == "bloom" else ()
     for expert in ("generalist.0", "specialist.0"):
         own = deepcopy(mlp)
         for linear in (n for n, m in own.named_children() if isinstance(m, nn.Linear)):
-            A, B = (parts[f"{expert}/{path}.{linear}.{f}"].parameter for f in "AB")
+            A, B = (parts[f"{expert}/{path}.{linear}.{f}"].tensor for f in "AB")
             weight = own.get_submodule(linear).weight
             assert isinstance(weight, Tensor)
             weight.data += layout.gain(8) * B @ A
         outputs.append(own(x, *also))
-    weights = (x @ parts[f"router/{path}.weight"].parameter.t()).softmax(-1)
+    weights = (x @ parts[f"router/{path}.weight"].tensor.t()).softmax(-1)
     want = sum(w[..., None] * y for w, y in zip(weights.unbind(-1), outputs, strict=True))
     adapter.attach(base)
     torch.testing.assert_close(base.get_submodule(path)(x, *also), want)
@@ -138,14 +138,14 @@ def test_experts_beside_a_block_add_to_what_it_gives(name, top_k) -> None:
     [path, *_] = expert_sites(base)
     stand_in = base.get_submodule(path)
     assert isinstance(stand_in, Beside)
-    x, parts = torch.randn(2, 5, 32), adapter.parts()
-    scores = x @ parts[f"router/{path}.weight"].parameter.t()
+    x, parts = torch.randn(2, 5, 32), adapter.parameters()
+    scores = x @ parts[f"router/{path}.weight"].tensor.t()
     best, chosen = scores.topk(top_k, -1)
     weights = best.softmax(-1) if top_k > 1 else scores.softmax(-1).gather(-1, chosen)
     block = stand_in.base(x)
     want = block[0] if isinstance(block, tuple) else block
     for i, expert in enumerate(("generalist.0", "specialist.0", "specialist.1")):
-        A, B = (parts[f"{expert}/{path}.{factor}"].parameter for factor in "AB")
+        A, B = (parts[f"{expert}/{path}.{factor}"].tensor for factor in "AB")
         share = (weights * (chosen == i)).sum(-1, keepdim=True)
         want = want + share * layout.gain(8) * x @ A.t() @ B.t()
     got = stand_in(x)
@@ -157,15 +157,15 @@ def test_a_server_without_weights_makes_the_same_parts(base) -> None:
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(base.config)
     for layout in LAYOUTS.values():
-        mine, theirs = (adapter_of(model, layout).parts() for model in (hollow, base))
-        assert {n: p.parameter.shape for n, p in mine.items()} == {
-            n: p.parameter.shape for n, p in theirs.items()
+        mine, theirs = (adapter_of(model, layout).parameters() for model in (hollow, base))
+        assert {n: p.tensor.shape for n, p in mine.items()} == {
+            n: p.tensor.shape for n, p in theirs.items()
         }
 
 
 def test_every_layer_is_covered(base) -> None:
     everywhere = frozenset(range(len(layers(base))))
-    found = coverage(base, adapter_of(base, Layout()).parts().values())
+    found = coverage(base, adapter_of(base, Layout()).parameters().values())
     assert found.total == len(everywhere) == base.config.num_hidden_layers
     assert not found.others
     for what in ("experts", "LoRA"):
@@ -176,7 +176,7 @@ def test_every_layer_is_covered(base) -> None:
 def test_what_is_not_covered_is_said() -> None:
     base = small_model("qwen3_5_text")
     layout = Layout(generalists=0, specialists=0, targets="q_proj|o_proj")
-    found = coverage(base, adapter_of(base, layout).parts().values())
+    found = coverage(base, adapter_of(base, layout).parameters().values())
     assert found.lines() == (
         "LoRA on Qwen3_5Attention (o_proj, q_proj) in 1 of 4 layers",
         "no LoRA in the other 3 layers (Qwen3_5GatedDeltaNet, Qwen3_5MLP)",
@@ -218,7 +218,7 @@ def test_only_what_reads_text_gets_adapters() -> None:
     for layout in (*LAYOUTS.values(), Layout(generalists=0, specialists=0, targets=".*_proj")):
         adapter = adapter_of(base, layout)
         adapter.attach(base)
-        assert all("language_model" in part.path for part in adapter.parts().values())
+        assert all("language_model" in part.path for part in adapter.parameters().values())
 
 
 def test_an_mlp_is_known_by_its_layers() -> None:

@@ -15,7 +15,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss, token_losses
 
@@ -41,18 +41,18 @@ def base_of(config: PreTrainedConfig) -> PreTrainedModel:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_pairs_add_a_low_rank_product_to_the_weights(config: PreTrainedConfig) -> None:
     base, merged = base_of(config), base_of(config)
-    adapter = Adapter(base, PAIRS, seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base, PAIRS, seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(1)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data = torch.randn(parameter.shape, generator=chance).double() / 3
     ids = torch.randint(4, 61, (3, 9), generator=chance)
-    parts = adapter.parameters()
+    parts = adapter.tensors()
     for path in {name.removeprefix("dense/")[:-2] for name in parts}:
         weight = merged.get_submodule(path).weight
         assert isinstance(weight, torch.nn.Parameter)
         weight.data += 16 / 3 * parts[f"dense/{path}.B"] @ parts[f"dense/{path}.A"]
     adapter.attach(base)
-    adapter.require_grad("dense")
+    adapter.require_grad(of_roles("dense"))
     loss = language_model_loss(base, ids)
     wanted = F.cross_entropy(merged(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, wanted)
@@ -67,6 +67,6 @@ def test_unknown_architectures_are_named() -> None:
     for layer in rwkv.rwkv.blocks:
         layer.attention = nn.Identity()
     with pytest.raises(CoterieError, match="RwkvForCausalLM has no supported attention"):
-        Adapter(rwkv, PAIRS, 0, "ada", lambda part: False)
+        Adapter(rwkv, PAIRS, 0, "ada", lambda _: False)
     with pytest.raises(CoterieError, match="RwkvForCausalLM has no MLP that experts"):
-        Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda part: False)
+        Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda _: False)

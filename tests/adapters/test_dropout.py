@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, LoraLinear, Mixture
+from coterie.adapters import (
+    Adapter,
+    AmoleAdapter,
+    AmoleLayout,
+    Layout,
+    LoraLinear,
+    Mixture,
+    of_roles,
+)
 from coterie.adapters import dropout as dropping
 from coterie.adapters.dropout import drawing_masks
 from coterie.bases.sites import chosen_linears, mlp_shape
@@ -45,9 +53,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
-    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda part: False)
+    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
     draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=draws)
     return adapter
 
@@ -102,13 +110,13 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     base: PreTrainedModel, layout: Layout, masks: list[Tensor]
 ) -> None:
     adapter = filled(base, layout)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     path = next(name for name, _ in base.named_modules() if name.endswith("1.mlp"))
     mlp = base.get_submodule(path)
     base.requires_grad_(False)
     x, dy = torch.randn(2, 15, 12, dtype=torch.float64, generator=chance()).unbind()
     x.requires_grad_()
-    mine = {n: p for n, p in adapter.parameters().items() if path in n}
+    mine = {n: p for n, p in adapter.tensors().items() if path in n}
     adapter.attach(base)
     mixture = base.get_submodule(path)
     assert isinstance(mixture, Mixture)
@@ -147,10 +155,10 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
     linears = chosen_linears(base, layout.targets)
     adapter = AmoleAdapter(base, layout, 3, dict.fromkeys(linears, held))
     draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=draws)
     path, linear = next(iter(linears.items()))
-    p = {name: part.parameter for name, part in adapter.parts().items()}
+    p = {name: part.tensor for name, part in adapter.parameters().items()}
     x = torch.randn(4, 12, dtype=torch.float64, generator=chance())
     adapter.attach(base)
     with drawing_masks(chance()):
@@ -182,7 +190,7 @@ def test_nothing_drops_out_but_in_training(
     else:
         paths = chosen_linears(base, AMOLE.targets)
         adapter = AmoleAdapter(base, AMOLE, 3, dict.fromkeys(paths, (1, 2, 3)))
-        for parameter in adapter.parameters().values():
+        for parameter in adapter.tensors().values():
             parameter.data.normal_(std=0.3, generator=chance())
     adapter.attach(base)
     plain = base(ids).logits

@@ -8,7 +8,7 @@ from coterie.adapters import Adapter, Layout, Mixture, first_experts
 
 def test_first_experts_are_the_routers_highest_scores(base) -> None:
     layout = Layout(generalists=1, specialists=2, top_k=2)
-    adapter = Adapter(base, layout, seed=0, client="a", common=lambda part: False)
+    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     seen: dict[str, torch.Tensor] = {}
     mixtures = {path: m for path, m in base.named_modules() if isinstance(m, Mixture)}
@@ -30,6 +30,6 @@ def test_first_experts_are_the_routers_highest_scores(base) -> None:
 
 
 def test_without_a_router_there_is_none(base) -> None:
-    adapter = Adapter(base, Layout(routed=False), seed=0, client="a", common=lambda part: False)
+    adapter = Adapter(base, Layout(routed=False), seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     assert first_experts(base) == {}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, Layout, Mixture, first_experts
+from coterie.adapters import Adapter, Layout, Mixture, Role, first_experts, of_roles
 from coterie.adapters.padding import real_tokens
 from coterie.errors import CoterieError
 
@@ -66,11 +66,11 @@ def naive(
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
     """An adapter whose B are not zero, and whose routers are not nearly uniform."""
-    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda part: False)
+    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     return adapter
 
 
@@ -88,7 +88,7 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
             parameter.normal_(std=0.3, generator=chance)
     x = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance).requires_grad_()
     dy = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance)
-    mine = {n: p for n, p in adapter.parameters().items() if path in n}
+    mine = {n: p for n, p in adapter.tensors().items() if path in n}
     y = naive(base_mlp, layout, path, mine, x)
     wanted = [x, *mine.values()]
     expected = torch.autograd.grad(y, wanted, dy)
@@ -101,21 +101,21 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("trained", ["generalist", "router"])
+@pytest.mark.parametrize("role", ["generalist", "router"])
 def test_gradients_do_not_depend_on_what_else_is_trained(
-    base: PreTrainedModel, ids: Tensor, trained: str
+    base: PreTrainedModel, ids: Tensor, role: Role
 ) -> None:
     """Experts' steps and routers' steps skip parts of the hand-written gradient."""
     adapter = filled(base, Layout(2, 2, rank=3))
     adapter.attach(base)
     base(ids, labels=ids).loss.backward()
-    everything = {n: p.grad for n, p in adapter.parameters().items()}
-    for parameter in adapter.parameters().values():
+    everything = {n: p.grad for n, p in adapter.tensors().items()}
+    for parameter in adapter.tensors().values():
         parameter.grad = None
-    adapter.require_grad(trained)  # pyright: ignore[reportArgumentType]
+    adapter.require_grad(of_roles(role))
     base(ids, labels=ids).loss.backward()
-    for name, parameter in adapter.parameters().items():
-        if adapter.parts()[name].role == trained:
+    for name, parameter in adapter.tensors().items():
+        if adapter.parameters()[name].role == role:
             torch.testing.assert_close(parameter.grad, everything[name], rtol=0, atol=1e-12)
         else:
             assert parameter.grad is None
@@ -129,7 +129,7 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
     assert isinstance(weight, Tensor)
     logits = base(ids).logits
     expected = torch.autograd.grad(logits.square().mean(), weight)[0]
-    Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False).attach(base)
+    Adapter(base, Layout(), seed=0, client="ada", common=lambda _: False).attach(base)
     weight.requires_grad_(True)
     torch.testing.assert_close(base(ids).logits, logits, rtol=0, atol=1e-10)
     got = torch.autograd.grad(base(ids).logits.square().mean(), weight)[0]
@@ -139,7 +139,7 @@ def test_every_activation_is_the_bases_own(base: PreTrainedModel, ids: Tensor, a
 def routed_with(logits: Tensor, top_k: int, base: PreTrainedModel) -> Mixture:
     """A mixture whose last forward pass had these router logits: (tokens, experts)."""
     layout = Layout(1, logits.shape[1] - 1, top_k=top_k)
-    adapter = Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
     adapter.attach(base)
     mixture = next(m for m in base.modules() if isinstance(m, Mixture))
     x = torch.zeros(len(logits), 12, dtype=torch.float64)
@@ -204,14 +204,16 @@ def test_load_balance_is_the_mean_over_layers_and_trains_routers(
     loss = adapter.load_balance("uniform")
     torch.testing.assert_close(loss, sum(layers) / len(layers))
     loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in adapter.parameters("router").values())
+    assert all(
+        p.grad is not None and p.grad.any() for p in adapter.tensors(of_roles("router")).values()
+    )
     assert all(w.sum().item() == pytest.approx(1) for w in adapter.routing().values())
 
 
 def test_no_router_no_balance(base: PreTrainedModel) -> None:
     for layout in (Layout(1, 0), Layout(2, 2, routed=False), Layout(0, 0)):
-        adapter = Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
-        assert not adapter.parameters("router")
+        adapter = Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
+        assert not adapter.tensors(of_roles("router"))
         assert not adapter.balances
         assert adapter.routing() == {}
         with pytest.raises(CoterieError, match="no router"):
@@ -235,7 +237,7 @@ def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout:
     rounded.backward()
     assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
     assert all(p.grad is not None and p.grad.dtype == torch.float32
-               for p in adapter.parameters().values())  # fmt: skip
+               for p in adapter.tensors().values())  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])

@@ -149,13 +149,13 @@ def test_rounds_of_a_method(config, method) -> None:
     """FedAvgM: each tensor has its momentum, from the first values that all have in common."""
     optimiser = {"name": "fedavgm", "learning_rate": 0.5}
     sides: Any = joined(run_with(config, optimiser, method=method))
-    x = {n: t.double().clone() for n, t in sides.server.averaged()["adapter"].items()}
+    x = {n: t.double().clone() for n, t in sides.server.replaces()["adapter"].items()}
     m = {n: torch.zeros_like(t) for n, t in x.items()}
     for round in range(3):
         for n, mean in means_of(one_round(sides, round)).items():
             m[n] = 0.9 * m[n] + mean - x[n]
             x[n] = x[n] + 0.5 * m[n]
-        for n, tensor in sides.server.averaged()["adapter"].items():
+        for n, tensor in sides.server.replaces()["adapter"].items():
             torch.testing.assert_close(tensor.double(), x[n], rtol=1e-5, atol=1e-7)
     assert any(tensor.abs().max() > 1e-4 for tensor in m.values())
 
@@ -229,7 +229,7 @@ def test_where_nothing_is_replaced_it_is_refused() -> None:
     aggregation = aggregation_of("fedadam")
     mean = Message(0, {"statistics": {"x": torch.ones(1)}})
     with pytest.raises(CoterieError, match="replaces no parameters by their mean; remove it"):
-        aggregation.stepped(mean, ServerSide().averaged())
+        aggregation.stepped(mean, ServerSide().replaces())
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_it_is_that_of_transformers(kind: Any) -> None:
 def test_a_mixture_drops_out_where_its_mlp_does(kind: Any) -> None:
     """Pairs begin as zero, so nothing but dropout tells them from the base."""
     base, other = made(kind, 0.0), made(kind, RATE).train()
-    Adapter(base, Layout(), 0, "ada", lambda part: True).attach(base)
+    Adapter(base, Layout(), 0, "ada", lambda _: True).attach(base)
     torch.manual_seed(7)
     wanted = other(IDS).logits
     with base_dropout(base, RATE, 7):

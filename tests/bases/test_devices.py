@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 
 import coterie
 from coterie import CoterieError
-from coterie.adapters import Adapter, Layout, detach
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
 from coterie.config.run import parse
@@ -76,13 +76,13 @@ def test_layers_are_spread_in_their_order(bases, family, count) -> None:
 
 def result(base: Any, family: str) -> list[torch.Tensor]:
     """Of a step with an adapter: loss, gradients, losses by token and logits."""
-    adapter = Adapter(base.model, Layout(), 0, "ada", lambda part: True)
+    adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
-    adapter.require_grad("generalist", "specialist", "dense", "router")
+    adapter.require_grad(of_roles("generalist", "specialist", "dense", "router"))
     loss = language_model_loss(model, IDS)
     loss.backward()
     pieces = list(logits_in_pieces(model, Batch(IDS)))
-    grads = [p.grad for p in adapter.parameters().values() if p.grad is not None]
+    grads = [p.grad for p in adapter.tensors().values() if p.grad is not None]
     found = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
     detach(base.model)
     return found

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import coterie
-from coterie.adapters import Adapter, Layout, detach
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases import Base, BaseSpec, load_base, load_skeleton
 from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
@@ -45,12 +45,12 @@ def loaded(folder: str, weights: Any, precision: Any = "fp32") -> Base:
 
 def gradients(base: Base) -> torch.Tensor:
     """Of an adapter's matrices that begin as zero, in a row."""
-    adapter = Adapter(base.model, Layout(), 0, "ada", lambda part: True)
+    adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
-    adapter.require_grad("generalist", "specialist", "dense")
+    adapter.require_grad(of_roles("generalist", "specialist", "dense"))
     language_model_loss(model, IDS).backward()
     detach(base.model)
-    found = [p.grad for n, p in adapter.parameters().items() if n.endswith(".B")]
+    found = [p.grad for n, p in adapter.tensors().items() if n.endswith(".B")]
     return torch.cat([grad.flatten() for grad in found if grad is not None])
 
 
@@ -74,8 +74,8 @@ def test_its_linear_layers_are_small_and_as_a_server_knows_them(folders, family,
     base, skeleton = loaded(folders[family], weights, "bf16"), load_skeleton(folders[family])
     plain = loaded(folders[family], "bf16", "bf16").model.get_memory_footprint()
     assert base.model.get_memory_footprint() < plain
-    mine = Adapter(base.model, Layout(), 0, "ada", lambda part: True).parameters()
-    theirs = Adapter(skeleton, Layout(), 0, "ada", lambda part: True).parameters()
+    mine = Adapter(base.model, Layout(), 0, "ada", lambda _: True).tensors()
+    theirs = Adapter(skeleton, Layout(), 0, "ada", lambda _: True).tensors()
     assert {n: (p.shape, p.dtype) for n, p in mine.items()} == {
         n: (p.shape, p.dtype) for n, p in theirs.items()
     }

@@ -276,7 +276,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
 def test_uploads_that_are_sent_again_take_no_more_space(config, tmp_path) -> None:
     run = weighted(config)
     local = joined(run)
-    local.server.open(0, sorted(local.clients))
+    local.server.start_round(0, sorted(local.clients))
     uploads = Uploads(tmp_path, local.server, local.aggregation)
     sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}
     for number in range(40):

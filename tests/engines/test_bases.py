@@ -20,7 +20,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import evaluate
 from coterie.federation.participants import EVERYONE, gathered, served
-from coterie.methods.contract import Setting
+from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import RunFolder, Watch, describe
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, folder, workers
@@ -119,18 +119,20 @@ def test_a_name_that_takes_no_part_is_refused(changes, sentence, mixed) -> None:
 
 
 def test_methods_are_told_of_bases_and_of_the_server(with_server, other) -> None:
-    seen: list[Setting] = []
+    seen: list[RunFacts] = []
 
     class Curious(Pretrained):
         name = "curious"
 
-        def check(self, setting: Setting) -> None:
-            seen.append(setting)
+        def check(self, run: RunFacts) -> None:
+            seen.append(run)
 
     run = with_server().model_copy(update={"method": Curious()})
     Session(run).check(run)
     bases = {"diarist": run.base, "poet": BaseSpec(name=other), "whaler": run.base}
-    assert seen == [Setting(NAMES, True, bases, server=True, instructions=False, optimiser="adamw")]
+    assert seen == [
+        RunFacts(NAMES, True, bases, server=True, instructions=False, optimiser="adamw")
+    ]
 
 
 class StopAfterFirstRound(Watch):

@@ -39,8 +39,8 @@ class Broken(available()[{base!r}]):
             if {last}:
                 train(round)
             if (context.name, round) in {when}:
-                for part in side.parts().values():
-                    part.parameter.data.fill_(torch.nan)
+                for part in side.parameters().values():
+                    part.tensor.data.fill_(torch.nan)
             if not {last}:
                 train(round)
 
@@ -114,7 +114,7 @@ def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> N
         coterie.run(run, out=tmp_path / "before", watch=stopping(1))
     before = RunFolder(tmp_path / "before")
     mine, earlier = (folder.load(f"client-{WHO}") for folder in (found, before))
-    private = {part.name for part in _parts(run) if not run.method.sends(part)}
+    private = {part.name for part in _parts(run) if not run.method.shared(part)}
     assert private
     for name in private:
         assert torch.equal(mine["adapter"][name], earlier["adapter"][name])
@@ -136,7 +136,7 @@ def stopping(after: int) -> type[Watch]:
 
 
 def _parts(run: coterie.RunConfig) -> list[Any]:
-    return [*joined(run).clients[WHO].parts().values()]
+    return [*joined(run).clients[WHO].parameters().values()]
 
 
 @pytest.mark.parametrize("after", [1, 2], ids=["before it", "after it"])
@@ -242,8 +242,8 @@ def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, mo
 
     def distil(self: Distiller, round: int) -> float:
         if self.context.name == "server":
-            for part in self.adapter.parts().values():
-                part.parameter.data.fill_(torch.nan)
+            for part in self.adapter.parameters().values():
+                part.tensor.data.fill_(torch.nan)
         return original(self, round)
 
     monkeypatch.setattr(Distiller, "distil", distil)
@@ -264,8 +264,8 @@ def test_a_client_that_diverges_on_the_last_download_keeps_its_model(
 
     def distil(self: Distiller, round: int) -> float:
         if (self.context.name, round) == (WHO, 1):
-            for part in self.adapter.parts().values():
-                part.parameter.data.fill_(torch.nan)
+            for part in self.adapter.parameters().values():
+                part.tensor.data.fill_(torch.nan)
         return original(self, round)
 
     monkeypatch.setattr(Distiller, "distil", distil)

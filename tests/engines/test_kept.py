@@ -36,10 +36,10 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))
 
     for round in range(run.exchanges):
-        local.server.open(round, sorted(local.clients))
+        local.server.start_round(round, sorted(local.clients))
         uploads = {}
         for name, client in sorted(local.clients.items()):
-            client.take(down(local, name))
+            client.receive(down(local, name))
             if aggregated and round:
                 note(name)
             client.train(round)

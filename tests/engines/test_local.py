@@ -137,7 +137,7 @@ def answer(data):
 answer(schema.send("hello", side.hello()))
 while size := sys.stdin.buffer.read(8):
     message = schema.receive("down", sys.stdin.buffer.read(struct.unpack("<Q", size)[0]))
-    side.take(message)
+    side.receive(message)
     side.train(message.round)
     upload = side.upload(message.round)
     store.write_bytes(side.state().encode())
@@ -198,13 +198,14 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     for name in names:
         server.join(name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):
-        server.open(round, names)
+        server.start_round(round, names)
         given = []
         for name in names:
             upload = workers[name].step(schema.send("down", server.download(name)))
             message = schema.receive("up", upload)
             given.append(contribution(server, aggregation, name, message))
-        server.close(aggregation.mean(round, given))
+        mean = aggregation.mean(round, given)
+        server.end_round(mean, mean.values["held"])
         if round == 0:  # a client's process ends and another takes its place
             workers["poet"].stop()
             start("poet")

@@ -68,10 +68,10 @@ def stopping(run: RunConfig):
         if not names:
             break
         present.append(names)
-        local.server.open(round, names)
+        local.server.start_round(round, names)
         uploads = {}
         for name in names:
-            local.clients[name].take(down(local, name))
+            local.clients[name].receive(down(local, name))
             if aggregated and round:
                 compare(name)
             local.clients[name].train(round)
@@ -81,7 +81,7 @@ def stopping(run: RunConfig):
         close(local, round, uploads)
     for name, client in local.clients.items():
         before = client.state()
-        client.take(down(local, name))
+        client.receive(down(local, name))
         if aggregated and gains(name):  # its best model is still sought
             compare(name)
         if not aggregated:

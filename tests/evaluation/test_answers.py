@@ -37,9 +37,9 @@ ITEMS = [
 
 def adapted(folder: str, precision: Literal["fp32", "bf16"] = "fp32") -> Base:
     base = load_base(folder, precision, 64)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(1)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
     adapter.attach(base.model)
     return base

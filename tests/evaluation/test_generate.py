@@ -31,9 +31,9 @@ def prompts() -> list[Tensor]:
 def adapted(folder: str) -> Base:
     """A base with an adapter whose values make texts differ."""
     base = load_base(folder, "fp32", 16)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.5, generator=chance)
     adapter.attach(base.model)
     return base

@@ -47,7 +47,7 @@ def test_personal_parts_are_not_sent(each_run) -> None:
         return
     for client in local.clients.values():
         assert not any(
-            each_run.method.sends(p) for p in client.parts().values() if p.role in personal
+            each_run.method.shared(p) for p in client.parameters().values() if p.role in personal
         )
 
 
@@ -77,8 +77,8 @@ class FirstFactor(FedAvg):
     name = "first-factor"
     summary = "A of every pair is averaged; B stays"
 
-    def sends(self, part):
-        return part.factor == "A"
+    def shared(self, parameter):
+        return parameter.factor == "A"
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
     uploads = one_round(local, 0)
     take(local)
     for name, client in local.clients.items():
-        parts, sent = client.parts(), uploads[name]["adapter"]
+        parts, sent = client.parameters(), uploads[name]["adapter"]
         assert sent.keys() == {n for n, p in parts.items() if p.factor == "A"}
         assert len(parts) == 2 * len(sent)
         for tensor, part in parts.items():
@@ -106,15 +106,15 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
                 mean = torch.stack([u["adapter"][tensor].double() for u in uploads.values()]).mean(
                     0
                 )
-                torch.testing.assert_close(part.parameter.detach().double(), mean)
+                torch.testing.assert_close(part.tensor.detach().double(), mean)
             else:
-                assert part.parameter.any()  # B was trained, and is this client's own
-                message = Message(0, {"adapter": {tensor: part.parameter}})
+                assert part.tensor.any()  # B was trained, and is this client's own
+                message = Message(0, {"adapter": {tensor: part.tensor}})
                 with pytest.raises(MessageError, match="must stay on its client"):
                     local.clients.part(name)._sent("up", message)
-    poet, whaler = (local.clients[name].parts() for name in ("poet", "whaler"))
+    poet, whaler = (local.clients[name].parameters() for name in ("poet", "whaler"))
     for tensor, part in poet.items():
-        alike = torch.equal(part.parameter, whaler[tensor].parameter)
+        alike = torch.equal(part.tensor, whaler[tensor].tensor)
         assert alike == (part.factor == "A")
 
 

@@ -63,7 +63,7 @@ def distiller_of(
     chosen = FedMKT.model_validate(values | method)
     adapter = chosen.adapter(base.model, 0, "ada")
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.1, generator=chance)
     return Distiller(chosen, context, adapter)
 
@@ -255,7 +255,7 @@ def test_what_is_not_finite_is_left_out_and_named(poisoned, caplog) -> None:
 
 def test_a_side_that_knows_nothing_is_told_what_may_help(make) -> None:
     distiller = make()
-    for parameter in distiller.adapter.parameters().values():
+    for parameter in distiller.adapter.tensors().values():
         parameter.data.fill_(torch.nan)
     with pytest.raises(CoterieError, match="learning_rate"):
         distiller.begin(distiller.knowledge())
@@ -267,7 +267,7 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
     distiller.begin(made_up(poisoned, 0, [2.0], ITEMS[2:3]))
     with pytest.raises(CoterieError, match=r"'ada'.*learning_rate"):
         distiller.distil(0)
-    assert all(p.isfinite().all() for p in distiller.adapter.parameters().values())
+    assert all(p.isfinite().all() for p in distiller.adapter.tensors().values())
 
 
 @pytest.mark.parametrize("clip", some({0.05}, [None, 0.05]))
@@ -300,8 +300,8 @@ def test_distillation_is_plain_training_on_both_losses(
     loss = distiller.distil(1)
     other = make(training=training)
     model, wanted = other.model(), dense(distiller.learns, base)
-    parameters = list(other.adapter.parameters().values())
-    other.adapter.require_grad(*{part.role for part in other.adapter.parts().values()})
+    parameters = list(other.adapter.tensors().values())
+    other.adapter.require_grad(lambda _: True)
     optimiser = torch.optim.AdamW(
         parameters, lr=learning_rate(training, 2)(3), betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -330,9 +330,9 @@ def test_distillation_is_plain_training_on_both_losses(
             optimiser.zero_grad()
             losses.append(found.item())
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    for name, parameter in other.adapter.parameters().items():
+    for name, parameter in other.adapter.tensors().items():
         torch.testing.assert_close(
-            distiller.adapter.parameters()[name], parameter, rtol=1e-3, atol=1e-4
+            distiller.adapter.tensors()[name], parameter, rtol=1e-3, atol=1e-4
         )
 
 

@@ -44,7 +44,7 @@ def start(
 def play(run: LocalRun, round: int) -> dict[str, Message]:
     """A round, but for its end, in which local training moves every parameter, personal ones too,
     by chance."""
-    run.server.open(round, sorted(run.clients))
+    run.server.start_round(round, sorted(run.clients))
     uploads = {}
     for seed, name in enumerate(sorted(run.clients)):
         client = run.clients[name]
@@ -56,12 +56,12 @@ def play(run: LocalRun, round: int) -> dict[str, Message]:
 
 def pairs(client: AdapterClient) -> dict[str, tuple[str, str]]:
     """The names of A and B of each pair, by what they have in common."""
-    return {a.name[:-2]: (a.name, b.name) for a, b in pairs_of(client.parts())}
+    return {a.name[:-2]: (a.name, b.name) for a, b in pairs_of(client.parameters())}
 
 
 def move(client: AdapterClient, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
-    for parameter in client.adapter.parameters().values():
+    for parameter in client.adapter.tensors().values():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=chance)
     client.model()(torch.zeros(1, 2, dtype=torch.int64))  # so that there is routing to report
 
@@ -94,7 +94,7 @@ def naive(client: AdapterClient, base: Base, means: dict[str, Tensor], ids: Tens
     """Logits of the base with shared pairs replaced by dense updates, one full MLP per expert."""
     adapter, model = client.adapter, base.model
     detach(model)
-    parameters = adapter.parameters()
+    parameters = adapter.tensors()
 
     def update(pair: str) -> Tensor:
         if pair in means:
@@ -161,7 +161,7 @@ def test_models_have_the_mean_of_the_updates(
         for name in sorted(run.clients):
             client = run.clients[name]
             assert isinstance(client, AdapterClient)
-            client.take(down(run, name))
+            client.receive(down(run, name))
             expected = naive(client, base, means, ids)
             got = client.model()(ids).logits
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
@@ -181,7 +181,7 @@ def test_residuals_do_not_move_and_have_no_gradient(
     folder = RunFolder(done.path)
     states = [folder.load(f"client-{name}") for name in ("poet", "whaler")]
     residual = states[0]["residual"]
-    parts = joined(run).clients["poet"].parts()
+    parts = joined(run).clients["poet"].parameters()
     assert {parts[name].role for name in residual} == {"dense", "generalist"}
     assert residual.keys() == states[1]["residual"].keys()
     assert all(torch.equal(tensor, states[1]["residual"][n]) for n, tensor in residual.items())
@@ -199,7 +199,7 @@ def test_residuals_do_not_move_and_have_no_gradient(
 
 def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, Base]]) -> None:
     run, _ = start({"name": "fedavg"})
-    run.server.open(0, ["poet"])
+    run.server.start_round(0, ["poet"])
     client = run.clients["poet"]
     assert isinstance(client, AdapterClient)
     client.training.round = lambda round: move(client, round)  # pyright: ignore
@@ -216,7 +216,7 @@ def test_residuals_of_a_wrong_shape_are_refused(
     assert isinstance(client, AdapterClient)
     download = down(run, "poet")
     residual = download["residual"]
-    a, b = next((a.name, b.name) for a, b in pairs_of(client.parts()) if a.role == "dense")
+    a, b = next((a.name, b.name) for a, b in pairs_of(client.parameters()) if a.role == "dense")
     A, B = residual[a], residual[b]
 
     def told(tensors: Mapping[str, Tensor]) -> Message:
@@ -232,9 +232,9 @@ def test_residuals_of_a_wrong_shape_are_refused(
     ]
     for change in wrong:
         with pytest.raises(MessageError, match=r"shape|expected"):
-            client.take(told({**residual, **change}))
+            client.receive(told({**residual, **change}))
     for missing in (a, b):
         rest = {name: tensor for name, tensor in residual.items() if name != missing}
         with pytest.raises(MessageError, match=r"missing|expected"):
-            client.take(told(rest))
-    client.take(told(residual))
+            client.receive(told(rest))
+    client.receive(told(residual))

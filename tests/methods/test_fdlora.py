@@ -23,7 +23,7 @@ def sides(run, method) -> Any:
 
 
 def values_of(adapter) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in adapter.tensors().items()}
 
 
 def same(one, other) -> bool:
@@ -58,7 +58,7 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
     first = server.download("poet")["adapter"]
     naive = {}
     for number in range(4):
-        server.open(number, ["diarist", "poet"])
+        server.start_round(number, ["diarist", "poet"])
         uploads = {
             client: {n: torch.randn(t.shape, generator=chance) for n, t in first.items()}
             for client in ("diarist", "poet")
@@ -66,7 +66,7 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
         if number == 2:  # momentum survives a restart in the middle of a round
             state, server = server.state(), sides(config(), local.config.method).server
             server.restore(State.decode(state.encode()))
-            server.open(number, ["diarist", "poet"])
+            server.start_round(number, ["diarist", "poet"])
         aggregated(local, server, number, uploads)
         for name in first:
             one, other = (sent[name].double() for sent in uploads.values())
@@ -133,7 +133,7 @@ def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
     again = sides(config(rounds=6), FDLora(private="trained")).clients["poet"]
     for number in range(3):
         noise = {n: torch.full_like(t, 0.01) for n, t in seen[0][0].items()}
-        again.take(Message(number, {"adapter": noise}))
+        again.receive(Message(number, {"adapter": noise}))
         again.train(number)
     assert same(values_of(again.private), seen[-1][0])
 
@@ -149,7 +149,7 @@ def cost(client, weights, round: int) -> float:
     shared, private = values_of(client.adapter), values_of(client.private)
     w1, w2 = weights
     with torch.no_grad():
-        for name, parameter in sum_of.parameters().items():
+        for name, parameter in sum_of.tensors().items():
             parameter.copy_(w1 * shared[name] + w2 * private[name])
         model = sum_of.attach(context.base.model)
         loss = sum(
@@ -168,7 +168,7 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     local = sides(run, method)
     list(rounds(local, 3))
     client = local.clients["poet"]
-    local.server.open(3, ["poet"])
+    local.server.start_round(3, ["poet"])
     step(local, "poet", 3)
     w1, w2 = client.weights
     assert max(abs(w1), abs(w2)) <= 1.5
@@ -177,9 +177,9 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     model = client.model()
     shared, private = values_of(client.adapter), values_of(client.private)
     assert not same(shared, private)
-    for name, p in client.fused.parameters().items():
+    for name, p in client.fused.tensors().items():
         assert torch.allclose(p, w1 * shared[name] + w2 * private[name], atol=1e-7)
-        part = client.fused.parts()[name]
+        part = client.fused.parameters()[name]
         assert getattr(model.get_submodule(part.path).lora, part.factor) is p
     # A model that is restored needs no text to be fused.
     ids = torch.arange(3, 15)[None]
@@ -205,7 +205,7 @@ def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
         list(rounds(local, 2))
         client = local.clients["poet"]
         trained, client.weights = client.weights, [9.0, 9.0]
-        client.take(down(local, "poet"))
+        client.receive(down(local, "poet"))
         assert client.weights != [9.0, 9.0]
         found.append((trained, client.weights))
         assert np.random.random() == np.random.RandomState(seed).random()  # nothing was drawn
@@ -231,7 +231,7 @@ def test_without_nevergrad_it_says_what_to_install(config, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     client = sides(config(), FDLora()).clients["poet"]
     with pytest.raises(CoterieError, match=r"coterie\[fdlora\]"):
-        client.take(Message(0, {"adapter": values_of(client.adapter)}))
+        client.receive(Message(0, {"adapter": values_of(client.adapter)}))
 
 
 def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:
@@ -239,11 +239,11 @@ def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:
     client = local.clients["poet"]
     one_round(local, 0)
     trained = client.weights
-    client.take(down(local, "poet"))
+    client.receive(down(local, "poet"))
     assert client.weights == trained  # not where a round is still to come
     client.train(1)
     trained = client.weights
-    local.server.open(1, [])
+    local.server.start_round(1, [])
     close(local, 1, {})
     take(local)
     assert client.weights != trained

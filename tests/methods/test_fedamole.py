@@ -17,7 +17,7 @@ from coterie.engines.local import LocalRun
 from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
-from coterie.methods.contract import Setting
+from coterie.methods.contract import RunFacts
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.registry import method_from
 from coterie.privacy.ledger import Ledger
@@ -47,7 +47,7 @@ def held(local: LocalRun, client: str, path: str) -> list[int]:
 def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> None:
     local = start(clients_per_expert=2, min_experts=3, max_experts=5)
     for round in range(2):
-        local.server.open(round, list(WRITERS))
+        local.server.start_round(round, list(WRITERS))
         for path in PATHS:
             of = {name: held(local, name, path) for name in WRITERS}
             assert all(3 <= len(experts) <= 5 for experts in of.values())
@@ -70,14 +70,14 @@ def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> N
     local = start(clients_per_expert=1, min_experts=1)
     one_round(local, 0)
     before, embeddings = dict(local.server.values), dict(local.server.expert_means)
-    local.server.open(1, sorted(WRITERS))
+    local.server.start_round(1, sorted(WRITERS))
     away = {f"domain.{j}/{path}" for path in PATHS for j in held(local, "poet", path)}
     uploads = {name: step(local, name, 1) for name in ("diarist", "whaler")}
     close(local, 1, uploads)  # the poet's upload is lost
     for name, value in local.server.values.items():
         if name.rpartition(".")[0] in away:
             assert torch.equal(value, before[name])
-            part = local.server.parts[name]
+            part = local.server.parameters[name]
             mean = f"{part.path}.{part.expert}"
             assert torch.equal(local.server.expert_means[mean], embeddings[mean])
         elif name.startswith("domain."):
@@ -145,12 +145,12 @@ def test_assignments_depend_on_round_and_participants_alone(start) -> None:
     one, other = start(), start()
     one_round(one, 0)
     one_round(other, 0)
-    one.server.open(1, list(WRITERS))
-    other.server.open(1, ["diarist", "poet"])  # too few uploads; the round is opened again
-    other.server.open(1, list(WRITERS))
+    one.server.start_round(1, list(WRITERS))
+    other.server.start_round(1, ["diarist", "poet"])  # too few uploads; the round is opened again
+    other.server.start_round(1, list(WRITERS))
     fresh = start()
     fresh.server.restore(one.server.state())
-    fresh.server.open(1, list(WRITERS))
+    fresh.server.start_round(1, list(WRITERS))
     for name in WRITERS:
         messages = [run.server.download(name).encode() for run in (one, other, fresh)]
         assert messages[0] == messages[1] == messages[2]
@@ -163,19 +163,19 @@ def test_a_client_that_comes_after_the_last_round_changes_nothing_for_others(sta
     one_round(local, 0, ["diarist", "poet"])
     before = {name: server.download(name).encode() for name in ("diarist", "poet")}
     server.join("whaler", Message())
-    local.clients["whaler"].take(down(local, "whaler"))
+    local.clients["whaler"].receive(down(local, "whaler"))
     assert before == {name: server.download(name).encode() for name in ("diarist", "poet")}
     alone = start()
     alone.server.restore(server.state())
     for run in (server, alone.server):  # nor for what comes after a restart
-        run.open(1, list(WRITERS))
+        run.start_round(1, list(WRITERS))
     assert server.download("poet").encode() == alone.server.download("poet").encode()
 
 
 def test_bounds_relax_when_clients_are_missing(start) -> None:
     local = start(clients_per_expert=2, min_experts=2, max_experts=4)
     one_round(local, 0)
-    local.server.open(1, ["poet"])  # k_c falls to 1, and b rises to 6
+    local.server.start_round(1, ["poet"])  # k_c falls to 1, and b rises to 6
     assert held(local, "poet", PATHS[0]) == list(range(6))
     one_round(local, 2)
 
@@ -192,7 +192,9 @@ def test_bounds_relax_when_clients_are_missing(start) -> None:
 )
 def test_ablations(start, method) -> None:
     local = start(**method)
-    first = {n: held(local, n, PATHS[0]) for n in WRITERS if not local.server.open(0, [*WRITERS])}
+    first = {
+        n: held(local, n, PATHS[0]) for n in WRITERS if not local.server.start_round(0, [*WRITERS])
+    }
     up = one_round(local, 0)["poet"]
     second = {name: held(local, name, PATHS[0]) for name in WRITERS}
     if method.get("assignment") == "random-once":
@@ -249,8 +251,8 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     other = FedAMoLEClient(one.settings, replace(context, data=data, ledger=Ledger()))
     moved = []
     for round in range(5):
-        local.server.open(round, [*WRITERS])
-        other.take(down(local, "poet"))
+        local.server.start_round(round, [*WRITERS])
+        other.receive(down(local, "poet"))
         other.train(round)
         theirs, uploads = other.upload(round), {n: step(local, n, round) for n in WRITERS}
         mine = uploads["poet"]
@@ -272,7 +274,7 @@ def test_nothing_is_trained_on_the_embedding_set(start) -> None:
 
 def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
     local = start(embeddings=noisy_with())
-    local.server.open(0, [*WRITERS])
+    local.server.start_round(0, [*WRITERS])
     state, download = local.clients["poet"].state(), down(local, "poet")
     upload = step(local, "poet", 0)
     other = start(embeddings=noisy_with())
@@ -286,7 +288,7 @@ def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None
     client = local.clients["poet"]
     state, told = client.state(), []
     for names in (["diarist", "poet", "whaler"], ["poet", "whaler"]):
-        local.server.open(0, names)
+        local.server.start_round(0, names)
         client.restore(state)
         upload = step(local, "poet", 0)
         told.append(torch.cat([upload["tokens"][path] for path in PATHS]))
@@ -295,7 +297,7 @@ def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None
 
 def test_a_download_of_unknown_experts_is_refused(start) -> None:
     local = start()
-    local.server.open(0, [*WRITERS])
+    local.server.start_round(0, [*WRITERS])
     good = down(local, "poet")
     client, tensors, values = local.clients["poet"], good["adapter"], good.values
     name = next(name for name in tensors if name.startswith("domain."))
@@ -316,7 +318,7 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
         ({**tensors, "domain.3/lm_head.A": tensors[name]}, values),
     ):
         with pytest.raises(CoterieError):
-            client.take(Message(0, {"adapter": adapter}, told))
+            client.receive(Message(0, {"adapter": adapter}, told))
     upload = step(local, "poet", 0, good)
     with pytest.raises(MessageError, match="was not expected"):
         contribution(local.server, local.aggregation, "whaler", upload)
@@ -333,7 +335,7 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
 def test_what_cannot_be_assigned_is_refused_at_the_start(settings, clients, sentence) -> None:
     method = method_from({"name": "fedamole", **settings})
     with pytest.raises(CoterieError, match=sentence):
-        method.check(Setting(tuple(map(str, range(clients))), public=False))
+        method.check(RunFacts(tuple(map(str, range(clients))), public=False))
 
 
 def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:

@@ -23,7 +23,7 @@ def sides(run, method) -> LocalRun:
 def test_queries_and_values_carry_pairs_that_count_alpha_over_rank(config, bases, family) -> None:
     method = FedIT.model_validate({"attention": {"rank": 4}, "lora": {"alpha": 12.0}})
     local = sides(config(base=str(bases / family)), method)
-    local.server.open(0, ["poet"])
+    local.server.start_round(0, ["poet"])
     client: Any = local.clients["poet"]
     upload = step(local, "poet", 0)
     assert set(upload.groups) == {"adapter"}
@@ -47,7 +47,7 @@ def test_the_server_averages_the_pairs(config) -> None:
     local = sides(config(), FedIT())
     uploads = list(one_round(local, 0).values())
     after = down(local, "poet")["adapter"]
-    assert after.keys() == local.clients["poet"].parts().keys()
+    assert after.keys() == local.clients["poet"].parameters().keys()
     for name, tensor in after.items():
         mean = torch.stack([u["adapter"][name].double() for u in uploads]).mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-7)

@@ -34,7 +34,7 @@ class Sides:
     clients: dict[str, FedMKTClient]
 
     def a_round(self) -> dict[str, Message]:
-        return one_round(self.run, self.server.round)
+        return one_round(self.run, self.server.exchange)
 
 
 def sides(run: coterie.RunConfig) -> Sides:
@@ -52,7 +52,7 @@ def knowing(download: Message, **changes: Tensor) -> Message:
 
 
 def values_of(side: FedMKTServer | FedMKTClient) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in side.adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in side.adapter.tensors().items()}
 
 
 def equal(one: Tensors, other: Tensors) -> bool:
@@ -114,7 +114,7 @@ def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch)
     client = clients["diarist"]
     before = client.state()
     download = server.download("diarist")
-    client.take(download)
+    client.receive(download)
     taught = values_of(client)
     assert not equal(taught, before["adapter"])
     client.restore(before)
@@ -123,7 +123,7 @@ def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch)
     step(both.run, "diarist", 1, download)  # begins with the same
     assert equal(taught, begun)
     client.restore(before)
-    client.take(download)
+    client.receive(download)
     assert equal(taught, values_of(client))
 
 
@@ -174,7 +174,7 @@ def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_av
     assert {name for u in both.a_round().values() for name in u.groups} == {"knowledge"}
     for name, client in both.clients.items():
         before, trained[name] = client.state(), values_of(client)
-        client.take(down(both.run, name))
+        client.receive(down(both.run, name))
         learnt[name] = values_of(client)
         client.restore(before)
     for name, upload in both.a_round().items():
@@ -204,10 +204,10 @@ def test_labels_alone_take_nothing_from_others(teachers) -> None:
     both.a_round()
     poet = clients["poet"]
     before, download = poet.state(), server.download("poet")
-    poet.take(download)
+    poet.receive(download)
     alone = values_of(poet)
     poet.restore(before)
-    poet.take(knowing(download, tokens=torch.full_like(download["knowledge"]["tokens"], 3)))
+    poet.receive(knowing(download, tokens=torch.full_like(download["knowledge"]["tokens"], 3)))
     assert equal(alone, values_of(poet))
 
 
@@ -268,9 +268,9 @@ def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
     both = sides(teachers(method={"name": "fedmkt", "attention": {"rank": 3}}))
     for side in (both.server, *both.clients.values()):
         assert isinstance(side.adapter, Adapter)
-        found = pairs_of(side.adapter.parts())
-        assert {(len(a.parameter), b.parameter.shape[1]) for a, b in found} == {(3, 3)}
-        assert {part.role for part in side.adapter.parts().values()} == {"dense"}
+        found = pairs_of(side.adapter.parameters())
+        assert {(len(a.tensor), b.tensor.shape[1]) for a, b in found} == {(3, 3)}
+        assert {part.role for part in side.adapter.parameters().values()} == {"dense"}
 
 
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
@@ -285,7 +285,7 @@ def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
     known["losses"] = torch.zeros_like(known["losses"])
     vocabulary = poet.vocabulary  # its tokenizer has one more
     poet.vocabulary = replace(vocabulary, tokens=(*vocabulary.tokens, b"another"))
-    poet.take(knowing(download, **known))
+    poet.receive(knowing(download, **known))
     assert (clients["poet"].distiller.teachers == 0).all()
 
 
@@ -296,14 +296,14 @@ def test_another_public_text_is_noticed(teachers, caplog) -> None:
     download = server.download("poet")
     others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
-        clients["poet"].take(others)
+        clients["poet"].receive(others)
     assert "none of which it has: is the public set the same?" in caplog.text
 
 
 def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:
     server = sides(teachers()).server  # whose test text is the public one
     with caplog.at_level(logging.WARNING):
-        server.open(0, ["poet"])
+        server.start_round(0, ["poet"])
     assert "the server learns 4 of the samples that it is scored on" in caplog.text
 
 

@@ -27,9 +27,9 @@ def plain(path) -> Any:
 def trained(run) -> Any:
     """A client after its first round."""
     local = joined(run)
-    local.server.open(0, ["poet"])
+    local.server.start_round(0, ["poet"])
     client: Any = local.clients["poet"]
-    client.take(down(local, "poet"))
+    client.receive(down(local, "poet"))
     client.train(0)
     return client
 
@@ -79,9 +79,9 @@ def test_a_tied_weight_has_one_difference_and_moves_once_when_merged(bases) -> N
     base = plain(bases / "gpt2")
     adapter = FullAdapter(base)
     first = base.transformer.wte.weight.detach().clone()
-    difference = adapter.parameters()["weight/transformer.wte.weight"]
+    difference = adapter.tensors()["weight/transformer.wte.weight"]
     difference.data.fill_(0.25)
-    assert "weight/lm_head.weight" not in adapter.parameters()
+    assert "weight/lm_head.weight" not in adapter.tensors()
     adapter.attach(base)
     want = base(torch.arange(9)[None]).logits
     merge(base)
@@ -94,7 +94,7 @@ def test_a_tied_weight_has_one_difference_and_moves_once_when_merged(bases) -> N
 def test_a_bf16_base_learns_in_fp32_and_its_head_has_a_gradient(config, bases, family) -> None:
     training = {"steps": 1, "batch": 2, "precision": "bf16"}
     run = config(base=str(bases / family), method="local-full", training=training)
-    parameters = trained(run).adapter.parameters()
+    parameters = trained(run).adapter.tensors()
     assert {p.dtype for p in parameters.values()} == {torch.float32}
     head = "transformer.wte" if family == "gpt2" else "lm_head"
     assert parameters[f"weight/{head}.weight"].abs().max() > 0
@@ -111,7 +111,7 @@ def test_a_run_is_loaded_and_saved_as_a_folder(config, bases, tmp_path) -> None:
 
 def test_an_audit_says_that_all_weights_are_trained(bases) -> None:
     base = plain(bases / "gpt2")
-    assert coverage(base, FullAdapter(base).parts().values()).lines() == ("all weights",)
+    assert coverage(base, FullAdapter(base).parameters().values()).lines() == ("all weights",)
 
 
 def test_quantised_weights_are_refused(bases) -> None:

@@ -86,7 +86,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
     names, rng = sorted(local.clients), random.Random(seed)
     uploads = {}
     for one in (local, twin):
-        one.server.open(0, names)
+        one.server.start_round(0, names)
         uploads[one.server] = {name: step(one, name, 0) for name in names}
     found, accepted = Counter[str](), list[bytes]()
     hello = local.clients[ROGUE].hello()
@@ -108,7 +108,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
     for data in accepted[:MOST_PASSED_ON]:
         pass_on(local, uploads[local.server] | {ROGUE: local.schema.receive("up", data)})
     for one in (local, twin):
-        one.server.open(0, names)
+        one.server.start_round(0, names)
         close(one, 0, {n: u for n, u in uploads[one.server].items() if n != ROGUE})
     assert_equal(local.server.state(), twin.server.state(), "server")
     return found
@@ -117,7 +117,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
 def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
     """The others can use what comes of an upload that the server took, or of others' beside it."""
     before, names = State.decode(local.server.state().encode()), sorted(uploads)
-    local.server.open(0, names)
+    local.server.start_round(0, names)
     try:
         close(local, 0, uploads)
     except CoterieError:  # such as a mean that is not finite
@@ -125,7 +125,7 @@ def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
         return
     for name in names:
         if name != ROGUE:
-            local.clients[name].take(down(local, name))
+            local.clients[name].receive(down(local, name))
     local.server.restore(before)
 
 

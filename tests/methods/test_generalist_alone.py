@@ -14,7 +14,8 @@ def test_a_client_with_the_generalist_alone_learns_with_the_others(config) -> No
         config(method={"name": "comigs-1g1s", "mlp": {"specialists": specialists}}),
     )
     held = {
-        name: {part.role for part in side.parts().values()} for name, side in run.clients.items()
+        name: {part.role for part in side.parameters().values()}
+        for name, side in run.clients.items()
     }
     alone = {"dense", "generalist"}
     assert held == {

@@ -10,7 +10,7 @@ from every_method import METHODS, marks
 from torch import Tensor
 
 import coterie
-from coterie.adapters import Part
+from coterie.adapters import Parameter
 from coterie.bases import load_tokenizer
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
@@ -73,11 +73,11 @@ def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
     [first, *_] = session.participants(run)
     text = first.data.train.ids.long().view(3, 27)
     before = loss(local, first.name, text)
-    start = {n: copied(values(client.parts())) for n, client in local.clients.items()}
+    start = {n: copied(values(client.parameters())) for n, client in local.clients.items()}
     local.run()
     assert loss(local, first.name, text) < before
     for name, client in local.clients.items():
-        for tensor, value in values(client.parts()).items():
+        for tensor, value in values(client.parameters()).items():
             assert not torch.equal(value, start[name].get(tensor, torch.zeros_like(value))), tensor
     take(local)
     if method != "pcl-2":  # in which everybody has a mean of their own
@@ -94,15 +94,15 @@ def loss(local: LocalRun, name: str, ids: Tensor) -> float:
         return language_model_loss(local.clients[name].model(), ids).item()
 
 
-def values(parts: Mapping[str, Part]) -> dict[str, Tensor]:
-    return {name: part.parameter.detach() for name, part in parts.items()}
+def values(parts: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    return {name: part.tensor.detach() for name, part in parts.items()}
 
 
 def equal_where_shared(local: LocalRun) -> None:
     """What travels arrived equal at everybody who holds it."""
     arrived: dict[str, Tensor] = {}
     for client in local.clients.values():
-        shared = {n: p for n, p in client.parts().items() if local.config.method.sends(p)}
+        shared = {n: p for n, p in client.parameters().items() if local.config.method.shared(p)}
         assert shared
         for name, part in shared.items():
-            assert torch.equal(arrived.setdefault(name, part.parameter.detach()), part.parameter)
+            assert torch.equal(arrived.setdefault(name, part.tensor.detach()), part.tensor)

@@ -30,7 +30,7 @@ def started(run, rounds: int) -> Any:
 
 
 def adapter(client) -> dict:
-    return {n: p.detach().clone() for n, p in client.adapter.parameters().items()}
+    return {n: p.detach().clone() for n, p in client.adapter.tensors().items()}
 
 
 def test_exchanges_come_after_the_warm_up_and_then_every_so_many_rounds(config, tmp_path) -> None:
@@ -62,7 +62,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
         for a in NAMES
     }
     for name, client in local.clients.items():
-        client.take(down(local, name))
+        client.receive(down(local, name))
         row = {peer: v / sum(alike[name].values()) for peer, v in alike[name].items()}
         for key, mixed in adapter(client).items():
             expected = torch.zeros_like(mixed) if form == "released" else first[name][key]
@@ -94,13 +94,13 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
     for name in NAMES:
         poet.model()
         with torch.no_grad():
-            for key, parameter in poet.adapter.parameters().items():
+            for key, parameter in poet.adapter.tensors().items():
                 parameter.copy_(trained[name][key])
             loss = language_model_loss(poet.context.base.model, ids).item()
-            for key, parameter in poet.adapter.parameters().items():
+            for key, parameter in poet.adapter.tensors().items():
                 parameter.copy_(trained["poet"][key])
         scores.append(-loss if form == "paper" else -math.exp(loss))
-    poet.take(down(local, "poet"))
+    poet.receive(down(local, "poet"))
     expected = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
     assert list(seen["trust"].values()) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
@@ -152,7 +152,7 @@ def test_the_released_form_draws_each_clients_a_apart(config, form) -> None:
     poet, whaler = (clients[name] for name in ("poet", "whaler"))
     theirs = adapter(whaler)
     for name, tensor in adapter(poet).items():
-        apart = form == "released" and poet.parts()[name].factor == "A"
+        apart = form == "released" and poet.parameters()[name].factor == "A"
         assert torch.equal(tensor, theirs[name]) != apart
 
 

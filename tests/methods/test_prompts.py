@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from coterie.adapters import of_roles
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
@@ -34,13 +35,13 @@ def sides(run, method) -> Any:
 def trained(run, method) -> Any:
     """A client after a round, and its upload."""
     local = sides(run, method)
-    local.server.open(0, ["poet"])
+    local.server.start_round(0, ["poet"])
     return local.clients["poet"], step(local, "poet", 0)
 
 
 def prompt_of(client) -> torch.Tensor:
     """The vectors before the text, (tokens, dim), from the parameters alone."""
-    p = {n.removeprefix("prompt/"): t for n, t in client.adapter.parameters().items()}
+    p = {n.removeprefix("prompt/"): t for n, t in client.adapter.tensors().items()}
     x = p["embedding.weight"]
     if len(p) == 1:
         return client.adapter.encoder.start + x
@@ -65,8 +66,8 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     inside = torch.arange(12) < torch.tensor(lengths)[:, None]
     batch = Batch(ids, (inside & (torch.arange(12) >= 4))[:, 1:], inside[:, 1:])
-    client.adapter.require_grad("prompt")
-    parameters = client.adapter.parameters()
+    client.adapter.require_grad(of_roles("prompt"))
+    parameters = client.adapter.tensors()
     plain = AutoModelForCausalLM.from_pretrained(bases / family)
 
     def naive() -> torch.Tensor:
@@ -103,10 +104,10 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
     context = ServerContext(mine.seed, skeleton, ("poet",), lambda *_: None, mine.training)
     server = method.server(context)
     server.join("poet", client.hello())
-    first = client.adapter.parameters()
+    first = client.adapter.tensors()
     assert server.shared.keys() == first.keys()
     assert all(torch.equal(server.shared[name], p) for name, p in first.items())
-    other = method.adapter(skeleton, client.context.seed + 1, "poet").parameters()
+    other = method.adapter(skeleton, client.context.seed + 1, "poet").tensors()
     drawn = [name for name, p in first.items() if not torch.equal(other[name], p)]
     assert drawn == ([] if method == METHODS["text"] else list(first))
 
@@ -148,12 +149,12 @@ def test_clients_take_turns_on_one_base(config, method) -> None:
     base = one.context.base.model
     digest, ids = one.context.base.digest, torch.arange(3, 15)
     for name in ("poet", "whaler"):
-        local.server.open(0, [name])
+        local.server.start_round(0, [name])
         step(local, name, 0)
     with torch.no_grad():
         bare = base(input_ids=ids[None]).logits
         lora = FedIT().adapter(base, 0, "poet")
-        lora.parameters()["dense/transformer.h.0.attn.c_attn.B"].fill_(0.1)
+        lora.tensors()["dense/transformer.h.0.attn.c_attn.B"].fill_(0.1)
         found = {}
         for _ in range(2):
             for client in (one, other):
@@ -206,7 +207,7 @@ def test_bf16_and_a_restored_model(values, config, bases, method) -> None:
     other = sides(run, method).clients["poet"]
     other.restore(client.state())
     exact = token_losses(other.model(), ids)
-    assert all(p.dtype == torch.float32 for p in client.adapter.parameters().values())
+    assert all(p.dtype == torch.float32 for p in client.adapter.tensors().values())
     assert torch.allclose(figures, exact, atol=0.05)
     assert not torch.equal(exact, token_losses(base.model, ids))
 

@@ -13,7 +13,7 @@ from every_method import some
 from torch import Tensor
 
 import coterie
-from coterie.adapters import pairs_of
+from coterie.adapters import of_roles, pairs_of
 from coterie.engines.local import LocalRun
 from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
@@ -58,7 +58,7 @@ def upload(run: LocalRun, client: str, seed: int) -> Message:
     chance = torch.Generator().manual_seed(seed)
     shapes = run.clients[client].hello().values["shapes"]
     values = {n: torch.randn(s, generator=chance) for n, s in shapes.items()}
-    parts = run.clients[client].parts()
+    parts = run.clients[client].parameters()
     experts = {n: t for n, t in values.items() if parts[n].role == "generalist"}
     rest = {n: t for n, t in values.items() if parts[n].role != "generalist"}
     return Message(0, {"adapter": rest, "experts": experts})
@@ -72,7 +72,7 @@ def update(client: str, tensors: Tensors, pair: str, form: str = "paper") -> np.
 
 def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
     """The clients' random uploads, aggregated."""
-    run.server.open(0, clients)
+    run.server.start_round(0, clients)
     uploads = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     close(run, 0, uploads)
     return uploads
@@ -81,7 +81,7 @@ def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
 @pytest.mark.parametrize("name", ["flexlora", "hetlora"])
 def test_the_first_download_is_the_runs_first_values_cut(name: str, start: Callable[..., LocalRun]):
     run = start(name)
-    run.server.open(0, list(RANKS))
+    run.server.start_round(0, list(RANKS))
     largest = run.server.download("whaler")
     for client, rank in RANKS.items():
         download = run.server.download(client)
@@ -127,7 +127,7 @@ def test_what_nobody_sent_stays(name: str, start: Callable[..., LocalRun]) -> No
     run = start(name)
     one_round(run, list(RANKS))
     before = flat(run.server.download("whaler"))
-    run.server.open(1, [])
+    run.server.start_round(1, [])
     close(run, 1, {})
     after = flat(run.server.download("whaler"))
     assert before.keys() == after.keys()
@@ -149,7 +149,7 @@ def test_hetlora_pads_and_weighs_by_norm(
     clients: list[str], zero: bool, start: Callable[..., LocalRun]
 ) -> None:
     run = start("hetlora")
-    run.server.open(0, clients)
+    run.server.start_round(0, clients)
     first = {end: run.server.download("whaler")["experts"][f"{UP}.{end}"] for end in "AB"}
     messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     uploads = {name: message["experts"] for name, message in messages.items()}
@@ -176,7 +176,7 @@ def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(
     start: Callable[..., LocalRun],
 ) -> None:
     run, clients = start("hetlora", form="released"), [*RANKS]
-    run.server.open(0, clients)
+    run.server.start_round(0, clients)
     messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     for scale, name in enumerate(clients, start=1):
         messages[name]["experts"][f"{UP}.B"].mul_(scale)
@@ -197,7 +197,7 @@ def test_flexlora_as_released_has_the_penalty_of_hetlora(start: Callable[..., Lo
     client: Any = start("flexlora", form="released").clients["whaler"]
     plain: Any = start("flexlora").clients["whaler"]
     assert plain.training.levels[0].penalty is None
-    for parameter in client.adapter.parameters("generalist").values():
+    for parameter in client.adapter.tensors(of_roles("generalist")).values():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     expected = 0.0
     for a, b in client.pairs.items():  # rank 7: the tail begins at floor(0.99 * 7)
@@ -208,7 +208,7 @@ def test_flexlora_as_released_has_the_penalty_of_hetlora(start: Callable[..., Lo
 
 def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., LocalRun]) -> None:
     run = start("hetlora")
-    run.server.open(0, ["whaler"])
+    run.server.start_round(0, ["whaler"])
     whole = upload(run, "whaler", 0)
     A, B = (whole["experts"][f"{UP}.{end}"] for end in "AB")
 
@@ -246,7 +246,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
     assert isinstance(client, HetLoraClient)
     adapter = client.adapter
     penalty = method.penalty(client)
-    parameters = adapter.parameters("generalist")
+    parameters = adapter.tensors(of_roles("generalist"))
     value = penalty()  # B is zero: so is the penalty, and its gradient is finite
     value.backward()
     assert value.item() == 0
@@ -254,10 +254,10 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
     for parameter in parameters.values():
         parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     expected = 0.0
-    for a, b in pairs_of(adapter.parts()):
+    for a, b in pairs_of(adapter.parameters()):
         if a.role != "generalist":
             continue
-        A, B = a.parameter.detach().numpy(), b.parameter.detach().numpy()
+        A, B = a.tensor.detach().numpy(), b.tensor.detach().numpy()
         if a.name == f"{UP}.A":  # pruned before to rank 4: its tail begins at floor(0.6 * 4)
             A[4:], B[:, 4:] = 0, 0
             expected += np.linalg.norm(B[:, 2:4]) * np.linalg.norm(A[2:4])
@@ -315,7 +315,7 @@ def test_hetlora_prunes_where_the_tail_has_shrunk(start: Callable[..., LocalRun]
         assert tensors[f"{UP}.A"][:4].any()
         assert tensors[f"{DOWN}.B"][:, 4:].any()
     # A download of the first rank, from a server that lost the upload, is cut.
-    client.take(download)
+    client.receive(download)
     assert present_rank(shared[f"{UP}.A"]) == 4
     assert torch.equal(shared[f"{UP}.B"][:, :4], download["experts"][f"{UP}.B"][:, :4])
     assert not shared[f"{UP}.B"][:, 4:].any()

@@ -144,7 +144,7 @@ def test_exact_averages_are_weighed_too(config: Callable[..., RunConfig]) -> Non
 
 def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunConfig]) -> None:
     local = weighed(config(method="fedavg"))
-    local.server.open(0, ["poet"])
+    local.server.start_round(0, ["poet"])
     upload = step(local, "poet", 0)
     for tokens in (2001, 10**15):
         with pytest.raises(MessageError, match=r"poet claims .* 2,000 when it joined"):

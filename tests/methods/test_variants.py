@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from coterie.adapters import of_roles
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
@@ -30,12 +31,12 @@ def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
 
     def watched(model, level, step, turn) -> None:
         update(model, level, step, turn)
-        roles = {part.role for part in client.parts().values() if part.parameter.requires_grad}
+        roles = {part.role for part in client.parameters().values() if part.tensor.requires_grad}
         found.append((level.name, frozenset(roles), seen[-1]))
 
     client.training._update = watched
-    local.server.open(0, ["poet"])
-    client.take(down(local, "poet"))
+    local.server.start_round(0, ["poet"])
+    client.receive(down(local, "poet"))
     client.train(0)
     return found
 
@@ -70,8 +71,8 @@ def updates_with(config, name: str, weight: float, top_k: int = 1) -> dict[str, 
     client: Any = joined(config(method=method)).clients["poet"]
     model, found = client.model(), {}
     for level in client.training.levels:
-        client.adapter.require_grad(*level.roles)
-        trained = client.adapter.parameters(*level.roles)
+        client.adapter.require_grad(level.selects)
+        trained = client.adapter.tensors(level.selects)
         loss = language_model_loss(model, torch.arange(36).view(2, -1))
         total = loss if level.penalty is None else loss + level.penalty()
         gradients = torch.autograd.grad(total, list(trained.values()))
@@ -105,7 +106,7 @@ def test_what_mixtures_share(config) -> None:
     ):
         local = joined(config(method=name))
         upload = one_round(local, 0)["poet"]
-        parts = local.clients["poet"].parts()
+        parts = local.clients["poet"].parameters()
         assert {parts[n].role for n in upload["adapter"]} == roles
         assert upload.groups.keys() == ({"adapter"} if roles else set())
 
@@ -113,15 +114,15 @@ def test_what_mixtures_share(config) -> None:
 def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
     local: Any = joined(config(method="ffa-lora", rounds=1))
     poet = local.clients["poet"].adapter
-    first = {name: tensor.clone() for name, tensor in poet.parameters("frozen").items()}
-    assert {poet.parts()[name].factor for name in first} == {"A"}
+    first = {name: tensor.clone() for name, tensor in poet.tensors(of_roles("frozen")).items()}
+    assert {poet.parameters()[name].factor for name in first} == {"A"}
     uploads = one_round(local, 0)
     for client in local.clients.values():
-        frozen = client.adapter.parameters("frozen")
+        frozen = client.adapter.tensors(of_roles("frozen"))
         assert frozen.keys() == first.keys()
         assert all(torch.equal(frozen[name], first[name]) for name in first)
-        assert len(first) == len(client.adapter.parameters("dense", "generalist"))
-    parts = poet.parts()
+        assert len(first) == len(client.adapter.tensors(of_roles("dense", "generalist")))
+    parts = poet.parameters()
     assert {parts[name].factor for name in uploads["poet"]["adapter"]} == {"B"}
     # The mean of B is then the mean of the products, exactly.
     frozen = {parts[name].path: tensor.double() for name, tensor in first.items()}
@@ -139,7 +140,7 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
     client.training.round(0)
     (level,) = client.training.levels
     start = client.training.start
-    parameters = client.adapter.parameters()
+    parameters = client.adapter.tensors()
     assert any(not torch.equal(start[n], p) for n, p in parameters.items())
     penalty = level.penalty()
     distances = [((p - start[n]) ** 2).sum() for n, p in parameters.items()]
@@ -161,7 +162,7 @@ def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
     local: Any = joined(config(method="fedavg-ft", rounds=1))
     assert local.config.method.reports == "trained"
     one_round(local, 0)
-    poet, whaler = (local.clients[n].adapter.parameters() for n in ("poet", "whaler"))
+    poet, whaler = (local.clients[n].adapter.tensors() for n in ("poet", "whaler"))
     assert any(not torch.equal(poet[n], whaler[n]) for n in poet)
     loss = language_model_loss(local.clients["poet"].model(), torch.arange(18).view(1, -1))
     assert torch.isfinite(loss)

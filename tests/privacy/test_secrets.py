@@ -119,7 +119,7 @@ def test_no_message_and_no_server_s_state_holds_one(private, monkeypatch) -> Non
     monkeypatch.setattr(secrets, "draw", one)
     local = joined(private())
     for round in range(2):
-        local.server.open(round, NAMES)
+        local.server.start_round(round, NAMES)
         for name in NAMES:
             told = [down(local, name), step(local, name, round)]
             assert not any(str(n).encode() in m.encode() for n in drawn for m in told)

@@ -136,7 +136,7 @@ class BothServer(AdapterServer):
             for name in self.held
             if name != client
         }
-        return Message(self.round, own, peers=peers)
+        return Message(self.exchange, own, peers=peers)
 
 
 def test_an_audit_tells_a_clients_own_group_from_its_peers_of_the_same_name(config) -> None:

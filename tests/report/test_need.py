@@ -44,10 +44,10 @@ def test_a_need_is_what_a_real_step_holds(method, precision, values) -> None:
     assert isinstance(side, AdapterClient)
     tensors = {id(t): t.nbytes for t in (*base.model.parameters(), *base.model.buffers())}
     assert found.weights == sum(tensors.values())
-    trained = sum(p.nbytes for p in side.adapter.parameters().values())
+    trained = sum(p.nbytes for p in side.adapter.tensors().values())
     assert found.adapter == 4 * trained  # values, gradients, AdamW's two moments
     assert found.traffic == sum(t.nbytes for *_, t in side.upload(0).tensors())
-    for parameter in side.adapter.parameters().values():
+    for parameter in side.adapter.tensors().values():
         parameter.requires_grad_(True)
     model = side.model()
     with Alive() as alive:

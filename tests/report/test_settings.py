@@ -12,7 +12,7 @@ from coterie.analysis.settings import keys, method_table, run_file_keys
 from coterie.bases.sites import QUERY_VALUE
 from coterie.config.run import parse
 from coterie.config.sections import RunFile
-from coterie.methods.contract import Setting
+from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available
 
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
@@ -31,7 +31,7 @@ def test_every_example_of_the_page_is_a_valid_run() -> None:
         if not {"clients", "divide"} & example.keys():
             example["clients"] = [{"name": "poet", "path": "poet.txt"}]
         run = parse(example)
-        run.method.check(Setting(("poet", "whaler"), public=False))
+        run.method.check(RunFacts(("poet", "whaler"), public=False))
 
 
 def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:

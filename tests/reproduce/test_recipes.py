@@ -13,7 +13,7 @@ from coterie.data.kinds.instructions import instructions
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.templates import holds
 from coterie.federation.participants import check, participants_of
-from coterie.methods.contract import Setting
+from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available
 from reproduce.table_file import is_table
 from reproduce.tables import load_table
@@ -35,7 +35,7 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize("recipe", RUNS, ids=name)
 def test_a_recipe_is_a_run(recipe) -> None:
     config = load_config(recipe)
-    config.method.check(Setting(tuple(client.name for client in config.clients), public=False))
+    config.method.check(RunFacts(tuple(client.name for client in config.clients), public=False))
 
 
 @pytest.mark.parametrize("recipe", TABLES, ids=name)

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie import CoterieError
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
 from coterie.data.batch import Batch
@@ -49,13 +49,13 @@ def opt() -> Any:
 
 def mixture(base: Any, specialists: int = 1, dropout: float = 0.0) -> Adapter:
     layout = Layout(1, specialists, rank=2, attention_rank=2, dropout=dropout)
-    return Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
+    return Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
 
 
 def dense(base: Any, dropout: float = 0.0) -> Adapter:
     """FedIT's, on attention alone."""
     layout = Layout(0, 0, attention_rank=2, dropout=dropout)
-    return Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
+    return Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
 
 
 def amole(base: Any, dropout: float = 0.0) -> AmoleAdapter:
@@ -111,7 +111,7 @@ def penalty(adapter: Any) -> Tensor:
 def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, Tensor]:
     """What a step's passes give and leave, with gradients; the backward pass is outside."""
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
         parameter.requires_grad_()
     model = adapter.attach(base)
@@ -120,7 +120,7 @@ def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, 
         balance = penalty(adapter)
     torch.manual_seed(77)  # nobody's
     found = {"loss": loss.detach(), "balance": balance.detach(), **adapter.routing()}
-    names, parameters = zip(*adapter.parameters().items(), strict=True)
+    names, parameters = zip(*adapter.tensors().items(), strict=True)
     grads = torch.autograd.grad(loss + 10 * balance, parameters, allow_unused=True)
     found |= {name: g for name, g in zip(names, grads, strict=True) if g is not None}
     assert not base.training
@@ -171,7 +171,7 @@ def test_two_passes_before_a_backward_pass_are_told_apart(kind: Any, batch: Batc
             with training_pass(context(base, checkpointing=on), "public", turn):
                 losses.append(language_model_loss(base, *part))
         total = torch.stack(losses).sum() + adapter.load_balance("uniform")
-        found.append(torch.autograd.grad(total, list(adapter.parameters("dense").values())))
+        found.append(torch.autograd.grad(total, list(adapter.tensors(of_roles("dense")).values())))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -188,7 +188,7 @@ def test_activations_are_not_kept(batch: Batch) -> None:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        for parameter in adapter.parameters().values():
+        for parameter in adapter.tensors().values():
             parameter.requires_grad_()
         with hooks, training_pass(context(base, checkpointing=on), "experts"):
             language_model_loss(adapter.attach(base), *batch)

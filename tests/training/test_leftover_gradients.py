@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import coterie
+from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
@@ -38,18 +39,18 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
     levels = {level.name: level for level in training.levels}
     optimisers = {
         name: torch.optim.AdamW(
-            adapter.parameters(*level.roles).values(), betas=(0.9, 0.95), weight_decay=0.01
+            adapter.tensors(level.selects).values(), betas=(0.9, 0.95), weight_decay=0.01
         )
         for name, level in levels.items()
     }
-    adapter.require_grad("dense", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "specialist", "router"))
 
     def update(name: str, step: int, turn: int) -> None:
         ids = training._batch(levels[name], step, turn).ids
         model(input_ids=ids, labels=ids).loss.backward()
         longest = training.context.training.max_grad_norm
         if longest is not None:
-            own = adapter.parameters(*levels[name].roles).values()
+            own = adapter.tensors(levels[name].selects).values()
             assert torch.nn.utils.clip_grad_norm_(own, longest) > longest
         optimisers[name].param_groups[0]["lr"] = levels[name].learning_rate(step)
         optimisers[name].step()
@@ -60,21 +61,21 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         if (step + 1) % EVERY == 0:
             for turn in range(TURNS):
                 update("routers", step, turn)
-    return {name: p.detach().clone() for name, p in adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in adapter.tensors().items()}
 
 
 def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
     client = run.clients["poet"]
-    start = {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+    start = {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
     expected = trained_naively(client)
     with torch.no_grad():
-        for name, parameter in client.adapter.parameters().items():
+        for name, parameter in client.adapter.tensors().items():
             parameter.copy_(start[name])
             parameter.grad = None
     training = LocalTraining(client.context, client.adapter, client.training.levels)
     for round in range(ROUNDS):
         training.round(round)
-    for name, parameter in client.adapter.parameters().items():
+    for name, parameter in client.adapter.tensors().items():
         torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-5, rtol=1e-4)
 
 
@@ -90,7 +91,7 @@ def test_what_is_left_goes_with_the_state(run) -> None:
     after = adapter_state(client)
     again = LocalTraining(client.context, client.adapter, training.levels)
     with torch.no_grad():
-        for name, parameter in client.adapter.parameters().items():
+        for name, parameter in client.adapter.tensors().items():
             parameter.copy_(before[name])
     again.restore(state)
     again.round(2)
@@ -98,7 +99,7 @@ def test_what_is_left_goes_with_the_state(run) -> None:
 
 
 def adapter_state(client: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in client.adapter.parameters().items()}
+    return {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
 
 
 class StopAfterFirstRound(Watch):

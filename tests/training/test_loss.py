@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie.adapters import Adapter, Layout, detach
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases.precision import autocast, cast_frozen
 from coterie.losses import tokens as loss_module
 from coterie.losses.tokens import language_model_loss, token_losses
@@ -36,11 +36,11 @@ def llama(tied: bool) -> PreTrainedModel:
 
 def trained(base: PreTrainedModel) -> Adapter:
     """An adapter with non-zero values, attached and requiring gradients."""
-    adapter = Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(base, Layout(), seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router")
+    adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     adapter.attach(base)
     return adapter
 
@@ -63,7 +63,7 @@ def plain(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def gradients(loss: Tensor, adapter: Adapter) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(adapter.parameters().values())))
+    return list(torch.autograd.grad(loss, list(adapter.tensors().values())))
 
 
 def test_loss_and_gradients_equal_cross_entropy(base: PreTrainedModel, ids: Tensor) -> None:
@@ -143,7 +143,7 @@ def test_weights_cast_once_give_the_same_bits(base: PreTrainedModel, ids: Tensor
     for got, want in zip(step(), expected, strict=True):
         assert torch.equal(got, want)
     assert base.get_input_embeddings().weight.dtype == torch.float32
-    assert all(p.dtype == torch.float32 for p in [*norms, *adapter.parameters().values()])
+    assert all(p.dtype == torch.float32 for p in [*norms, *adapter.tensors().values()])
     linears = [m for n, m in base.named_modules() if n.endswith(("c_fc", "gate_proj"))]
     assert linears
     kept = base.state_dict()

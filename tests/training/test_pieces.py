@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout
+from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
 from coterie.data.batch import Batch
@@ -52,7 +52,7 @@ def base(request: pytest.FixtureRequest) -> Any:
 
 def mixture(base: Any) -> Adapter:
     layout = Layout(1, 3, rank=2, attention_rank=2)  # four experts, of which two work
-    return Adapter(base, layout, seed=0, client="ada", common=lambda part: False)
+    return Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
 
 
 def amole(base: Any, load: Any = "top_k") -> AmoleAdapter:
@@ -64,9 +64,11 @@ def amole(base: Any, load: Any = "top_k") -> AmoleAdapter:
 def attached(adapter: Any, base: Any) -> Any:
     """With values that are not zero."""
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad("dense", "generalist", "specialist", "router", "shared", "domain")
+    adapter.require_grad(
+        of_roles("dense", "generalist", "specialist", "router", "shared", "domain")
+    )
     return adapter.attach(base)
 
 
@@ -166,7 +168,7 @@ def test_gradients_and_load_balance_do_not_change_with_pieces(
     """The load balance is over all of a batch's tokens, not of its last piece."""
     adapter: Any = mixture(base) if kind == "mixture" else amole(base, kind[7:] or "top_k")
     model = attached(adapter, base)
-    wanted = [p for p in adapter.parameters().values() if p.requires_grad]
+    wanted = [p for p in adapter.tensors().values() if p.requires_grad]
     found = []
     for price in (1000, 5, 0):
         monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", price)

@@ -28,9 +28,9 @@ ITEMS = [
 @pytest.fixture(params=["gpt2", "llama"])
 def base(request, bases) -> Base:
     found = load_base(str(bases / request.param), "fp32", 64)
-    adapter = Adapter(found.model, Layout(), seed=0, client="ada", common=lambda part: False)
+    adapter = Adapter(found.model, Layout(), seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
     adapter.attach(found.model)
     return found

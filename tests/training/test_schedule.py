@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
+from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.losses import preferences
 from coterie.runs import RunFolder, Watch
 from coterie.training import local
-from coterie.training.schedule import learning_rate, learning_rate_beside
+from coterie.training.schedule import Level, learning_rate, learning_rate_beside
 from coterie.training.spec import TrainingSpec
 
 
@@ -36,21 +37,21 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
         return original_sample(text, batch, window, chance)
 
     def update(self, model, level, step, turn):
-        before = {name: p.detach().clone() for name, p in self.adapter.parameters().items()}
+        before = {name: p.detach().clone() for name, p in self.adapter.tensors().items()}
         original_update(self, model, level, step, turn)
         moved = {
-            self.adapter.parts()[name].role
-            for name, p in self.adapter.parameters().items()
+            self.adapter.parameters()[name].role
+            for name, p in self.adapter.tensors().items()
             if not torch.equal(p, before[name])
         }
-        assert all(p.grad is None for p in self.adapter.parameters().values())
+        assert all(p.grad is None for p in self.adapter.tensors().values())
         seen[-1][1].update(moved)
 
     original_sample, original_update = local.sample_batch, local.LocalTraining._update
     monkeypatch.setattr(local, "sample_batch", sample)
     monkeypatch.setattr(local.LocalTraining, "_update", update)
-    run.server.open(0, sorted(run.clients))
-    client.take(run.server.download("poet"))
+    run.server.start_round(0, sorted(run.clients))
+    client.receive(run.server.download("poet"))
     client.train(0)
     experts = {"dense", "generalist", "specialist"}
     assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]
@@ -103,12 +104,12 @@ def test_one_step_is_adamw_on_the_mean_cross_entropy(run) -> None:
     client = run.clients["poet"]
     training = client.training
     level = training.levels[0]
-    parameters = client.adapter.parameters(*level.roles)
+    parameters = client.adapter.tensors(level.selects)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     model = client.model()
     chance = local.generator(0, "batch", "poet", level.name, 0, 0)
     ids = local.sample_batch(client.context.data.train, 2, 16, chance).ids
-    client.adapter.require_grad(*level.roles)
+    client.adapter.require_grad(level.selects)
     logits = model(ids[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     gradients = torch.autograd.grad(loss, list(parameters.values()))
@@ -228,3 +229,13 @@ def test_updates_beside_the_local_steps_have_the_schedule_if_it_restarts() -> No
     assert [rate(n) for n in range(4)] == [2e-3] * 4  # not the 0 of a warm-up's first step
     whole = learning_rate(TrainingSpec(steps=10), 2)
     assert learning_rate_beside(TrainingSpec(steps=10), 2, 1, 4)(3) == whole(10)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_turns_are_those_of_the_levels_exchanges(every: int) -> None:
+    steps = 4
+    level = Level("x", of_roles(), "train", lambda _: 0.1, every, exchanges=lambda e: e % 2 == 0)
+    turns = [s // steps for s in range(12 * steps) if (s + 1) % every == 0]
+    for exchanges in range(12):
+        wanted = sum(e < exchanges and e % 2 == 0 for e in turns)
+        assert level.turns(exchanges, steps) == wanted

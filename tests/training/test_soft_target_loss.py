@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from coterie.adapters import Adapter, Layout
+from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast
 from coterie.data.batch import Batch
 from coterie.losses import tokens as loss_module
@@ -41,12 +41,12 @@ def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pre
 
 @pytest.fixture
 def adapter(base: PreTrainedModel) -> Adapter:
-    found = Adapter(base, Layout(), seed=0, client="ada", common=lambda part: False)
+    found = Adapter(base, Layout(), seed=0, client="ada", common=lambda _: False)
     chance = torch.Generator().manual_seed(5)
-    for parameter in found.parameters().values():
+    for parameter in found.tensors().values():
         parameter.data.normal_(std=0.3, generator=chance)
     base.requires_grad_(False)
-    found.require_grad("dense", "generalist", "specialist", "router")
+    found.require_grad(of_roles("dense", "generalist", "specialist", "router"))
     found.attach(base)
     return found
 
@@ -98,7 +98,7 @@ def expected(logits: Tensor, targets: Tensor, shares: Tensor, temperature: float
 
 def compare(got: Tensor, want: Tensor, adapter: Adapter) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-7)
-    parameters = list(adapter.parameters().values())
+    parameters = list(adapter.tensors().values())
     pairs = zip(
         torch.autograd.grad(3 * got, parameters),
         torch.autograd.grad(3 * want, parameters),
@@ -171,7 +171,7 @@ def test_under_autocast_near_the_dense_loss(base, adapter) -> None:
         got = soft_target_loss(base, BATCHES["masked"], targets, shares, 2.0)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
-    parameters = list(adapter.parameters().values())
+    parameters = list(adapter.tensors().values())
     for a, b in zip(
         torch.autograd.grad(got, parameters), torch.autograd.grad(want, parameters), strict=True
     ):

@@ -71,7 +71,7 @@ def trained(run: coterie.RunConfig, rounds: int = 2) -> dict[str, Tensor]:
     for round in range(rounds):
         one_round(sides, round)
     client: Any = sides.clients["poet"]
-    return {n: p.detach().clone() for n, p in client.adapter.parameters().items()}
+    return {n: p.detach().clone() for n, p in client.adapter.tensors().items()}
 
 
 def sides_of(run: coterie.RunConfig) -> LocalRun:
@@ -176,7 +176,7 @@ def test_distillation_in_pieces_is_distillation(teachers) -> None:
         one_round(sides, 0)
         take(sides)
         adapters = [sides.server.adapter, sides.clients["poet"].adapter]
-        return [p.detach().clone() for a in adapters for p in a.parameters().values()]
+        return [p.detach().clone() for a in adapters for p in a.tensors().values()]
 
     whole = taught(learning_rate=0.1)
     for mine, wanted in zip(taught(learning_rate=0.1, micro_batch=3), whole, strict=True):

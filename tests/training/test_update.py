@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie import CoterieError
-from coterie.adapters import Role
+from coterie.adapters import Parameter, Role, Selects, of_roles
 from coterie.messages import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import REFUSED, classes
@@ -35,12 +35,15 @@ class Weights:
             name: nn.Parameter(torch.randn(4, 3, generator=chance)) for name in sorted(ROLES)
         }
 
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in self.all.items() if not roles or ROLES[n] in roles}
+    def described(self) -> dict[str, Parameter]:
+        return {n: Parameter(n, ROLES[n], tensor, "zero") for n, tensor in self.all.items()}
 
-    def require_grad(self, *roles: Role) -> None:
-        for name, parameter in self.all.items():
-            parameter.requires_grad_(ROLES[name] in roles)
+    def tensors(self, selects: Selects = lambda _: True) -> dict[str, nn.Parameter]:
+        return {name: p.tensor for name, p in self.described().items() if selects(p)}
+
+    def require_grad(self, selects: Selects) -> None:
+        for parameter in self.described().values():
+            parameter.tensor.requires_grad_(selects(parameter))
 
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.all.items()}
@@ -50,7 +53,8 @@ def updater(weights: Weights, *roles: Role, **training: Any) -> Updater:
     base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
     spec = TrainingSpec(precision="fp32", **training)
     context = SimpleNamespace(name="poet", base=base, training=spec)
-    return Updater(cast(ClientContext, context), cast(Any, weights), roles or ("dense", "router"))
+    selects = of_roles(*roles or ("dense", "router"))
+    return Updater(cast(ClientContext, context), cast(Any, weights), selects)
 
 
 def loss_of(parameters: dict[str, nn.Parameter], step: int) -> Tensor:

@@ -12,5 +12,8 @@ from coterie.adapters.lora import LoraLinear as LoraLinear
 from coterie.adapters.merging import merge as merge
 from coterie.adapters.merging import mergeable as mergeable
 from coterie.adapters.mixture import Mixture as Mixture
-from coterie.adapters.part import Part as Part
-from coterie.adapters.part import pairs_of as pairs_of
+from coterie.adapters.parameter import Parameter as Parameter
+from coterie.adapters.parameter import Selects as Selects
+from coterie.adapters.parameter import of_roles as of_roles
+from coterie.adapters.parameter import pairs_of as pairs_of
+from coterie.adapters.parameter import trained as trained

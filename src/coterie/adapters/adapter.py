@@ -1,6 +1,6 @@
 """One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
@@ -13,10 +13,10 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from coterie.adapters.beside import Beside
-from coterie.adapters.layout import Layout, Role
-from coterie.adapters.lora import LoraLinear, pairs_in
+from coterie.adapters.layout import Layout
+from coterie.adapters.lora import LoraLinear, LoraPair, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
-from coterie.adapters.part import Part, by_name, initialise
+from coterie.adapters.parameter import Parameter, Selects, by_name, initialise
 from coterie.adapters.routed import Balance, Routed, Router
 from coterie.bases.sites import StandIn, chosen_linears, decoder_of, expert_sites, layers, width
 from coterie.errors import CoterieError
@@ -29,41 +29,61 @@ class Trainable:
     trained.
 
     Args:
-        parts: what an optimiser updates.
+        parameters: what an optimiser updates.
         stand_ins: what stands for modules of the base, by path.
         routers: those of them that route.
     """
 
+    _pairs: Sequence[LoraPair] = ()
+
     def __init__(
         self,
-        parts: Iterable[Part],
+        parameters: Iterable[Parameter],
         stand_ins: Mapping[str, StandIn] | None = None,
         routers: Mapping[str, Router] | None = None,
     ) -> None:
-        self._parts = by_name(parts)
+        self._parameters = by_name(parameters)
         self._stand_ins, self._routers = stand_ins or {}, routers or {}
 
-    def parts(self) -> dict[str, Part]:
-        """Everything that is trained or kept with it, by name, sorted; what travels is of these."""
-        return self._parts
+    def parameters(self) -> dict[str, Parameter]:
+        """Return the parameters that are trained or kept with the adapter, sorted by name."""
+        return self._parameters
 
-    def parameters(self, *roles: Role) -> dict[str, nn.Parameter]:
-        """What an optimiser updates, by name, sorted; of these roles, or all."""
-        return {
-            name: part.parameter
-            for name, part in self._parts.items()
-            if not roles or part.role in roles
-        }
+    def tensors(self, selects: Selects = lambda _: True) -> dict[str, nn.Parameter]:
+        """Return the tensors of the selected parameters, by default all, sorted by name."""
+        return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
-    def require_grad(self, *roles: Role) -> None:
-        """Train the parameters of exactly these roles."""
-        for part in self._parts.values():
-            part.parameter.requires_grad_(part.role in roles)
+    def require_grad(self, selects: Selects) -> None:
+        """Compute gradients of exactly the selected parameters."""
+        for parameter in self._parameters.values():
+            parameter.tensor.requires_grad_(selects(parameter))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """The base with what is trained, in place of anything else, ready to run; it is frozen."""
         attach(base, self._stand_ins)
         return base
+
+    def residual(self) -> dict[str, Tensor]:
+        """Return what is added to LoRA pairs and never trained, by the names of their A and B.
+
+        The residual of an A is (any, in), and that of its B is (out, any).
+        """
+        return {
+            parameter.name: tensor
+            for pair in self._pairs
+            for parameter, tensor in zip(
+                pair.described(), (pair.residual_A, pair.residual_B), strict=True
+            )
+            if tensor is not None
+        }
+
+    def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the residuals of all LoRA pairs."""
+        for pair in self._pairs:
+            A, B = (tensors.get(parameter.name) for parameter in pair.described())
+            pair.residual_A = pair.residual_B = None
+            if A is not None and B is not None:
+                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
 
     @property
     def balances(self) -> bool:
@@ -86,7 +106,7 @@ class Adapter(Trainable):
         layout: which experts, which ranks, routed or averaged.
         seed: the run's seed.
         client: the client's name, from which its personal parameters are drawn.
-        common: whether a part's first values are the same for all clients.
+        common: whether a parameter's first values are the same for all clients.
 
     Raises:
         CoterieError: the base has nothing that the layout's adapters could stand on.
@@ -98,39 +118,21 @@ class Adapter(Trainable):
         layout: Layout,
         seed: int,
         client: str,
-        common: Callable[[Part], bool],
+        common: Selects,
     ) -> None:
         self.layout = layout
         stand_ins = _stand_ins(base, layout)
         self._pairs = [pair for module in stand_ins.values() for pair in pairs_in(module)]
-        parts = [part for pair in self._pairs for part in pair.parts()]
+        parameters = [parameter for pair in self._pairs for parameter in pair.described()]
         routers: dict[str, Routed] = {}
         for path, m in stand_ins.items():
             if isinstance(m, Routed) and m.router is not None:
-                parts.append(Part(f"router/{m.home}.weight", "router", m.router, "normal", m.home))
+                parameters.append(
+                    Parameter(f"router/{m.home}.weight", "router", m.router, "normal", m.home)
+                )
                 routers[path] = m
-        super().__init__(parts, stand_ins, routers)
-        initialise(parts, seed, client, common)
-
-    def residual(self) -> dict[str, Tensor]:
-        """What is added to pairs and never trained, under the names of the pairs' own A and B.
-
-        Of an A: (any, in); of its B: (out, any).
-        """
-        return {
-            part.name: tensor
-            for pair in self._pairs
-            for part, tensor in zip(pair.parts(), (pair.residual_A, pair.residual_B), strict=True)
-            if tensor is not None
-        }
-
-    def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add this to pairs, in place of any former residual."""
-        for pair in self._pairs:
-            A, B = (tensors.get(part.name) for part in pair.parts())
-            pair.residual_A = pair.residual_B = None
-            if A is not None and B is not None:
-                pair.residual_A, pair.residual_B = A.to(pair.A), B.to(pair.B)
+        super().__init__(parameters, stand_ins, routers)
+        initialise(parameters, seed, client, common)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other; see `Trainable`.

@@ -25,7 +25,7 @@ from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair
 from coterie.adapters.padding import real_mask
-from coterie.adapters.part import Part, by_name, initialise
+from coterie.adapters.parameter import Parameter, by_name, initialise
 from coterie.adapters.routed import Router
 from coterie.bases.sites import QUERY_VALUE, Linear, chosen_linears, sizes, working_dtype
 from coterie.errors import CoterieError
@@ -91,7 +91,7 @@ class AmoleLinear(Router):
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
         """Where `AmoleAdapter.recording` wants them: each forward pass's sums and counts."""
 
-    def parts(self, stacked: bool) -> Iterator[Part]:
+    def described(self, stacked: bool) -> Iterator[Parameter]:
         """Declare what is trained: domain experts in one stack, or each as a view of that."""
         path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
         if not stacked:
@@ -100,12 +100,12 @@ class AmoleLinear(Router):
                 for expert, A, B in zip(self.held, self.A.data, self.B.data, strict=True)
             ]
         for name, expert, A, B in experts:
-            yield Part(f"{name}/{path}.A", "domain", A, "kaiming", path, "A", expert)
-            yield Part(f"{name}/{path}.B", "domain", B, "zero", path, "B", expert)
+            yield Parameter(f"{name}/{path}.A", "domain", A, "kaiming", path, "A", expert)
+            yield Parameter(f"{name}/{path}.B", "domain", B, "zero", path, "B", expert)
         if self.shared is not None:
-            yield from self.shared.parts()
+            yield from self.shared.described()
         kind = "projection" if self.layout.router == "token" else "gate"
-        yield Part(f"{kind}/{path}", "projection", self.router, "kaiming", path)
+        yield Parameter(f"{kind}/{path}", "projection", self.router, "kaiming", path)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, time, in) to (batch, time, out)."""
@@ -234,17 +234,19 @@ class AmoleAdapter(Trainable):
         self.linears = {
             path: AmoleLinear(linear, path, layout, held[path]) for path, linear in linears.items()
         }
-        stacks = [part for m in self.linears.values() for part in m.parts(stacked=True)]
+        stacks = [p for m in self.linears.values() for p in m.described(stacked=True)]
         super().__init__(stacks, self.linears, self.linears)
-        initialise(self.parts().values(), seed, "", common=lambda part: True)
+        initialise(self.parameters().values(), seed, "", common=lambda parameter: True)
 
-    def parts(self) -> dict[str, Part]:
+    def parameters(self) -> dict[str, Parameter]:
         """What travels, by expert and sorted by name; a domain expert's are views of the stacks.
 
         `shared/PATH.A`: (r, in) and `.B`: (out, r), `domain.ID/PATH.A` and `.B` alike, and
         `projection/PATH`: (r, in) or `gate/PATH`: (experts, in).
         """
-        return by_name(part for m in self.linears.values() for part in m.parts(stacked=False))
+        return by_name(
+            parameter for m in self.linears.values() for parameter in m.described(stacked=False)
+        )
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put this adapter into a base, in place of any other; see `Trainable`."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from coterie.adapters.part import Part
+from coterie.adapters.parameter import Parameter
 from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 
@@ -36,22 +36,22 @@ class Coverage:
         return tuple(told)
 
 
-def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
-    """What some parts of an adapter stand on; the base may be on the meta device."""
-    parts = list(parts)
+def coverage(base: nn.Module, parameters: Iterable[Parameter]) -> Coverage:
+    """What some parameters of an adapter stand on; the base may be on the meta device."""
+    parameters = list(parameters)
     modules = dict(decoder_walk(base))
     found: dict[tuple[str, str, str], tuple[dict[str, None], set[int]]] = {}
-    for part in parts:
-        if part.factor != "B" or part.layer is None:
+    for parameter in parameters:
+        if parameter.factor != "B" or parameter.layer is None:
             continue
-        what = "LoRA" if part.role == "dense" else "experts"
-        owner, _, name = part.path.rpartition(".")
-        way = "inside" if part.role in ("generalist", "specialist") else "on"
-        if not isinstance(modules[part.path], Linear):
-            owner, name, way = part.path, "", "beside"
+        what = "LoRA" if parameter.role == "dense" else "experts"
+        owner, _, name = parameter.path.rpartition(".")
+        way = "inside" if parameter.role in ("generalist", "specialist") else "on"
+        if not isinstance(modules[parameter.path], Linear):
+            owner, name, way = parameter.path, "", "beside"
         names, numbers = found.setdefault((what, way, type(modules[owner]).__name__), ({}, set()))
         names[name] = None
-        numbers.add(part.layer)
+        numbers.add(parameter.layer)
     covered = {
         (what, f"{way} {kind}{_listed(names)}"): numbers
         for (what, way, kind), (names, numbers) in sorted(found.items(), reverse=True)
@@ -63,7 +63,7 @@ def coverage(base: nn.Module, parts: Iterable[Part]) -> Coverage:
         bare = set(range(len(own))).difference(*has)
         if bare:
             others[what] = ", ".join(sorted({b for i in bare for b in _blocks(own[i])})), len(bare)
-    whole = any(part.role == "weight" for part in parts)
+    whole = any(parameter.role == "weight" for parameter in parameters)
     return Coverage(covered, len(own), others, whole)
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import Trainable, detach
-from coterie.adapters.part import Part, trained_beside
+from coterie.adapters.parameter import Parameter, trained_beside
 from coterie.errors import CoterieError
 
 
@@ -34,24 +34,24 @@ class FullAdapter(Trainable):
 
     def __init__(self, base: nn.Module) -> None:
         detach(base)
-        parts: dict[str, Part] = {}
+        parameters: dict[str, Parameter] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """By part: the modules' paths, and what they call the weight."""
+        """By parameter: the modules' paths, and what they call the weight."""
         names: dict[nn.Parameter, str] = {}
         for path, module in base.named_modules():
             for name, weight in module.named_parameters(recurse=False):
-                part = names.setdefault(weight, f"weight/{path}.{name}")
-                self._places.setdefault(part, []).append((path, name))
-                if part not in parts:
-                    parts[part] = Part(part, "weight", _zero_like(weight), "zero", path)
-        super().__init__(parts.values())
+                key = names.setdefault(weight, f"weight/{path}.{name}")
+                self._places.setdefault(key, []).append((path, name))
+                if key not in parameters:
+                    parameters[key] = Parameter(key, "weight", _zero_like(weight), "zero", path)
+        super().__init__(parameters.values())
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """Put the differences into a base, in place of any adapter, and return it."""
         super().attach(base)
-        for part, places in self._places.items():
+        for key, places in self._places.items():
             for path, name in places:
-                difference = Difference(self.parts()[part].parameter)
+                difference = Difference(self.parameters()[key].tensor)
                 # unsafe: the base may be in bf16, what is trained is in fp32.
                 parametrize.register_parametrization(
                     base.get_submodule(path), name, difference, unsafe=True

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from coterie.adapters.dropout import dropout
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.part import Part, trained_beside
+from coterie.adapters.parameter import Parameter, trained_beside
 from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 
 
@@ -64,14 +64,14 @@ class LoraPair(nn.Module):
             A, B = torch.cat([A, self.residual_A]), torch.cat([B, self.residual_B], dim=1)
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
-    def parts(self) -> tuple[Part, Part]:
+    def described(self) -> tuple[Parameter, Parameter]:
         """Declare A and B."""
         number = "" if self.expert is None else f".{self.expert}"
         name, at = f"{self.role}{number}/{self.path}", self.path
-        A = Part(f"{name}.A", self.role, self.A, "kaiming", at, "A", self.expert)
+        A = Parameter(f"{name}.A", self.role, self.A, "kaiming", at, "A", self.expert)
         if self.freeze_A:
             A = replace(A, name=f"frozen/{A.name}", role="frozen")
-        return A, Part(f"{name}.B", self.role, self.B, "zero", at, "B", self.expert)
+        return A, Parameter(f"{name}.B", self.role, self.B, "zero", at, "B", self.expert)
 
 
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coterie.adapters.adapter import Trainable
-from coterie.adapters.part import Part, trained_beside
+from coterie.adapters.parameter import Parameter, trained_beside
 from coterie.seeding import generator
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PromptAdapter(Trainable):
         self.config = config
         self._wrapped: PeftModel | None = None
         named = self.encoder.named_parameters()
-        super().__init__(Part(f"prompt/{name}", "prompt", p, "zero") for name, p in named)
+        super().__init__(Parameter(f"prompt/{name}", "prompt", p, "zero") for name, p in named)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
         """The base behind this prompt, in place of any adapter; it is frozen.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from coterie.adapters import Part
+from coterie.adapters import Parameter
 from coterie.analysis.tables import Table
 from coterie.analysis.trial import first_exchange, start
 from coterie.config.run import RunConfig
@@ -34,7 +34,7 @@ SHARED = (
 WHOLE = "whole message, with names"
 SAME = "average per"
 Row = tuple[str, ...]
-Parts = Mapping[str, Part]
+Parameters = Mapping[str, Parameter]
 
 
 def audit_run(config: RunConfig) -> Iterator[Table]:
@@ -51,11 +51,12 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     alike: dict[tuple[Row, ...], dict[ClientId, list[Row]]] = {}
     exchanged = first_exchange(run)
     # A download may hand out what the client does not hold yet, and others do.
-    parts = {n: part for side in run.clients.values() for n, part in side.parts().items()}
+    sides = run.clients.values()
+    parameters = {name: p for side in sides for name, p in side.parameters().items()}
     if shared:
         yield _figures(run)
     for name, messages in exchanged.items():
-        account = list(_account(run, name, messages, parts))
+        account = list(_account(run, name, messages, parameters))
         # What a whole message weighs differs a little by the names in it.
         key = (row[:-1] if row[1].startswith((WHOLE, SAME)) else row for row in account)
         alike.setdefault(tuple(key), {})[name] = account
@@ -79,7 +80,7 @@ def _stands(run: LocalRun) -> Table:
 
 def _figures(run: LocalRun) -> Table:
     """What clients log and send beside their uploads, each kind of figure once."""
-    round = run.server.round
+    round = run.server.exchange
     if round < run.config.exchanges:  # in which the aggregated models are scored
         run.exchange(round, run.names)
     recorded = (line for line in run.recorder.take() if line["client"] is not None)
@@ -126,40 +127,43 @@ def _dtypes(field: Field) -> str:
 
 
 def _account(
-    run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parts: Parts
+    run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
     """What a client sent, took and kept: rows that begin with the title of their table."""
     side = run.clients[name]
     for way, where in WAYS.items():
         message, weight = messages[way], len(run.schema.send(way, messages[way]))
-        yield from ((where, *row) for row in _contents(run.schema, way, message, parts))
+        yield from ((where, *row) for row in _contents(run.schema, way, message, parameters))
         yield where, WHOLE, "", "", "", f"{weight:,}"
         for what, count in run.config.method.counts(message).items():
             if count:
                 each = f"{SAME} {what} (of {count:,})"
                 yield where, each, "", "", "", f"{weight / count:,.0f}"
-    yield from ((STAYS, *row) for row in _stays(side.state(), messages["up"], side.parts()))
+    yield from ((STAYS, *row) for row in _stays(side.state(), messages["up"], side.parameters()))
 
 
-def _contents(schema: Schema, way: Way, message: Message, parts: Parts) -> Iterator[Row]:
+def _contents(schema: Schema, way: Way, message: Message, parameters: Parameters) -> Iterator[Row]:
     """A line for each kind of tensor, the other clients' together, and for each value."""
     found: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
     for peer, group, name, tensor in message.tensors():
         found.setdefault((peer is not None, group), []).append((name, tensor))
     names = {f.name: f.dtype for f in getattr(schema, way) if not isinstance(f.dtype, str)}
     for (others, group), tensors in sorted(found.items()):
-        yield from _kinds(_named(group, others), tensors, parts, names.get(group, {}))
+        yield from _kinds(_named(group, others), tensors, parameters, names.get(group, {}))
     for name, value in sorted(message.values.items()):
         yield name, "", "", "json", f"{size(value):,}"
 
 
 def _kinds(
-    where: str, tensors: Iterable[tuple[str, Tensor]], parts: Parts, named: Iterable[str] = ()
+    where: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    parameters: Parameters,
+    named: Iterable[str] = (),
 ) -> Iterator[Row]:
     """Tensors by what they are: by role, expert and place, or by a name that has a meaning."""
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:
-        what = _what(parts[name]) if name in parts else name if name in named else ""
+        what = _what(parameters[name]) if name in parameters else name if name in named else ""
         dtype = str(tensor.dtype).removeprefix("torch.")
         kinds.setdefault((what, dtype), []).append(tensor)
     for (what, dtype), alike in sorted(kinds.items()):
@@ -168,22 +172,23 @@ def _kinds(
         yield where, what, f"{len(alike)} ({shown})", dtype, f"{sum(map(size, alike)):,}"
 
 
-def _what(part: Part) -> str:
+def _what(parameter: Parameter) -> str:
     """`generalist 0, mlp.up`. Domain experts stand together: they are others on every layer."""
-    numbered = part.expert is not None and part.role != "domain"
-    role = f"{part.role} {part.expert}" if numbered else part.role
-    return ", ".join(filter(None, (role, part.place)))
+    numbered = parameter.expert is not None and parameter.role != "domain"
+    role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
+    return ", ".join(filter(None, (role, parameter.place)))
 
 
-def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
+def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
     """The client's state, less the trained tensors that it uploaded, and its values.
 
     What it uploads is in the group `adapter` of its own state, in whatever group it travels. A
-    group or a part of another name is something else, even if its tensors have the same names.
+    group or an inner state of another name is something else, even if its tensors have the same
+    names.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
-    for path, part in state.walk():
-        for group, tensors in part.groups.items():
+    for path, inner in state.walk():
+        for group, tensors in inner.groups.items():
             trained = not path and group == "adapter"
             kept = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
             where = ", ".join(path) or group
@@ -191,11 +196,11 @@ def _stays(state: State, upload: Message, parts: Parts) -> Iterator[Row]:
                 total = sum(tensor.nbytes for _, tensor in kept)
                 yield where, f"optimiser's {group}", f"{len(kept)}", "", f"{total:,}"
             else:
-                yield from _kinds(where, kept, parts)
-        for name, value in part.values.items():
+                yield from _kinds(where, kept, parameters)
+        for name, value in inner.values.items():
             yield ", ".join((*path, name)), "", "", "json", f"{size(value):,}"
 
 
-def size(part: Tensor | Json) -> int:
+def size(value: Tensor | Json) -> int:
     """Return the bytes of a tensor, or of a value as JSON."""
-    return part.nbytes if isinstance(part, Tensor) else len(json.dumps(part).encode())
+    return value.nbytes if isinstance(value, Tensor) else len(json.dumps(value).encode())

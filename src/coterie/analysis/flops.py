@@ -74,7 +74,7 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
             return None
         training = side.context.training
         for level in side.training.levels:
-            turns = config.rounds * training.steps // level.every
+            turns = level.turns(config.rounds, training.steps)
             updates = level.steps * turns / config.rounds
             flops = step_flops(base, side.adapter, level, config.data.window)
             cost = flops * training.batch * updates
@@ -86,10 +86,10 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     """Operations of one update of a level on one sample, with the adapter on the base."""
     model = adapter.attach(base.model)
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
-    adapter.require_grad(*level.roles, *level.leaves)
+    adapter.require_grad(lambda p: level.selects(p) or level.leaves(p))
     with FlopCounterMode(display=False) as counter:
         # A level's penalty is left aside: it holds no products of a forward pass's size.
         language_model_loss(model, ids).backward()
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.grad = None
     return counter.get_total_flops()

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import Adapter, Layout, Trainable
+from coterie.adapters import Adapter, Layout, Trainable, trained
 from coterie.adapters.coverage import coverage
 from coterie.analysis.tables import Table
 from coterie.bases import Base, BaseSpec, check_base, load_skeleton, load_tokenizer
@@ -110,7 +110,7 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
         if not isinstance(side, AdapterClient):
             return None
         step, scoring = _training(config, side), _evaluation(config, side)
-        parts = [(p.parameter.nbytes, p.role == "frozen") for p in side.parts().values()]
+        parts = [(p.tensor.nbytes, p.role == "frozen") for p in side.parameters().values()]
         return Need(
             weights=weights,
             pages=pages,
@@ -173,13 +173,13 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
     """The most that a step holds beside weights and adapter."""
     training, adapter = side.context.training, side.adapter
     model = side.model()
-    adapter.require_grad(*{part.role for part in adapter.parts().values()} - {"frozen"})
+    adapter.require_grad(trained)
     with Alive() as alive:
         ids = _ids(config, training.at_once)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
             loss = language_model_loss(model, ids)
         loss.backward()
-    for parameter in adapter.parameters().values():
+    for parameter in adapter.tensors().values():
         parameter.grad = None
     return alive.peak
 
@@ -277,7 +277,7 @@ def stands_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> 
     rows: list[tuple[str, str]] = []
     for what, make in makers.items():
         try:
-            lines = coverage(skeleton, make().parts().values()).lines()
+            lines = coverage(skeleton, make().parameters().values()).lines()
         except CoterieError as error:
             lines = (str(error),)
         rows += [(what, line) for line in lines or ("nothing of the base",)]

@@ -14,6 +14,7 @@ from coterie.errors import CoterieError
 if TYPE_CHECKING:
     from coterie.api import Run
     from coterie.config.run import RunConfig
+    from coterie.runs import Watch
 
 Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
@@ -80,7 +81,6 @@ def run(
     docs/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
-    from coterie.cli.progress import ConsoleWatch
     from coterie.config.read import load_here
     from coterie.config.values import read_values
 
@@ -93,7 +93,7 @@ def run(
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
-                config, out=folder, force=force, watch=ConsoleWatch, engine=engine or "local"
+                config, out=folder, force=force, watch=watch, engine=engine or "local"
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -103,9 +103,7 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(
-                resume, watch=ConsoleWatch, engine=engine, from_round=from_round
-            )
+            finished = coterie.resume(resume, watch=watch, engine=engine, from_round=from_round)
     _show(finished, again)
 
 
@@ -134,7 +132,6 @@ def compare(
         coterie compare mine.yaml --tune training.learning_rate=1e-4,5e-4,2e-3
     """
     import coterie
-    from coterie.cli.progress import ConsoleWatch
     from coterie.config.read import load_here
     from coterie.config.tune import read_tune
     from coterie.config.values import read_values
@@ -152,7 +149,7 @@ def compare(
             tune=trials,
             against=against,
             out=folder,
-            watch=ConsoleWatch,
+            watch=watch,
             report=terminal.say,
         )
     terminal.console.print(*comparison.tables())
@@ -177,6 +174,13 @@ def _remark(config: "RunConfig") -> None:
             f"Note: the routers of {config.label} are first updated after {every} steps, and this "
             f"run has {steps}. Set method.router.every, or more rounds."
         )
+
+
+def watch() -> "Watch":
+    """Return the display of a run's progress on this terminal."""
+    from coterie.cli.progress import ConsoleWatch
+
+    return ConsoleWatch()
 
 
 def _show(finished: "Run", again: str | None) -> None:

@@ -76,7 +76,7 @@ class ClientPart:
     @property
     def covered(self) -> tuple[str, ...]:
         """What of its base this client's adapter stands on, in lines; none without one."""
-        return coverage(self.base.model, self.side.parts().values()).lines()
+        return coverage(self.base.model, self.side.parameters().values()).lines()
 
     def hello(self) -> bytes:
         """What the server must know once."""
@@ -102,7 +102,7 @@ class ClientPart:
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
-        if not all(is_finite(part.parameter.detach()) for part in self.side.parts().values()):
+        if not all(is_finite(p.tensor.detach()) for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
@@ -234,13 +234,13 @@ class ClientPart:
     def _take(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
         message = self.schema.receive("down", download)
-        self.side.take(self.transforms.receive(message, message.round))
+        self.side.receive(self.transforms.receive(message, message.round))
 
     def _sent(self, way: Way, message: Message, exchange: int = 0) -> bytes:
         """The bytes of a message, once it is sure that nothing in it is this client's alone."""
-        parts, sends = self.side.parts(), self.config.method.sends
+        parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
-            if name in parts and not sends(parts[name]):
+            if name in parameters and not shared(parameters[name]):
                 raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
         message = self.aggregation.sent(message, tokens)

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.aggregation.mean import HELD, Aggregation, Rule, weighted_mean
 from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
@@ -64,7 +64,7 @@ class ServerPart:
         round, phase = self.config.turn(exchange)
         self.aggregation.transforms.begin(exchange, phase, names)
         if phase == TRAIN:
-            self.server.open(round, list(names))
+            self.server.start_round(round, list(names))
 
     def download(self, name: ClientId) -> bytes:
         """Return what the server sends to a client now."""
@@ -89,12 +89,13 @@ class ServerPart:
         if not trained:
             return
         unusable = CoterieError(
-            f"The aggregate of round {self.server.round + 1} is not finite, and has not been "
+            f"The aggregate of round {self.server.exchange + 1} is not finite, and has not been "
             "saved; see which client's upload is too large, and continue without it, or from an "
             "earlier round."
         )
         try:
-            self.server.close(self.aggregation.stepped(mean, self.server.averaged()))
+            stepped = self.aggregation.stepped(mean, self.server.replaces())
+            self.server.end_round(stepped, mean.values[HELD])
             finite = all(state.is_finite() for _, state in self.states())
         except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
             raise unusable from error

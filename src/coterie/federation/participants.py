@@ -23,7 +23,7 @@ from coterie.data.texts import Texts, client_texts, whole_text
 from coterie.data.tokens import ClientData, Split, encoded, pooled, tokenise
 from coterie.errors import CoterieError
 from coterie.federation.reading import PUBLIC, Reading
-from coterie.methods.contract import SERVER, Log, ServerContext, Setting
+from coterie.methods.contract import SERVER, Log, RunFacts, ServerContext
 from coterie.privacy.ledger import Ledger
 from coterie.training.context import ClientContext, ClientId
 
@@ -339,7 +339,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
         )
     check_transforms(config, clients)
     method.check(
-        Setting(
+        RunFacts(
             tuple(clients),
             public,
             bases,

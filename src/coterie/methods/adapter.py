@@ -1,18 +1,20 @@
-"""Methods whose clients train an adapter and whose server averages the part of it that is sent.
+"""Methods whose clients train an adapter and whose server averages its shared parameters.
 
-A method says what is attached (its settings, or `adapter`), which parts of it travel (`sends`),
-when what is updated (`levels`) and what is added to the loss (`penalty`); the two sides are the
-same for all of them. The mean itself is made by the engine; see aggregation/mean.py.
+A method chooses what is attached to the base (its settings, or `adapter`), which parameters are
+`shared` and which of these an upload `sends`, when each parameter is updated (`levels`), and what
+is added to the loss (`penalty`). Both sides are the same for all of these methods. The engine
+computes the mean; see aggregation/mean.py.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import TypeVar
 
-from coterie.adapters import Adapter, Layout, Part, Role, Trainable
+from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, trained
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
@@ -21,16 +23,19 @@ from coterie.methods.contract import (
     ClientContext,
     ClientId,
     ClientSide,
+    Holders,
     Method,
+    RunFacts,
     ServerContext,
     ServerSide,
-    Setting,
 )
 from coterie.methods.exact import Residuals, residual_shapes, with_residuals
-from coterie.methods.settings import Lora, check_names, for_client
+from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
+S = TypeVar("S", bound=Settings)
+M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
 WHAT: dict[Role, str] = {
     "dense": "LoRA pairs on single linear layers, usually of attention",
     "generalist": "LoRA pairs of the generalists on the MLPs",
@@ -42,26 +47,26 @@ WHAT: dict[Role, str] = {
 
 
 class AdapterMethod(Method):
-    """An adapter is trained on training text; the mean of what is sent replaces it.
+    """A method that trains an adapter and replaces its shared parameters by their mean.
 
-    The adapter is LoRA as the parts `mlp`, `attention`, `lora` and `router` say, those that the
-    method has.
+    By default, the parts `mlp`, `attention`, `lora` and `router` of the settings, where the method
+    has them, describe the adapter.
     """
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
-    """The roles that travel, unless `sends` says otherwise."""
+    """The roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 
-    def sends(self, part: Part) -> bool:
-        """Parts of the roles in `shared_roles`."""
-        return part.role in self.shared_roles
+    def shared(self, parameter: Parameter) -> bool:
+        """Return whether the parameter's role is one of `shared_roles`."""
+        return parameter.role in self.shared_roles
 
     def layout(self, client: ClientId) -> Layout:
-        """What is attached to the base for a client; raises CoterieError if it cannot be."""
-        mlp, attention, router = map(self.part, ("mlp", "attention", "router"))
-        lora = self.part("lora") or Lora()
+        """Return what is attached to the base for a client; raises CoterieError if it cannot be."""
+        mlp, attention = self.part("mlp", Mlp), self.part("attention", Attention)
+        router, lora = self.part("router", Router), self.part("lora", Lora) or Lora()
         generalists, specialists = (0, 0) if mlp is None else mlp.counts(client)
         return Layout(
             generalists=generalists,
@@ -77,35 +82,41 @@ class AdapterMethod(Method):
             dropout=lora.dropout,
         )
 
-    def part(self, name: str) -> Any:
-        """A part of the settings; None where it is left out, or where the method has none."""
-        return getattr(self, name, None)
+    def part(self, name: str, kind: type[S]) -> S | None:
+        """Return a part of the settings; None if it is null or if the method does not have it.
+
+        Raises:
+            TypeError: the part is of another kind.
+        """
+        part: object = getattr(self, name, None)
+        if part is None or isinstance(part, kind):
+            return part
+        raise TypeError(f"{type(self).__name__}.{name} must be a {kind.__name__}, not {part!r}.")
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
-        """What a client trains. Parts that travel begin equal for all, from the seed alone.
+        """Create what a client trains. Shared parameters start equal, from the seed alone.
 
-        `base` may have no weights (meta tensors).
+        Args:
+            base: may have no weights (meta tensors).
         """
-        return Adapter(base, self.layout(client), seed, client, self.sends)
+        return Adapter(base, self.layout(client), seed, client, self.shared)
 
     def kinds(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
-        """One client for each kind of adapter, that with the largest tensors first."""
+        """Return one client for each layout of adapters, sorted from the highest rank down."""
         layouts = {self.layout(client): client for client in clients}
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
     def levels(self, client: "AdapterClient") -> list[Level]:
-        """The schedule of a client: everything at once on training text."""
-        parts, context = client.adapter.parts().values(), client.context
-        everything = tuple(sorted({part.role for part in parts} - {"frozen"}))
-        rate = learning_rate(context.training, context.rounds)
-        return [Level("joint", everything, "train", rate, penalty=self.penalty(client))]
+        """Return the schedule of a client; by default, all parameters at once on training text."""
+        rate = learning_rate(client.context.training, client.context.rounds)
+        return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
 
     def penalty(self, client: "AdapterClient") -> Penalty | None:
-        """What is added to a client's loss, if anything; called once, computed at every step."""
+        """Return what is added to a client's loss: called once, computed at every step."""
         return None
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What is sent, both ways, and its shapes in the hello."""
+        """Return the fields of the shared parameters: their values both ways, and their shapes."""
         if not self.shared_roles:
             return Schema()
         what = "; ".join(WHAT[role] for role in self.shared_roles)
@@ -117,14 +128,14 @@ class AdapterMethod(Method):
     @property
     def averages_exactly(self) -> bool:
         """Whether products B A are averaged, in a method that has the setting `exact`."""
-        return bool(self.part("exact"))
+        return bool(getattr(self, "exact", False))
 
-    def check(self, setting: Setting) -> None:
-        """Every client has a layout, and names given in mappings are those of clients."""
-        clients = setting.clients
+    def check(self, run: RunFacts) -> None:
+        """Refuse clients without a layout, and names in mappings that are not those of clients."""
+        clients = run.clients
         for part in ("mlp", "attention"):
-            check_names(self.part(part), part, clients)
-        if setting.server_optimiser and self.averages_exactly:
+            check_names(self.part(part, Settings), part, clients)
+        if run.server_optimiser and self.averages_exactly:
             raise CoterieError(
                 "`exact: true` sends what makes means exact, which a step of aggregation.optimiser "
                 "would undo; remove one of them."
@@ -145,73 +156,82 @@ class AdapterMethod(Method):
             )
 
     def client(self, context: ClientContext) -> "AdapterClient":
-        """An adapter and its local training."""
+        """Create a side that trains an adapter."""
         return AdapterClient(self, context)
 
     def server(self, context: ServerContext) -> "AdapterServer":
-        """The mean of what is sent."""
+        """Create a side that holds the means."""
         return AdapterServer(self, context)
 
 
-class AdapterClient(ClientSide):
-    """Takes the shared parameters in, trains all of its own, sends the shared ones back."""
+class AdapterClient(ClientSide, Generic[M]):
+    """Receives the shared parameters, trains its adapter, and uploads the shared parameters."""
 
-    def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
+    def __init__(self, method: M, context: ClientContext) -> None:
         self.method, self.context = method, context
-        self.adapter: Any = method.adapter(context.base.model, context.seed, context.name)
-        self.shared = {
-            name: part.parameter
-            for name, part in self.adapter.parts().items()
-            if method.sends(part)
-        }
-        """The parameters that travel, by name."""
+        self.adapter = method.adapter(context.base.model, context.seed, context.name)
+        parameters = self.adapter.parameters()
+        self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
+        """The tensors of the shared parameters, by name."""
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups of tensors beside the adapter that must survive a restart."""
+        """Groups of tensors beside the adapter that must survive a restart.
+
+        Groups that the schema lets down are received, and those that it lets up are uploaded; their
+        tensors have the names and shapes of the shared parameters.
+        """
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
     def hello(self) -> Message:
-        """The shapes of what is shared."""
+        """Return the shapes of the shared parameters."""
         shapes = {name: list(tensor.shape) for name, tensor in self.shared.items()}
         return Message(values={"shapes": shapes} if shapes else {})
 
-    def take(self, download: Message) -> None:
-        """Replace the shared parameters by the server's."""
+    def receive(self, download: Message) -> None:
+        """Replace the shared parameters, and groups beside them, by the server's."""
         shapes, residual = shapes_of(self.shared), download["residual"]
-        check_shapes(download["adapter"], shapes)
-        check_shapes(residual, residual_shapes(self.parts(), shapes, residual))
-        copy(download["adapter"], self.shared)
+        down = {field.name for field in self.method.schema().down}
+        received = {"adapter": self.shared, **{g: t for g, t in self.kept.items() if g in down}}
+        for group in received:
+            check_shapes(download[group], shapes)
+        check_shapes(residual, residual_shapes(self.parameters(), shapes, residual))
+        for group, tensors in received.items():
+            copy(download[group], tensors)
         if self.method.averages_exactly:
             self.adapter.set_residual(residual)
 
-    def train(self, round: int) -> None:
-        """The round's local steps."""
-        self.training.round(round)
+    def train(self, exchange: int) -> None:
+        """Take the local steps of an exchange."""
+        self.training.round(exchange)
         for layer, weights in self.adapter.routing().items():
             self.context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
 
-    def upload(self, round: int) -> Message:
-        """The shared parameters."""
-        return Message(round, {"adapter": copied(self.shared)} if self.shared else {})
+    def upload(self, exchange: int) -> Message:
+        """Return the shared parameters that are sent in this exchange, and groups beside them."""
+        parameters, method = self.parameters(), self.method
+        sent = [name for name in self.shared if method.sends(parameters[name], exchange)]
+        up = {field.name for field in method.schema().up}
+        groups = {g: t for g, t in {"adapter": self.shared, **self.kept}.items() if g in up}
+        return Message(exchange, {g: copied({n: t[n] for n in sent}) for g, t in groups.items()})
 
     def model(self) -> PreTrainedModel:
-        """The base with this client's adapter attached."""
+        """Return the base with this client's adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
-    def parts(self) -> Mapping[str, Part]:
-        """The adapter's."""
-        return self.adapter.parts()
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the parameters of the adapter."""
+        return self.adapter.parameters()
 
     def state(self) -> State:
-        """The adapter, its optimisers' moments and what is kept beside it, copied."""
-        groups = {"adapter": copied(self.adapter.parameters())}
+        """Return copies of the adapter, its optimisers' moments and the groups in `kept`."""
+        groups = {"adapter": copied(self.adapter.tensors())}
         groups |= {group: copied(tensors) for group, tensors in self.kept.items()}
         if self.method.averages_exactly:
             groups["residual"] = copied(self.adapter.residual())
         return State(groups, parts={"training": self.training.state()})
 
     def restore(self, state: State) -> None:
-        """Take back an adapter, its moments and what is kept beside it."""
-        copy(state["adapter"], self.adapter.parameters())
+        """Restore the adapter, its moments and the groups in `kept`."""
+        copy(state["adapter"], self.adapter.tensors())
         for group in self.kept:
             self.kept[group] = {n: self._beside(n, t) for n, t in state[group].items()}
         self.training.restore(state.parts["training"])
@@ -219,42 +239,47 @@ class AdapterClient(ClientSide):
             self.adapter.set_residual(state["residual"])
 
     def _beside(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy where the trained tensor of that name is, or the base."""
-        like = self.adapter.parameters().get(name)
+        """Copy a tensor to the device of the trained tensor of that name, or of the base."""
+        like = self.adapter.tensors().get(name)
         return tensor.to(self.context.base.device if like is None else like.device, copy=True)
 
 
-class AdapterServer(ServerSide):
-    """Holds the shared parameters; a round's mean replaces them."""
+class AdapterServer(ServerSide, Generic[M]):
+    """Holds the shared parameters, which are replaced by their mean in every exchange."""
 
-    def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
-        self.method: Any = method
+    def __init__(self, method: M, context: ServerContext) -> None:
+        self.method = method
         # The first values are drawn from the run's seed alone, so the server can draw them too;
         # where ranks differ, at the largest.
         self.shared: dict[str, Tensor] = {}
-        self.parts: dict[str, Part] = {}
-        """What the shared tensors are, by name."""
+        self.parameters: dict[str, Parameter] = {}
+        """The descriptions of the shared tensors, by name."""
         for client in method.kinds(context.clients) if method.shared_roles else ():
-            for name, part in method.adapter(context.base, context.seed, client).parts().items():
-                if method.sends(part) and name not in self.parts:
-                    self.parts[name], self.shared[name] = part, part.parameter.detach()
+            adapter = method.adapter(context.base, context.seed, client)
+            for name, parameter in adapter.parameters().items():
+                if method.shared(parameter) and name not in self.parameters:
+                    self.parameters[name] = parameter
+                    self.shared[name] = parameter.tensor.detach()
         self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups beside the shared tensors that must survive a restart. One that the schema lets
-        down goes to clients too, tensors by the same names."""
-        self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        self.residuals = Residuals(self.parts if method.averages_exactly else {})
+        """Groups of tensors beside the shared parameters that must survive a restart.
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """A round begins."""
-        super().open(round, participants)
-        self.residuals.open()
+        Groups that the schema lets down are sent to clients; their tensors have the names of the
+        shared parameters.
+        """
+        self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
+        self.residuals = Residuals(self.parameters if method.averages_exactly else {})
+
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        """Begin an exchange."""
+        super().start_round(exchange, participants)
+        self.residuals.start_round()
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Note which shared tensors a client holds."""
+        """Store the shapes of the shared tensors that a client holds."""
         self.held[client] = self.declared(client, hello)
 
     def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
-        """The shapes that a client tells of; raises MessageError unless they are the run's."""
+        """Return the shapes in a client's hello; raises MessageError unless they are the run's."""
         told = hello.values.get("shapes", {})
         if not isinstance(told, dict) or not all(isinstance(s, list) for s in told.values()):
             raise MessageError(
@@ -265,54 +290,56 @@ class AdapterServer(ServerSide):
             if name not in self.shared or shape != self.shape(client, name):
                 raise MessageError(
                     f"The client {client!r} declares the shared tensor {name!r} {shape}, which the "
-                    "server does not expect; `sends` must choose the same on both sides."
+                    "server does not expect; `shared` must choose the same on both sides."
                 )
         return shapes
 
     def leave(self, client: ClientId) -> None:
-        """Forget what it holds, too."""
+        """Forget a client, and the shapes that it holds."""
         self.held.pop(client, None)
         super().leave(client)
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
-        """The shape that a client's tensor must have."""
+        """Return the shape that a client's tensor must have."""
         return tuple(self.shared[name].shape)
 
     def download(self, client: ClientId) -> Message:
-        """The shared tensors that the client holds."""
+        """Return the shared tensors that a client holds, and groups beside them."""
         held, down = self.held[client], {field.name for field in self.method.schema().down}
         groups = {
             group: {name: tensors[name] for name in held}
             for group, tensors in {"adapter": self.shared, **self.kept}.items()
             if group in down
         }
-        return Message(self.round, {**groups, **self.residuals.groups(held)})
+        return Message(self.exchange, {**groups, **self.residuals.groups(held)})
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        """The same, back, in every group of which there is a mean."""
-        return dict.fromkeys(self.method.schema().reduced("mean"), self.held[client])
+        """Return the shapes of what the client sends in this exchange, for every averaged group."""
+        held, parameters, sends = self.held[client], self.parameters, self.method.sends
+        shapes = {n: s for n, s in held.items() if sends(parameters[n], self.exchange)}
+        return dict.fromkeys(self.method.schema().reduced("mean"), shapes)
 
-    def averaged(self) -> dict[str, Tensors]:
-        """The shared parameters."""
+    def replaces(self) -> dict[str, Tensors]:
+        """Return the shared parameters."""
         return {"adapter": self.shared}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Where averages are exact, count products in."""
+        """Add the client's products B A, where averages are exact."""
         self.residuals.receive(upload)
 
-    def close(self, mean: Message) -> None:
-        """Replace what was uploaded by its mean; what nobody sent stays."""
+    def end_round(self, mean: Message, held: Holders) -> None:
+        """Replace the shared parameters by their means; parameters that nobody sent stay."""
         self.shared.update(mean["adapter"])
-        self.residuals.close(self.shared)
-        super().close(mean)
+        self.residuals.end_round(self.shared)
+        super().end_round(mean, held)
 
     def state(self) -> State:
-        """The shared parameters, and what is kept beside them."""
+        """Return the shared parameters and the groups in `kept`."""
         groups = {"adapter": self.shared, **self.kept, **self.residuals.groups(self.shared)}
-        return State(groups, {"round": self.round})
+        return State(groups, {"round": self.exchange})
 
     def restore(self, state: State) -> None:
-        """Take shared parameters back."""
+        """Restore the shared parameters and the groups in `kept`."""
         super().restore(state)
         self.shared = dict(state["adapter"])
         self.kept = {group: dict(state[group]) for group in self.kept}
@@ -332,11 +359,16 @@ def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         tensor.copy_(source[name])
 
 
+def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return zeros of the shapes, dtypes and devices of tensors, by name."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that later training does not change."""
+    """Return copies that later training does not change."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes that a message must have for these."""
+    """Return the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ phases of their own on fresh training batches ("-tr"), where CoMiGS has validati
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from coterie.adapters import Role
+from coterie.adapters import Adapter, of_roles
 from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.exact import SETTING
 from coterie.methods.settings import (
@@ -28,8 +28,8 @@ from coterie.methods.settings import (
 )
 from coterie.training.schedule import Level, Penalty, learning_rate
 
-EXPERTS: tuple[Role, ...] = ("dense", "generalist", "specialist")
-ROUTERS: tuple[Role, ...] = ("router",)
+EXPERTS = of_roles("dense", "generalist", "specialist")
+ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):
@@ -44,7 +44,7 @@ class Mixture(AdapterMethod):
 
     def levels(self, client: AdapterClient) -> list[Level]:
         """Experts on training text; the routers, in their turn, on fresh batches of their own."""
-        router: Router = self.part("router")
+        router = self.part("router", Router)
         if not isinstance(router, PhasedRouter):
             return super().levels(client)
         rate = learning_rate(client.context.training, client.context.rounds)
@@ -65,11 +65,11 @@ class Mixture(AdapterMethod):
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
         """The load-balance loss, which stands in both levels of the problem (equation 2)."""
-        router: Router = self.part("router")
-        form, adapter = router.load_balance, client.adapter
+        router, adapter = self.part("router", Router), client.adapter
         # When every expert is chosen for every token the penalty is constant: skip it.
-        if form == "none" or not adapter.balances:
+        if router is None or (form := router.load_balance) == "none" or not adapter.balances:
             return None
+        assert isinstance(adapter, Adapter), "it was made from a layout"
         return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 

@@ -1,8 +1,8 @@
 """The contract of a method: the only thing that engines, checks and reports know about it.
 
-A method is plain data (its hyper-parameters), a declaration of what may travel, and two makers:
-one for the side that lives where the data live, one for the side that lives on the server.
-A complete method of one's own, which shares nothing and changes nothing::
+A method is data (its settings), a declaration of what may be sent, and two factories: one for the
+side that runs where the data are, and one for the side that runs on the server. A complete method,
+which shares nothing and changes nothing::
 
     class Silent(Method):
         name = "silent"
@@ -15,7 +15,7 @@ A complete method of one's own, which shares nothing and changes nothing::
             return ServerSide()
 
 Pass an instance to `coterie.run(config, method=Silent())`, or put the class in a file for `--plugin
-FILE.py` to use it by its name in run files. docs/add-a-method.md tells all of it.
+FILE.py` to use it by its name in run files. docs/add-a-method.md describes the interface.
 """
 
 from collections.abc import Mapping
@@ -26,20 +26,22 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Part
+from coterie.adapters import Parameter
 from coterie.bases import BaseSpec
 from coterie.messages import Groups, Message, Schema, Shapes, State
 from coterie.privacy.ledger import Budget
 from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec
 
+Holders = Mapping[str, Mapping[str, int]]
+"""The number of clients that a tensor of an aggregate comes from, by group and name."""
 SERVER = "server"
 """The name of a server that has a model of its own, where clients have theirs."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a method can know of a run before it begins, to refuse what it cannot do."""
+class RunFacts:
+    """What is known of a run before it begins, for `Method.check`."""
 
     clients: tuple[ClientId, ...]
     public: bool
@@ -73,73 +75,106 @@ class ServerContext:
 
 
 class ClientSide:
-    """One client's side; the default one shares nothing.
+    """One client's side of a method. The default side shares nothing.
 
-    Whoever runs it calls hello once; then, every round, take, train and upload; after the last
-    round take once more. It is never asked how often its model is evaluated.
+    An engine calls `hello` once; then `receive`, `train` and `upload` for every exchange; and
+    `receive` once more after the last exchange. A side never learns how often its model is
+    evaluated.
     """
 
     def hello(self) -> Message:
-        """What the server must know once: ranks, sizes, a vocabulary."""
+        """Return what the server must know once, such as ranks, sizes or a vocabulary."""
         return Message()
 
-    def take(self, download: Message) -> None:
-        """Take the server's word in; `download.round` rounds are complete. May compute."""
+    def receive(self, download: Message) -> None:
+        """Apply a download from the server. May run for minutes.
 
-    def train(self, round: int) -> None:
-        """The local work of a round (0 is the first), on what was taken in.
+        Args:
+            download: its `round` is the number of completed exchanges.
 
-        A side that leaves this as it is learns nothing: its models are not compared.
+        Raises:
+            MessageError: the download does not fit. Nothing may have changed then.
         """
 
-    def upload(self, round: int) -> Message:
-        """What is sent after it; changes nothing."""
-        return Message(round)
+    def train(self, exchange: int) -> None:
+        """Train locally in an exchange (the first is 0), from what was last received.
+
+        A side that does not override this method learns nothing, so its models are not compared.
+        """
+
+    def upload(self, exchange: int) -> Message:
+        """Return what the client sends after training. Must not change any state."""
+        return Message(exchange)
 
     def model(self) -> PreTrainedModel:
-        """This client's model, ready for evaluation; valid until another client's is asked for."""
+        """Return the client's model, ready for evaluation.
+
+        The model is valid until the model of another client is requested.
+        """
         raise NotImplementedError
 
-    def parts(self) -> Mapping[str, Part]:
-        """What is trained here, by name. Those that the method does not send never leave."""
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the trained parameters by name.
+
+        A parameter that `Method.shared` does not choose never leaves the client.
+        """
         return {}
 
     def state(self) -> State:
-        """Everything that must survive a restart, and give the model back, whichever step came
-        last. It is personal and never travels."""
+        """Return everything that must survive a restart, whichever call came last.
+
+        The model must follow from it. A client's state is private and is never sent.
+        """
         return State()
 
     def restore(self, state: State) -> None:
-        """Go back to a state."""
+        """Restore a state returned by `state()`."""
 
 
 class ServerSide:
-    """The server's side; the default one shares nothing."""
+    """The server's side of a method. The default side shares nothing."""
 
-    round: int = 0
+    exchange: int = 0
+    """The number of the exchange in progress, or of the next one."""
 
     def prepare(self, client: ClientId, hello: Message) -> None:
-        """What takes long of a join, before it. In a deployment other calls may come meanwhile, so
-        this keeps what it finds for `join` and changes nothing else. Raises MessageError."""
+        """Prepare a join outside the lock.
+
+        In a deployment, other methods may be called at the same time, so this method may only
+        store results for `join`.
+
+        Raises:
+            MessageError: the client is refused.
+        """
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """A client takes part from now on, or again. Raises MessageError to refuse it."""
+        """Admit a client, for the first time or again.
+
+        Raises:
+            MessageError: the client is refused.
+        """
 
     def leave(self, client: ClientId) -> None:
-        """Between rounds: a client takes no part any more, and nothing is kept of it but what was
-        averaged in. A side that keeps something of clients outside its state forgets it here."""
+        """Forget a client between two rounds, except for what is already averaged.
+
+        By default, the client is removed from the state. A side that holds data of clients outside
+        its state deletes them here.
+        """
         self.restore(self.state().without(client))
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
-        """A round begins; or again, if too few of its uploads could be counted."""
-        self.round = round
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        """Begin an exchange, or repeat one of which too few uploads could be counted."""
+        self.exchange = exchange
 
     def download(self, client: ClientId) -> Message:
-        """What a client gets at the start of a round, or after the last one."""
-        return Message(self.round)
+        """Return what a client receives at the start of an exchange, or after the last one."""
+        return Message(self.exchange)
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        """Of the groups of which there is a mean: the shapes that a client must upload now."""
+        """Return the shapes that a client must upload now, by group.
+
+        The groups are those that the schema reduces by `mean`.
+        """
         return {}
 
     def reference(self, client: ClientId) -> Groups:
@@ -150,38 +185,51 @@ class ServerSide:
         """
         return self.download(client).groups
 
-    def averaged(self) -> Groups:
-        """The parameters that a round's means replace, by group: where the step of a server
-        optimiser begins. Other means, such as those of statistics, are never stepped."""
+    def replaces(self) -> Groups:
+        """Return the parameters that the aggregate replaces, by group.
+
+        A server optimiser steps from them. Aggregates of other groups, such as statistics, are
+        never stepped.
+        """
         return {}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Count an upload in: the fields that the schema reduces by `each`, and all values.
+        """Add an upload: the fields that the schema reduces by `each`, and all values.
 
-        Uploads come in the order of names. Raises MessageError to refuse one.
+        Uploads come in the order of the clients' names.
+
+        Raises:
+            MessageError: the upload is refused.
         """
 
-    def close(self, mean: Message) -> None:
-        """The round ends, with the mean of the other fields; `mean.values["held"]` says of how
-        many clients each tensor's is. Downloads from now on are the next round's."""
-        self.round += 1
+    def end_round(self, mean: Message, held: Holders) -> None:
+        """End the exchange. Later downloads belong to the next exchange.
+
+        Args:
+            mean: the aggregates of the fields that the schema reduces by `mean`.
+            held: the number of clients that each tensor of `mean` comes from, by group and name.
+        """
+        self.exchange += 1
 
     def model(self) -> PreTrainedModel | None:
-        """The server's own model, where a method has one."""
+        """Return the server's own model, or None if the method has none."""
         return None
 
     def state(self) -> State:
-        """Everything that must survive a restart. What is of one client is a part by its name, or
-        stands under its name in one of the values, where it is found when the client leaves."""
-        return State(values={"round": self.round})
+        """Return everything that must survive a restart.
+
+        What belongs to one client is the entry of its name in `State.parts` or in one of the
+        values, so that `leave` can delete it.
+        """
+        return State(values={"round": self.exchange})
 
     def restore(self, state: State) -> None:
-        """Go back to a state."""
-        self.round = state.values["round"]
+        """Restore a state returned by `state()`."""
+        self.exchange = state.values["round"]
 
 
 class Method(BaseModel):
-    """A way of learning together: hyper-parameters, what travels, and two makers."""
+    """An algorithm for learning together: its settings, what may be sent, and two factories."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -199,7 +247,7 @@ class Method(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, values: Any) -> Any:
-        """Of a part that is given in part, the rest is the method's own default."""
+        """Fill a partially specified section with the method's defaults."""
         if not isinstance(values, Mapping):
             return values
         found = dict(values)
@@ -210,12 +258,19 @@ class Method(BaseModel):
         return found
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Every field that may travel (it takes the place of a pydantic method of old)."""
+        """Return every field that may be sent. This replaces a deprecated method of pydantic."""
         return Schema()
 
-    def sends(self, part: Part) -> bool:
-        """Whether a trained part travels: by its role, factor, expert, layer or place."""
+    def shared(self, parameter: Parameter) -> bool:
+        """Return whether a parameter may ever leave its client.
+
+        Shared parameters start equal for all clients, and downloads carry all of them.
+        """
         return False
+
+    def sends(self, parameter: Parameter, exchange: int) -> bool:
+        """Return whether the upload of an exchange has a parameter; by default, if it is shared."""
+        return self.shared(parameter)
 
     @property
     def mixes_bases(self) -> bool:
@@ -231,17 +286,17 @@ class Method(BaseModel):
         return None
 
     def client(self, context: ClientContext) -> ClientSide:
-        """The side that lives where the data live."""
+        """Create the side that runs where the data are."""
         raise NotImplementedError
 
     def server(self, context: ServerContext) -> ServerSide:
-        """The side that lives on the server."""
+        """Create the side that runs on the server."""
         return ServerSide()
 
     def exchanges(self, rounds: int) -> int:
-        """How often a download and an upload are exchanged in so many rounds of a run file.
+        """Return the number of exchanges in this many rounds of a run file.
 
-        The two sides, and all records of a run, count these.
+        Both sides, and all records of a run, count exchanges.
         """
         return rounds
 
@@ -252,12 +307,12 @@ class Method(BaseModel):
         """
         return {}
 
-    def check(self, setting: Setting) -> None:
-        """Raise CoterieError if the method cannot run in this setting."""
+    def check(self, run: RunFacts) -> None:
+        """Raise CoterieError if the method cannot carry out a run."""
 
     @classmethod
     def parts(cls) -> dict[str, BaseModel]:
-        """The typed parts of its settings, by name, as they are by default."""
+        """Return the parts of the settings by name, with their default values."""
         fields = cls.model_fields.items()
         return {name: f.default for name, f in fields if isinstance(f.default, BaseModel)}
 

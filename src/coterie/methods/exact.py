@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from coterie.adapters import Part, pairs_of
+from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum, product_norm
 from coterie.aggregation.mean import TOKENS
 from coterie.messages import Field as Travels
@@ -35,10 +35,12 @@ def with_residuals(averaged: Schema) -> Schema:
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))
 
 
-def residual_shapes(parts: Mapping[str, Part], shared: Shapes, residual: Tensors) -> Shapes:
+def residual_shapes(
+    parameters: Mapping[str, Parameter], shared: Shapes, residual: Tensors
+) -> Shapes:
     """The shapes that residuals must have: any rank, but one, and the widths of a shared pair."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for a, b in pairs_of(parts):
+    for a, b in pairs_of(parameters):
         A = residual.get(a.name)
         if a.name in shared and A is not None and A.dim():
             shapes[a.name] = (len(A), shared[a.name][1])
@@ -52,13 +54,13 @@ class Residuals:
     in a round is exactly the mean of what they had at the end of the round before.
     """
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self.pairs = [(a.name, b.name) for a, b in pairs_of(parts)]
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self.pairs = [(a.name, b.name) for a, b in pairs_of(parameters)]
         self.tensors: dict[str, Tensor] = {}
         """R's factors, under the names of the pairs' A and B."""
-        self.open()
+        self.start_round()
 
-    def open(self) -> None:
+    def start_round(self) -> None:
         """A round begins: start the sums."""
         self.sums: dict[str, LowRankSum] = {}
 
@@ -72,12 +74,12 @@ class Residuals:
         """Count a client's products in, by its weight in the mean."""
         adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
         for a, b in self.pairs:
-            if a in adapter:
+            if a in adapter and b in adapter:
                 total = self.sums.setdefault(a, LowRankSum())
                 total.add(weight * adapter[b].double(), adapter[a])
                 total.weight += weight
 
-    def close(self, means: Tensors) -> None:
+    def end_round(self, means: Tensors) -> None:
         """Add what the means of A and B miss."""
         for a, b in self.pairs:
             if a not in self.sums:

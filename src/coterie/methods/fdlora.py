@@ -28,7 +28,7 @@ from coterie.losses.preferences import batch_loss
 from coterie.messages import Message, State
 from coterie.messages.names import FUSION
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
-from coterie.methods.contract import ClientContext, ServerContext, Setting
+from coterie.methods.contract import ClientContext, Holders, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, refuse_unused
 from coterie.seeding import generator
 from coterie.training.apart import set_apart
@@ -84,10 +84,10 @@ class FDLora(AdapterMethod):
         rate = learning_rate(client.context.training, self.exchanges(client.context.rounds))
         return [replace(level, learning_rate=rate) for level in super().levels(client)]
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """The server has no second optimiser."""
-        super().check(setting)
-        if setting.server_optimiser:
+        super().check(run)
+        if run.server_optimiser:
             raise CoterieError(
                 f"The method {self.name!r} has a server optimiser of its own (outer_learning_rate, "
                 "outer_momentum); remove aggregation.optimiser."
@@ -102,10 +102,8 @@ class FDLora(AdapterMethod):
         return FDLoraServer(self, context)
 
 
-class FDLoraClient(AdapterClient):
+class FDLoraClient(AdapterClient[FDLora]):
     """Trains the shared adapter, keeps a private one, and is scored with their sum."""
-
-    method: FDLora
 
     def __init__(self, method: FDLora, context: ClientContext) -> None:
         context, self.samples = set_apart(context, "fusion set", method.fusion_share)
@@ -119,41 +117,41 @@ class FDLoraClient(AdapterClient):
         self.weights = [1.0, 0.0]
         """Of the shared and of the private adapter."""
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Replace the shared adapter by the server's; after the last round, weigh both anew."""
         _nevergrad()  # before work is done in vain
-        super().take(download)
+        super().receive(download)
         if download.round == self.method.exchanges(self.context.rounds):
             self._fuse(download.round)
 
-    def train(self, round: int) -> None:
+    def train(self, exchange: int) -> None:
         """The first stage alone, where it is not done; then the shared adapter's local steps.
 
         The first stage is exchange 0, and round 0 of the paper exchange 1.
         """
         if not self.began:
             self._begin()
-        if round == 0:
-            copy(self.private.parameters(), self.adapter.parameters())
+        if exchange == 0:
+            copy(self.private.tensors(), self.adapter.tensors())
         else:
-            self.training.round(round)
-            self._keep(round)
-        self._fuse(round)
+            self.training.round(exchange)
+            self._keep(exchange)
+        self._fuse(exchange)
 
     def model(self) -> PreTrainedModel:
         """The base with the weighted sum of both adapters attached."""
-        shared, private = self.adapter.parameters(), self.private.parameters()
+        shared, private = self.adapter.tensors(), self.private.tensors()
         w1, w2 = self.weights
         copy(
             {n: w1 * p.detach() + w2 * private[n] for n, p in shared.items()},
-            self.fused.parameters(),
+            self.fused.tensors(),
         )
         return self.fused.attach(self.context.base.model)
 
     def state(self) -> State:
         """The private adapter, its moments and the weights too."""
         state = super().state()
-        private = State({"adapter": copied(self.private.parameters())})
+        private = State({"adapter": copied(self.private.tensors())})
         parts = {"private": private, "private-training": self.private_training.state()}
         values = {"fusion": list(self.weights), "began": self.began}
         return replace(state, values=values, parts={**state.parts, **parts})
@@ -161,7 +159,7 @@ class FDLoraClient(AdapterClient):
     def restore(self, state: State) -> None:
         """Take all of it back."""
         super().restore(state)
-        copy(state.parts["private"]["adapter"], self.private.parameters())
+        copy(state.parts["private"]["adapter"], self.private.tensors())
         self.private_training.restore(state.parts["private-training"])
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
@@ -183,7 +181,7 @@ class FDLoraClient(AdapterClient):
         if self.method.private == "trained":
             self.private_training.round(round)
         elif (round - 1) % self.method.sync_every == 0:
-            copy(self.adapter.parameters(), self.private.parameters())
+            copy(self.adapter.tensors(), self.private.tensors())
 
     @torch.no_grad()
     def _fuse(self, round: int) -> None:
@@ -209,28 +207,26 @@ class FDLoraClient(AdapterClient):
         context.log(FUSION, self.weights)
 
 
-class FDLoraServer(AdapterServer):
+class FDLoraServer(AdapterServer[FDLora]):
     """The mean after round 0; then one step of SGD with Nesterov momentum for every round."""
-
-    method: FDLora
 
     def __init__(self, method: FDLora, context: ServerContext) -> None:
         super().__init__(method, context)
         self.kept["momentum"] = {}
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Take the outer step: with delta = shared - mean, m <- mu m + delta and
         shared <- shared - lr (delta + mu m)."""
         lr, mu = self.method.outer_learning_rate, self.method.outer_momentum
-        if self.round == 0:
-            super().close(mean)
+        if self.exchange == 0:
+            super().end_round(mean, held)
             return
         momentum = self.kept["momentum"]
         for name, tensor in mean["adapter"].items():
             delta = self.shared[name] - tensor
             m = momentum[name] = mu * momentum[name] + delta if name in momentum else delta
             self.shared[name] = self.shared[name] - lr * (delta + mu * m)
-        self.round += 1
+        self.exchange += 1
 
 
 @contextmanager

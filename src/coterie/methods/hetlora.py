@@ -12,7 +12,7 @@ from coterie.aggregation.low_rank import PaddedMean, product_norm
 from coterie.messages import Message, Shapes, Tensors, check_shapes
 from coterie.messages.names import RANK
 from coterie.methods.adapter import AdapterClient, shapes_of
-from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.contract import ClientContext, ClientId, Holders, ServerContext
 from coterie.methods.ranks import (
     Pairs,
     RankClient,
@@ -73,13 +73,11 @@ class HetLora(RankMethod):
         return HetLoraServer(self, context)
 
 
-class HetLoraClient(RankClient):
+class HetLoraClient(RankClient[HetLora]):
     """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
     gradient, so they stay zero, and the present rank can be read off A."""
 
-    method: HetLora
-
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Take pairs of the present rank in; a larger one, after a lost upload, is cut."""
         experts = dict(download["experts"])
         check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
@@ -89,22 +87,22 @@ class HetLoraClient(RankClient):
             A, B = experts[a][:present], experts[b][:, :present]
             missing = len(mine) - len(A)
             experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
-        super().take(replace(download, groups={**download.groups, "experts": experts}))
+        super().receive(replace(download, groups={**download.groups, "experts": experts}))
 
-    def train(self, round: int) -> None:
+    def train(self, exchange: int) -> None:
         """As any client, then prune."""
         before = {a: self._tail(a) for a in self.pairs}
-        super().train(round)
+        super().train(exchange)
         for a in self.pairs:
             if self._tail(a) < before[a]:
                 self._zero_from(kept(present_rank(self.shared[a]), self.method.gamma), a)
-        parts = [self.parts()[a] for a in self.pairs]
-        ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.parameter) for p in parts}
+        parameters = [self.parameters()[a] for a in self.pairs]
+        ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.tensor) for p in parameters}
         self.context.log(RANK, ranks)
 
-    def upload(self, round: int) -> Message:
+    def upload(self, exchange: int) -> Message:
         """What was pruned is not uploaded."""
-        whole = super().upload(round)
+        whole = super().upload(exchange)
         experts = dict(whole["experts"])
         for a, b in self.pairs.items():
             rank = present_rank(self.shared[a])
@@ -124,12 +122,12 @@ class HetLoraClient(RankClient):
             tensor[:, rank:] = 0
 
 
-class HetLoraServer(RankServer):
+class HetLoraServer(RankServer[HetLora]):
     """Averages padded pairs by the norm of their update."""
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         """No pair has come in yet."""
-        super().open(round, participants)
+        super().start_round(exchange, participants)
         self.means: dict[str, PaddedMean] = {}
         """By the name of an A or a B."""
 
@@ -146,9 +144,9 @@ class HetLoraServer(RankServer):
                 self.means[name] = PaddedMean(self.shared[name])
             self.means[name].add(tensor, weight)
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Replace what was uploaded; rows and columns that nobody sent stay."""
-        super().close(mean)
+        super().end_round(mean, held)
         while self.means:
             name, padded = self.means.popitem()
             self.shared[name] = padded.result()

@@ -46,7 +46,7 @@ from coterie.methods.adapter import (
     copy,
     shapes_of,
 )
-from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
+from coterie.methods.contract import ClientContext, ClientId, Holders, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
@@ -104,7 +104,7 @@ class PCL(AdapterMethod):
         """As released, each client's A begins with values of its own."""
         if self.form == "paper":
             return super().adapter(base, seed, client)
-        return Adapter(base, self.layout(client), seed, client, lambda part: part.factor != "A")
+        return Adapter(base, self.layout(client), seed, client, lambda p: p.factor != "A")
 
     def client(self, context: ClientContext) -> "PCLClient":
         """Scores and mixes."""
@@ -192,10 +192,10 @@ class PCLPredictions(PCL):
     logits: int = Field(default=100, ge=1)
     """largest logits sent per sample"""
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """There is a public text, too."""
-        super().check(setting)
-        if not setting.public:
+        super().check(run)
+        if not run.public:
             raise CoterieError(
                 f"The method {self.name!r} compares predictions on a public set; set one with "
                 f"`data: {{public: FILE}}`."
@@ -264,10 +264,10 @@ class PCLTheoretical(PCL):
                 )
         return mixtures
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """Every client's mixture is known, too."""
-        super().check(setting)
-        if missing := [name for name in setting.clients if name not in self.mixtures]:
+        super().check(run)
+        if missing := [name for name in run.clients if name not in self.mixtures]:
             raise CoterieError(
                 f"The method {self.name!r} needs the mixture of every client; add "
                 f"{', '.join(missing)} to its `mixtures`."
@@ -283,16 +283,14 @@ class PCLTheoretical(PCL):
         return {name: value / sum(alike.values()) for name, value in alike.items()}
 
 
-class PCLClient(AdapterClient):
+class PCLClient(AdapterClient[PCL]):
     """Trains, sends its adapter where an exchange is due, and mixes what comes back."""
-
-    method: PCL
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
         self.kept["start"] = copied(self.shared)  # as the last exchange left them
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Score whoever uploaded, and mix."""
         if not download.peers:
             return
@@ -307,9 +305,9 @@ class PCLClient(AdapterClient):
         if self.method.mix:
             self._mix(row, uploads)
 
-    def upload(self, round: int) -> Message:
+    def upload(self, exchange: int) -> Message:
         """The adapter, if the round ends with an exchange."""
-        return self._exchanged(round + 1) if self.method.due(round + 1) else Message(round)
+        return self._exchanged(exchange + 1) if self.method.due(exchange + 1) else Message(exchange)
 
     def _exchanged(self, rounds: int) -> Message:
         """What the others learn of this client after so many rounds."""
@@ -343,10 +341,8 @@ class PCLClient(AdapterClient):
         return found
 
 
-class PCLServer(AdapterServer):
+class PCLServer(AdapterServer[PCL]):
     """Passes every client's upload on to the others; it mixes nothing itself."""
-
-    method: PCL
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
@@ -361,40 +357,40 @@ class PCLServer(AdapterServer):
             raise MessageError(f"The client {client!r} declares no {min(missing)!r}.")
         return shapes
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         """Await uploads."""
-        super().open(round, participants)
+        super().start_round(exchange, participants)
         self._coming = {}
 
     def download(self, client: ClientId) -> Message:
         """What the others uploaded at the end of the round before, if it was an exchange."""
         others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
-        return Message(self.round, peers=others)
+        return Message(self.exchange, peers=others)
 
     def reference(self, client: ClientId) -> Groups:
         """Return the client's first adapter, as its mixture is unknown; an update is a change."""
-        parts = self.method.adapter(self.context.base, self.context.seed, client).parts()
-        start = {n: part.parameter for n, part in parts.items() if n in self.shared}
+        adapter = self.method.adapter(self.context.base, self.context.seed, client)
+        start = {n: tensor for n, tensor in adapter.tensors().items() if n in self.shared}
         return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep an upload until the end of the round."""
         adapter = dict.fromkeys(self.method.groups, self.held[client])
         for group, shapes in {**adapter, **self.method.shapes(self.context.training)}.items():
-            check_shapes(upload[group], shapes if self.method.due(self.round + 1) else {})
+            check_shapes(upload[group], shapes if self.method.due(self.exchange + 1) else {})
         self._coming[client] = upload.groups
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """From now on, downloads hold this round's uploads."""
-        self.uploads = self._coming if self.method.due(self.round + 1) else {}
-        self.round += 1
+        self.uploads = self._coming if self.method.due(self.exchange + 1) else {}
+        self.exchange += 1
 
     def state(self) -> State:
         """The uploads that are to be passed on."""
         parts = {peer: State(groups) for peer, groups in self.uploads.items()}
-        return State(values={"round": self.round}, parts=parts)
+        return State(values={"round": self.exchange}, parts=parts)
 
     def restore(self, state: State) -> None:
         """Take them back."""
-        self.round = state.values["round"]
+        self.exchange = state.values["round"]
         self.uploads = {peer: part.groups for peer, part in state.parts.items()}

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from coterie.adapters import Role
-from coterie.adapters.prompt import PromptAdapter, prompt_encoder, soft_prompt
+from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
 from coterie.methods.contract import ClientContext, ClientId
@@ -26,7 +26,7 @@ TEXT = (
 are written; its prompt is as long as the text."""
 
 
-class PromptClient(AdapterClient):
+class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
     """Trains a prompt; raises CoterieError if the base's context has no room for it."""
 
     def __init__(self, method: "FedPrompt | FedPTuning", context: ClientContext) -> None:
@@ -70,6 +70,8 @@ class FedPrompt(AdapterMethod):
         if self.init_text is not None:
             ids = context.base.tokenizer(self.init_text)["input_ids"]
             embeddings = context.base.model.get_input_embeddings()
+            assert isinstance(client.adapter, PromptAdapter)
+            assert isinstance(client.adapter.encoder, SoftPrompt)
             client.adapter.encoder.start_from(embeddings, list(ids))
         return client
 

@@ -9,63 +9,65 @@ that sent it; B is divided by the gain of the client that receives it.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
-from coterie.adapters import Part, pairs_of
+from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer
-from coterie.methods.contract import ClientContext, ClientId, ServerContext, Setting
+from coterie.methods.contract import ClientContext, ClientId, Holders, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.training.schedule import Penalty
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
 """What FlexLoRA's loss has there, too, although it never prunes."""
+R = TypeVar("R", bound="RankMethod", default="RankMethod", covariant=True)
 Pairs = dict[str, str]
 """Of the experts' pairs: the name of each A, and that of its B."""
 
 
-class RankClient(AdapterClient):
+class RankClient(AdapterClient[R], Generic[R]):
     """Takes and sends experts' pairs in a group of their own."""
 
-    def __init__(self, method: AdapterMethod, context: ClientContext) -> None:
+    def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parts())}
+        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parameters())}
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Replace the shared parameters by the server's."""
         together = {**download["adapter"], **download["experts"]}
-        super().take(Message(download.round, {"adapter": together}))
+        super().receive(Message(download.round, {"adapter": together}))
 
-    def upload(self, round: int) -> Message:
+    def upload(self, exchange: int) -> Message:
         """The shared parameters, by group."""
-        rest = dict(super().upload(round)["adapter"])
+        rest = dict(super().upload(exchange)["adapter"])
         experts = {name: rest.pop(name) for pair in self.pairs.items() for name in pair}
-        return Message(round, {"adapter": rest, "experts": experts})
+        return Message(exchange, {"adapter": rest, "experts": experts})
 
 
-class RankServer(AdapterServer):
+class RankServer(AdapterServer[R], Generic[R]):
     """Holds pairs at the largest rank; a client gets the first rows and columns of them."""
 
-    def __init__(self, method: AdapterMethod, context: ServerContext) -> None:
+    def __init__(self, method: R, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parts)}
+        self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parameters)}
         self.ranks: dict[ClientId, dict[str, int]] = {}
         """The present rank of each of a client's pairs, by the name of A."""
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         """The largest shape, with the client's rank for an expert's pair."""
-        largest, part = super().shape(client, name), self.parts[name]
-        if part.role != "generalist":
+        largest, parameter = super().shape(client, name), self.parameters[name]
+        if parameter.role != "generalist":
             return largest
         rank = self.method.layout(client).rank
-        return (rank, largest[1]) if part.factor == "A" else (largest[0], rank)
+        return (rank, largest[1]) if parameter.factor == "A" else (largest[0], rank)
 
     def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
         """The same; of a pair, both factors."""
@@ -88,12 +90,12 @@ class RankServer(AdapterServer):
             b = self.pairs[a]
             experts[a] = rest.pop(a)[:rank]
             experts[b] = rest.pop(b)[:, :rank] / self.method.gain(client)
-        return Message(self.round, {"adapter": rest, "experts": experts})
+        return Message(self.exchange, {"adapter": rest, "experts": experts})
 
     def expects(self, client: ClientId) -> dict[str, Shapes]:
-        """All but experts' pairs."""
-        held = self.held[client].items()
-        return {"adapter": {n: shape for n, shape in held if self.parts[n].role != "generalist"}}
+        """Return the shapes of all parameters except the experts' pairs."""
+        held, parameters = self.held[client].items(), self.parameters
+        return {"adapter": {n: s for n, s in held if parameters[n].role != "generalist"}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Count experts' pairs in, as the method has it."""
@@ -148,11 +150,11 @@ class RankMethod(AdapterMethod):
         groups = rest, Travels("experts", WHAT["generalist"])
         return Schema((*super().schema().hello, *self.told), groups, groups)
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """Experts are counted together by rules of their own, which a server optimiser does not
         step."""
-        super().check(setting)
-        if setting.server_optimiser and self.attention is None:
+        super().check(run)
+        if run.server_optimiser and self.attention is None:
             raise CoterieError(
                 f"aggregation.optimiser has no effect with the method {self.name!r} and "
                 "`attention: null`: the server takes no mean; remove it."
@@ -225,9 +227,9 @@ class FlexLoraServer(RankServer):
         super().join(client, hello)
         self.tokens[client] = tokens
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         """Start the sums."""
-        super().open(round, participants)
+        super().start_round(exchange, participants)
         self.sums: dict[str, LowRankSum] = {}
 
     def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
@@ -240,9 +242,9 @@ class FlexLoraServer(RankServer):
         self.sums[a].add(self.tokens[client] * B, A)
         self.sums[a].weight += self.tokens[client]
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Replace what was uploaded by its mean."""
-        super().close(mean)
+        super().end_round(mean, held)
         while self.sums:
             a, total = self.sums.popitem()
             B, A = total.factors(len(self.shared[a]))
@@ -263,7 +265,7 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
     """The sum of all experts' tails, weighted: HetLoRA's penalty."""
-    pairs = [(a.parameter, b.parameter) for a, b in expert_pairs(client.adapter.parts())]
+    pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:
         device = client.context.base.device
@@ -278,6 +280,6 @@ def present_rank(A: Tensor) -> int:
     return int(rows[-1]) + 1 if len(rows) else 1
 
 
-def expert_pairs(parts: Mapping[str, Part]) -> list[tuple[Part, Part]]:
+def expert_pairs(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Parameter]]:
     """A and B of every shared expert's linear layers."""
-    return pairs_of({name: part for name, part in parts.items() if part.role == "generalist"})
+    return pairs_of({name: p for name, p in parameters.items() if p.role == "generalist"})

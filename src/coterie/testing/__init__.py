@@ -7,6 +7,8 @@
         method = MyMethod()
 
 `pytest` then runs every test of `MethodContract` on a small run of the method, in seconds.
+
+`joined` and `one_round` are the round loop as functions; see `coterie.testing.rounds`.
 """
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 pytest.register_assert_rewrite("coterie.testing.contract", "coterie.testing.loop")
 
 from coterie.testing.contract import MethodContract  # noqa: E402  (after what it needs)
+from coterie.testing.rounds import joined, one_round  # noqa: E402
 from coterie.testing.small import small_run  # noqa: E402
 
-__all__ = ["MethodContract", "small_run"]
+__all__ = ["MethodContract", "joined", "one_round", "small_run"]

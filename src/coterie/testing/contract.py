@@ -76,14 +76,17 @@ class MethodContract:
         loop.assert_same_states(*folders)
 
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
-        """Parts for which `sends` is false, and states, are in no message and would be refused."""
+        """Uploads have only what `sends` selects. What is not `shared`, and states, are refused."""
         local = joined(run)
-        local.server.open(0, sorted(local.clients))
+        local.server.start_round(0, sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
             part, download = local.clients.part(name), down(local, name)
             upload = step(local, name, 0, download)
-            kept = {n: p.parameter for n, p in client.parts().items() if not run.method.sends(p)}
+            parameters, method = client.parameters(), run.method
+            kept = {n: p.tensor for n, p in parameters.items() if not method.shared(p)}
+            sent = {tensor for _, _, tensor, _ in upload.tensors()} & parameters.keys()
+            assert all(method.sends(parameters[tensor], 0) for tensor in sent)
             messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}
             for way, message in messages.items():
                 local.schema.send(way, message)
@@ -105,7 +108,7 @@ class MethodContract:
         """A round that is repeated from its state gives the same upload, and uploads change
         nothing."""
         local = joined(run)
-        local.server.open(0, sorted(local.clients))
+        local.server.start_round(0, sorted(local.clients))
         for name, client in local.clients.items():
             download = down(local, name)
             before = client.state()
@@ -147,7 +150,7 @@ class MethodContract:
         if not local.schema.up:
             pytest.skip("nothing is uploaded")
         server, names = local.server, sorted(local.clients)
-        server.open(0, names)
+        server.start_round(0, names)
         uploads = {name: step(local, name, 0) for name in names}
         upload = uploads.pop(names[0])
 
@@ -177,5 +180,5 @@ class MethodContract:
         assert often.scores > never.scores
         takes = run.exchanges + bool(run.method.schema().down)  # the last word is taken in, too
         for client in run.clients:
-            calls = [never.done[f"{step} {client.name}"] for step in ("take", "train", "upload")]
+            calls = [never.done[f"{step} {client.name}"] for step in ("receive", "train", "upload")]
             assert calls == [takes, run.exchanges, run.exchanges]

@@ -1,4 +1,14 @@
-"""Rounds by hand: the sides of a run in this process, with what travels between them at hand."""
+"""The round loop as functions: the sides of a run in this process, one exchange at a time.
+
+    run = joined(config)
+    for exchange in range(config.exchanges):
+        uploads = one_round(run, exchange)
+    take(run)
+
+`one_round` is `start_round`, a `step` of every client, and `close`. `step` is `down`, the client's
+`receive` and `train`, and `up`. A loop of one's own calls these, or the sides themselves
+(`run.clients[name]` and `run.server`), as examples/fedavg_loop.py does.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +25,13 @@ from coterie.runs import RunFolder, Watch
 def joined(
     run: RunConfig, rule: Rule = weighted_mean, clients: Sequence[Participant] | None = None
 ) -> LocalRun:
-    """A run's sides before its first round; with these clients, or its own."""
+    """Return the sides of a run, before its first exchange, with all clients joined.
+
+    Args:
+        run: the run file.
+        rule: computes the aggregate of the uploads' contributions.
+        clients: the clients that take part; by default, those of the run file.
+    """
     session = Session(run)
     session.check(run)
     who = session.federation(run)
@@ -29,28 +45,28 @@ def down(local: LocalRun, name: str) -> Message:
 
 
 def up(local: LocalRun, name: str, round: int) -> Message:
-    """What a client uploads now, through its bytes and checks."""
+    """Return what a client uploads now, encoded, checked and decoded."""
     return local.schema.receive(
         "up", local.clients.part(name)._sent("up", local.clients[name].upload(round))
     )
 
 
 def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:
-    """A client's part of a round; its upload. It takes this download, or the server's."""
+    """Let a client receive a download (by default, the server's) and train; return its upload."""
     client = local.clients[name]
-    client.take(down(local, name) if download is None else download)
+    client.receive(down(local, name) if download is None else download)
     client.train(round)
     return up(local, name, round)
 
 
 def take(local: LocalRun) -> None:
-    """Every client takes the server's word in, as after the last round."""
+    """Let every client receive a download, as after the last exchange."""
     for name in sorted(local.clients):
-        local.clients[name].take(down(local, name))
+        local.clients[name].receive(down(local, name))
 
 
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
-    """The round ends: the server's side gets each upload that it needs, and the mean."""
+    """End an exchange: give the server's side the uploads and their aggregate."""
     counted = (
         part.contribution(local.server, local.aggregation, name, uploads[name])
         for name in sorted(uploads)
@@ -59,7 +75,7 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
-    """A whole round of some clients, or all; their uploads."""
+    """Carry out an exchange of some clients, by default all; return their uploads by client."""
     names = sorted(local.clients if present is None else present)
     local.open(round, names)
     uploads = {name: step(local, name, round) for name in names}

@@ -66,10 +66,10 @@ def worked(
         work = Work(patch)
         local = local_run(run, session.base, who.clients, folder, Watch(), who.server)
         for name, side in local.clients.items():
-            for step in ("take", "train", "upload"):
+            for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
-        for owner, name in ((part, "_scored"), (Keeper, "_scored")):
+        for owner, name in ((part, "scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, work.evaluation()(getattr(owner, name)))
         bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
         if who.server is not None and who.server.base is not None:

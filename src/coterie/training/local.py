@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import Role, Trainable
+from coterie.adapters import Trainable
 from coterie.data.kinds.preferences import AnyBatch
 from coterie.data.windows import epoch_batch, sample_batch
 from coterie.losses.preferences import Rewards, batch_loss, figures
@@ -26,28 +26,32 @@ class LocalTraining:
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
         self.context = context
         self.adapter = adapter
-        self.levels = [level for level in levels if adapter.parameters(*level.roles)]
+        self.levels = [level for level in levels if adapter.tensors(level.selects)]
         self._updaters = {
-            level.name: Updater(context, adapter, level.roles, level.leaves)
+            level.name: Updater(context, adapter, level.selects, level.leaves)
             for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
         """Where a level has a penalty: what is trained, by name, as the round found it."""
 
     def round(self, round: int) -> None:
-        """The local steps of one round (0 is the first), on the attached adapter."""
-        steps = self.context.training.steps
+        """Take the local steps of a round (the first is 0), on the attached adapter."""
         model = self.adapter.attach(self.context.base.model)
         if self.context.training.reset_optimiser:
             for updater in self._updaters.values():
                 updater.reset()
         if any(level.penalty for level in self.levels):
-            self.start = {n: p.detach().clone() for n, p in self.adapter.parameters().items()}
-        for step in range(round * steps, (round + 1) * steps):
+            self.start = {n: p.detach().clone() for n, p in self.adapter.tensors().items()}
+        for step in self.steps(round):
             for level in self.levels:
-                if (step + 1) % level.every == 0:
+                if level.exchanges(round) and (step + 1) % level.every == 0:
                     for turn in range(level.steps):
                         self._update(model, level, step, turn)
+
+    def steps(self, round: int) -> range:
+        """Return the numbers of a round's steps, counted over the run."""
+        steps = self.context.training.steps
+        return range(round * steps, (round + 1) * steps)
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
@@ -71,7 +75,9 @@ class LocalTraining:
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
         if training.sampling == "epochs":
-            number = ((step + 1) // level.every - 1) * level.steps + turn
+            exchange, every = step // training.steps, level.every
+            now = (step + 1) // every - exchange * training.steps // every - 1
+            number = (level.turns(exchange, training.steps) + now) * level.steps + turn
             chance = partial(generator, context.seed, "epoch", context.name, level.name)
             return epoch_batch(tokens, training.batch, context.window, number, chance)
         chance = generator(context.seed, "batch", context.name, level.name, step, turn)
@@ -116,6 +122,5 @@ class LocalTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _left_on(self) -> Mapping[str, Tensor]:
-        """Parameters on which a level may leave gradients, by name."""
-        roles: set[Role] = {role for level in self.levels for role in level.leaves}
-        return self.adapter.parameters(*roles) if roles else {}
+        """Return the tensors on which a level may leave gradients, by name."""
+        return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

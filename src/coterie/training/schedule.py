@@ -1,7 +1,8 @@
 """When a client updates which of its parameters, on which text: schedules as data.
 
-A schedule is a list of levels. Joint training is one level; CoMiGS's bi-level problem
-(arXiv 2409.13931, equation 1) is two: experts on training text, routers on validation text.
+A schedule is a list of levels. Joint training is one level. CoMiGS's bi-level problem
+(arXiv 2409.13931, equation 1) is two: experts on training text, routers on validation text. A
+method that alternates has one level for each group of parameters, in exchanges of its own.
 """
 
 import math
@@ -11,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from coterie.adapters import Role
+from coterie.adapters import Selects
 from coterie.training.spec import TrainingSpec
 
 Penalty = Callable[[], Tensor]
@@ -23,17 +24,31 @@ class Level:
     """Parameters that are updated together, with an optimiser of their own."""
 
     name: str
-    roles: tuple[Role, ...]
+    """A name that no other level of the client has; batches are drawn with it."""
+    selects: Selects
+    """Whether the level updates a parameter."""
     split: Literal["train", "validation"]
+    """The text that the level learns from."""
     learning_rate: Callable[[int], float]
-    """From the run's step count, so that a late joiner is in step."""
+    """The learning rate at a step of the run, so that clients that join late agree with others."""
     every: int = 1
-    """Its turn comes after every so many steps of the run."""
+    """Number of steps of the run between two turns of the level."""
     steps: int = 1
-    """Updates in a turn."""
+    """Number of updates in a turn."""
     penalty: Penalty | None = None
-    leaves: tuple[Role, ...] = ()
-    """Roles of other levels on which its backward passes leave gradients, for their next update."""
+    leaves: Selects = lambda _: False
+    """Whether the level's backward passes leave gradients on a parameter of another level, for that
+    level's next update."""
+    exchanges: Callable[[int], bool] = lambda _: True
+    """Whether the level has turns in an exchange (the first is 0)."""
+
+    def turns(self, exchanges: int, steps: int) -> int:
+        """Return the number of turns in the first exchanges of a run, of this many steps each."""
+        return sum(
+            (number + 1) * steps // self.every - number * steps // self.every
+            for number in range(exchanges)
+            if self.exchanges(number)
+        )
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coterie.adapters import Role, Trainable
+from coterie.adapters import Selects, Trainable
 from coterie.bases.precision import autocast
 from coterie.errors import CoterieError, Diverged, enough_memory
 from coterie.messages import State
@@ -27,21 +27,26 @@ class Piece:
 
 
 class Updater:
-    """An optimiser of the parameters that have certain roles.
+    """An optimiser of an adapter's selected parameters.
 
-    leaves: other roles, whose gradients grow with each update; their own updater takes them in.
+    Args:
+        context: the client's context.
+        adapter: the adapter whose parameters are updated.
+        selects: whether a parameter is updated.
+        leaves: whether each update adds a gradient to a parameter that is not updated here; the
+            parameter's own updater consumes the gradient.
     """
 
     def __init__(
         self,
         context: ClientContext,
         adapter: Trainable,
-        roles: Sequence[Role],
-        leaves: Sequence[Role] = (),
+        selects: Selects,
+        leaves: Selects = lambda _: False,
     ) -> None:
         self.context, self.adapter = context, adapter
-        self.roles: tuple[Role, ...] = (*roles, *leaves)
-        self.parameters = adapter.parameters(*roles)
+        self.selects, self.leaves = selects, leaves
+        self.parameters = adapter.tensors(selects)
         self.reset()
 
     def reset(self) -> None:
@@ -65,7 +70,7 @@ class Updater:
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)
-        self.adapter.require_grad(*self.roles)
+        self.adapter.require_grad(lambda p: self.selects(p) or self.leaves(p))
         try:
             with enough_memory("a training step", self._helps):
                 shares = [self._add_gradient(p, p.terms / terms, penalty, where) for p in pieces]

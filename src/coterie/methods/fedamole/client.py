@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import AmoleAdapter, Part, Role
+from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.messages.names import ROUTING
@@ -26,7 +26,7 @@ from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
 log = logging.getLogger(__name__)
-TRAINED: tuple[Role, ...] = ("shared", "domain", "projection")
+TRAINED = of_roles("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
 """Per layer, that a client believes a server to have."""
 
@@ -53,7 +53,7 @@ class FedAMoLEClient(ClientSide):
         layout = self.settings.layout(experts)
         return AmoleAdapter(self.context.base.model, layout, self.context.seed, held)
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Hold the experts that the server hands out."""
         self.held, count = self._told(download)
         self.adapter = self._holding(self.held, count)
@@ -74,20 +74,20 @@ class FedAMoLEClient(ClientSide):
             raise MessageError("The server did not send the experts that this client holds.")
         return held, count
 
-    def train(self, round: int) -> None:
+    def train(self, exchange: int) -> None:
         """Train the experts, and see some samples with them."""
         context, adapter = self.context, self.adapter
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
-        LocalTraining(context, adapter, [level]).round(round)
+        LocalTraining(context, adapter, [level]).round(exchange)
         for layer, weights in adapter.routing().items():
             context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
-        self.means = self._means(round) if self.settings.chooses else {}
+        self.means = self._means(exchange) if self.settings.chooses else {}
 
-    def upload(self, round: int) -> Message:
+    def upload(self, exchange: int) -> Message:
         """What was trained, and how it sees some samples."""
-        return Message(round, {"adapter": copied(values_of(self.adapter)), **self.means})
+        return Message(exchange, {"adapter": copied(values_of(self.adapter)), **self.means})
 
     def _load_balance(self) -> Tensor:
         return self.settings.router.load_balance_weight * self.adapter.load_balance()
@@ -119,9 +119,9 @@ class FedAMoLEClient(ClientSide):
         """The base with the experts that are held."""
         return self.adapter.attach(self.context.base.model)
 
-    def parts(self) -> Mapping[str, Part]:
+    def parameters(self) -> Mapping[str, Parameter]:
         """The adapter's."""
-        return self.adapter.parts()
+        return self.adapter.parameters()
 
     def state(self) -> State:
         """The experts held, copied, and the noise's secrets."""

@@ -10,7 +10,7 @@ Held = dict[str, list[int]]
 
 def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """What travels of an adapter, by name: views of its parameters, not copies."""
-    return {name: part.parameter.detach() for name, part in adapter.parts().items()}
+    return {name: p.tensor.detach() for name, p in adapter.parameters().items()}
 
 
 def expert_name(path: str, number: int) -> str:

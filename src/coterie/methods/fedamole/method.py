@@ -3,18 +3,18 @@
 On every chosen linear layer stand one expert that all clients share and some of E domain experts.
 After local training a client sends what it trained, and for every layer two kinds of means over a
 few of its samples: of each expert's embedding A_j x and of its tokens' embedding W_t x. The server
-averages shared parts over all clients, each domain expert over those that hold it, and lets every
-expert choose its k_c clients anew, by the relevance of the clients' tokens (RSEA; one exact linear
-programme per layer).
+averages shared parameters over all clients, each domain expert over those that hold it, and lets
+every expert choose its k_c clients anew, by the relevance of the clients' tokens (RSEA; one exact
+linear programme per layer).
 """
 
 import math
 from typing import ClassVar
 
-from coterie.adapters import Part
+from coterie.adapters import Parameter
 from coterie.messages import Field as Travels
 from coterie.messages import Schema
-from coterie.methods.contract import ClientContext, Method, ServerContext, Setting
+from coterie.methods.contract import ClientContext, Method, RunFacts, ServerContext
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.methods.fedamole.settings import FedAMoLESettings
@@ -38,13 +38,13 @@ class FedAMoLE(Method, FedAMoLESettings):
         spent = (math.inf, 1.0) if privacy is None else (privacy.epsilon, privacy.delta)
         return Budget(*spent, "mean embeddings of this client's samples")
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """There is an assignment within the bounds."""
-        clients = len(setting.clients)
+        clients = len(run.clients)
         experts = self.count(clients)
         self.bounds(experts, clients, relaxed=False).refuse(experts, clients)
 
-    def sends(self, part: Part) -> bool:
+    def shared(self, parameter: Parameter) -> bool:
         """All that is trained."""
         return True
 

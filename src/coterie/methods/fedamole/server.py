@@ -1,6 +1,6 @@
 """FedAMoLE's server: it averages the experts, and lets them choose their clients (RSEA).
 
-Shared parts are averaged over all clients, a domain expert over those that hold it. Then every
+Shared parameters are averaged over all clients, a domain expert over those that hold it. Then every
 layer's experts choose k_c clients each, by the relevance of the clients' tokens; one exact linear
 programme per layer. arXiv 2411.19128, section 4.4.
 """
@@ -17,7 +17,7 @@ from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, Shapes, State, Tensors, check_shapes
 from coterie.messages.names import ASSIGNMENT
 from coterie.methods.adapter import shapes_of
-from coterie.methods.contract import ClientId, ServerContext, ServerSide
+from coterie.methods.contract import ClientId, Holders, ServerContext, ServerSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
 from coterie.methods.fedamole.settings import FedAMoLESettings
 from coterie.seeding import generator
@@ -33,7 +33,7 @@ class FedAMoLEServer(ServerSide):
         self.paths = list(chosen_linears(context.base, layout.targets))
         everything = dict.fromkeys(self.paths, range(self.experts))
         adapter = AmoleAdapter(context.base, layout, context.seed, everything)
-        self.parts, self.values = adapter.parts(), values_of(adapter)
+        self.parameters, self.values = adapter.parameters(), values_of(adapter)
         self.expert_means: dict[str, Tensor] = {}
         """The last mean embeddings, by layer and expert."""
         self.token_means: dict[ClientId, Tensors] = {}
@@ -54,23 +54,23 @@ class FedAMoLEServer(ServerSide):
         self.joined.discard(client)
         super().leave(client)
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         """Assign experts to those who take part."""
-        super().open(round, participants)
+        super().start_round(exchange, participants)
         self.coming = {}
-        if self.assigned_for != (round, participants):  # else they are those of `close`
+        if self.assigned_for != (exchange, participants):  # else they are those of `close`
             self._assign(participants)
         for path in self.paths:
             of = {client: layers[path] for client, layers in self.assigned.items()}
             self.log(f"{ASSIGNMENT}{path}", of)
 
     def download(self, client: ClientId) -> Message:
-        """The shared parts, and the client's experts."""
+        """The shared parameters, and the client's experts."""
         if client not in self.assigned:  # it came when all the others had theirs
             late = self._choices(sorted(self.joined))[client]
             self.assigned = self.assigned | {client: late}
         told = {"count": self.experts, "held": self.assigned[client]}
-        return Message(self.round, {"adapter": self._held_by(client)}, told)
+        return Message(self.exchange, {"adapter": self._held_by(client)}, told)
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """The client's experts back, and a mean embedding of each."""
@@ -80,7 +80,7 @@ class FedAMoLEServer(ServerSide):
         shapes = {"adapter": shapes_of(self._held_by(client))}
         return {**shapes, "experts": means} if self.settings.chooses else shapes
 
-    def averaged(self) -> dict[str, Tensors]:
+    def replaces(self) -> dict[str, Tensors]:
         """All experts, and routers."""
         return {"adapter": self.values}
 
@@ -90,12 +90,12 @@ class FedAMoLEServer(ServerSide):
         check_shapes(upload["tokens"], dict.fromkeys(paths, (self.settings.attention.rank,)))
         self.coming[client] = upload["tokens"]
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Take the means in, and assign for the next round; what nobody sent stays as it was."""
         self.values.update(mean["adapter"])
         self.expert_means.update(mean["experts"])
         self.token_means.update(self.coming)
-        super().close(mean)
+        super().end_round(mean, held)
         self._assign(sorted(self.joined))
 
     def _experts_of(self, client: ClientId) -> set[tuple[str, int]]:
@@ -103,15 +103,15 @@ class FedAMoLEServer(ServerSide):
 
     def _held_by(self, client: ClientId) -> dict[str, Tensor]:
         """Of all tensors, those that a client holds."""
-        mine, parts = self._experts_of(client), self.parts
+        mine, parameters = self._experts_of(client), self.parameters
         return {
             name: tensor
             for name, tensor in self.values.items()
-            if (j := parts[name].expert) is None or (parts[name].path, j) in mine
+            if (j := parameters[name].expert) is None or (parameters[name].path, j) in mine
         }
 
     def _assign(self, participants: Sequence[ClientId]) -> None:
-        self.assigned_for = self.round, participants
+        self.assigned_for = self.exchange, participants
         self.assigned = self._choices(participants)
 
     def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
@@ -131,7 +131,7 @@ class FedAMoLEServer(ServerSide):
         if self.settings.chooses and any(mean is not None for mean in tokens):
             experts = [self.expert_means.get(expert_name(path, j)) for j in range(self.experts)]
             return relevance_of_known(experts, tokens, self.relevance_dim(path))
-        round = 0 if self.settings.assignment == "random-once" else self.round
+        round = 0 if self.settings.assignment == "random-once" else self.exchange
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
         draws = [torch.rand(self.experts, generator=chance) for chance in chances]
         return torch.stack(draws, dim=1).numpy()
@@ -145,12 +145,12 @@ class FedAMoLEServer(ServerSide):
         """All experts, and what is known of them and of clients."""
         groups = {"adapter": self.values, "experts": self.expert_means}
         clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
-        return State(groups, {"round": self.round}, clients)
+        return State(groups, {"round": self.exchange}, clients)
 
     def restore(self, state: State) -> None:
         """Take all back, and assign again for the round to come."""
         super().restore(state)
         self.values = {name: state["adapter"][name] for name in self.values}
         self.expert_means = dict(state["experts"])
-        self.token_means = {client: part["tokens"] for client, part in state.parts.items()}
+        self.token_means = {client: inner["tokens"] for client, inner in state.parts.items()}
         self._assign(sorted(self.joined))

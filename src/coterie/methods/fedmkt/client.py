@@ -18,10 +18,8 @@ from coterie.methods.fedmkt.vocabulary import spelt
 log = logging.getLogger(__name__)
 
 
-class FedMKTClient(AdapterClient):
+class FedMKTClient(AdapterClient[FedMKTSettings]):
     """Learns from the server, trains on private samples, and offers what it knows."""
-
-    method: FedMKTSettings
 
     @cached_property
     def distiller(self) -> Distiller:
@@ -52,13 +50,13 @@ class FedMKTClient(AdapterClient):
         values = {**super().hello().values, "roles": dict(self.vocabulary.roles)}
         return Message(0, {"vocabulary": spelt(self.vocabulary)}, values)
 
-    def take(self, download: Message) -> None:
+    def receive(self, download: Message) -> None:
         """Learn from what the server predicts better; before the first round it tells nothing.
 
         Where adapters are averaged, their mean comes with the other downloads.
         """
         if self.method.averages(download.round - 1):
-            super().take(download)
+            super().receive(download)
         if not download["knowledge"]:
             return
         size, distiller = len(self.vocabulary.tokens), self.distiller
@@ -69,18 +67,18 @@ class FedMKTClient(AdapterClient):
         loss, quality = distiller.distil(done), distiller.quality()
         self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
 
-    def train(self, round: int) -> None:
+    def train(self, exchange: int) -> None:
         """The local steps, before predictions are exchanged."""
-        if not self.method.averages(round):
-            super().train(round // self.method.per_round)
+        if not self.method.averages(exchange):
+            super().train(exchange // self.method.per_round)
 
-    def upload(self, round: int) -> Message:
+    def upload(self, exchange: int) -> Message:
         """What is known now, of samples that are not this client's own; or the adapter."""
-        if self.method.averages(round):
-            return super().upload(round)
+        if self.method.averages(exchange):
+            return super().upload(exchange)
         private = self.private  # a warning, too, where nothing is taught
         if not self.method.teaches:
-            return Message(round)
+            return Message(exchange)
         known = self.distiller.knowledge()
         known = known.only(~torch.isin(known.samples, private))
-        return Message(round, {"knowledge": known.tensors()})
+        return Message(exchange, {"knowledge": known.tensors()})

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters import Role, Trainable
+from coterie.adapters import Trainable, of_roles
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.data.examples import Examples
@@ -31,8 +31,6 @@ from coterie.training.update import Piece, Updater
 
 log = logging.getLogger(__name__)
 NOBODY = -1
-ROLES: tuple[Role, ...] = ("dense",)
-"""What is trained of both sides' adapters."""
 LEAST = -60_000.0
 """The smallest log-probability that travels, in half precision."""
 TINY = 1e-30
@@ -163,7 +161,7 @@ class Distiller:
         """
         context, training = self.context, self.context.training
         model, learns = self.model(), self._with_own()
-        updater = Updater(context, self.adapter, ROLES)
+        updater = Updater(context, self.adapter, of_roles("dense"))
         samples, losses = self.own.isfinite().nonzero()[:, 0], []
         batches: list[Tensor] = []
         for turn in range(self.settings.epochs):

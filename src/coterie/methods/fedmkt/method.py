@@ -21,7 +21,7 @@ from coterie.adapters import Role
 from coterie.errors import CoterieError
 from coterie.messages import Field as Travels
 from coterie.messages import Message, Schema
-from coterie.methods.contract import SERVER, ClientContext, ServerContext, Setting
+from coterie.methods.contract import SERVER, ClientContext, RunFacts, ServerContext
 from coterie.methods.fedmkt.client import FedMKTClient
 from coterie.methods.fedmkt.server import FedMKTServer
 from coterie.methods.fedmkt.settings import FedMKTSettings
@@ -70,17 +70,17 @@ class FedMKT(FedMKTSettings):
         """Clients may have any base, unless their adapters are averaged, too."""
         return not self.shared_roles
 
-    def check(self, setting: Setting) -> None:
+    def check(self, run: RunFacts) -> None:
         """There are public samples and a server's model, which has an adapter, too."""
-        super().check(replace(setting, clients=(*setting.clients, SERVER)))
+        super().check(replace(run, clients=(*run.clients, SERVER)))
         for there, remedy in (
             (
-                setting.instructions,
+                run.instructions,
                 "prompts with answers that no chat template renders: set "
                 "data.instructions, with another template than chat",
             ),
-            (setting.public, "public samples: set data.public, or divide.public: true"),
-            (setting.server, "a model of the server's own: set server.base"),
+            (run.public, "public samples: set data.public, or divide.public: true"),
+            (run.server, "a model of the server's own: set server.base"),
         ):
             if not there:
                 raise CoterieError(f"The method {self.name!r} needs {remedy}.")

@@ -15,7 +15,7 @@ from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Groups, Message, Shapes, State
 from coterie.messages.names import TAUGHT
 from coterie.methods.adapter import AdapterServer, copied, copy
-from coterie.methods.contract import ClientId, ServerContext
+from coterie.methods.contract import ClientId, Holders, ServerContext
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.methods.fedmkt.vocabulary import read
@@ -23,10 +23,8 @@ from coterie.methods.fedmkt.vocabulary import read
 log = logging.getLogger(__name__)
 
 
-class FedMKTServer(AdapterServer):
+class FedMKTServer(AdapterServer[FedMKTSettings]):
     """Learns from the clients, round after round; averages their adapters where those travel."""
-
-    method: FedMKTSettings
 
     def __init__(self, method: FedMKTSettings, context: ServerContext) -> None:
         super().__init__(method, context)
@@ -61,21 +59,21 @@ class FedMKTServer(AdapterServer):
         super().join(client, hello)
         self.clients[client] = self.prepared.pop(client)
 
-    def open(self, round: int, participants: list[ClientId]) -> None:
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         """Await what clients know."""
-        super().open(round, participants)
+        super().start_round(exchange, participants)
         self.names = sorted(participants)
-        if self.method.teaches and not self.method.averages(round):
+        if self.method.teaches and not self.method.averages(exchange):
             self.distiller.begin(self.known or self.distiller.knowledge())
 
     def download(self, client: ClientId) -> Message:
         """The mean of adapters, or what the server predicts, in the client's tokens."""
-        if self.known is None or self.method.averages(self.round - 1):
+        if self.known is None or self.method.averages(self.exchange - 1):
             return super().download(client)
         _, _, back = self.clients[client]
         tokens = back.ids[self.known.tokens.long()]
         told = replace(self.known, tokens=tokens).tensors()
-        return Message(self.round, {"knowledge": told})
+        return Message(self.exchange, {"knowledge": told})
 
     def reference(self, client: ClientId) -> Groups:
         """Return the adapter that the client last received; predictions have no reference."""
@@ -83,28 +81,28 @@ class FedMKTServer(AdapterServer):
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         """Adapters, where these are exchanged."""
-        return super().expects(client) if self.method.averages(self.round) else {}
+        return super().expects(client) if self.method.averages(self.exchange) else {}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         """Keep what this client predicts best so far."""
         size, there, _ = self.clients[client]
-        if self.method.teaches and not self.method.averages(self.round):
+        if self.method.teaches and not self.method.averages(self.exchange):
             theirs = Knowledge.received(upload["knowledge"], size, self.method.logits)
             self.distiller.offer(self.names.index(client), theirs, there.ids)
 
-    def close(self, mean: Message) -> None:
+    def end_round(self, mean: Message, held: Holders) -> None:
         """Learn, and predict anew; or take the mean of adapters in."""
-        if not self.method.averages(self.round):
+        if not self.method.averages(self.exchange):
             self._learn()
-        super().close(mean)
+        super().end_round(mean, held)
 
     def _learn(self) -> None:
         if self.method.teaches:
-            done = self.round // self.method.per_round
+            done = self.exchange // self.method.per_round
             loss, teachers = self.distiller.distil(done), self.distiller.teachers
             counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
             quality = self.distiller.quality()
-            self.log(TAUGHT, {"after": self.round, "loss": loss, **quality, "by": counts})
+            self.log(TAUGHT, {"after": self.exchange, "loss": loss, **quality, "by": counts})
         if self.method.teaches or self.known is None:
             self.known = self.distiller.knowledge()
 
@@ -114,7 +112,7 @@ class FedMKTServer(AdapterServer):
 
     def state(self) -> State:
         """The server's adapter and what it predicts, beside what is averaged."""
-        state, groups = super().state(), {"own": copied(self.adapter.parameters())}
+        state, groups = super().state(), {"own": copied(self.adapter.tensors())}
         if self.known is not None:
             groups["knowledge"] = self.known.tensors()
         return replace(state, groups={**state.groups, **groups})
@@ -123,4 +121,4 @@ class FedMKTServer(AdapterServer):
         """Take them back."""
         super().restore(state)
         self.known = Knowledge.of(state["knowledge"]) if state["knowledge"] else None
-        copy(state["own"], self.adapter.parameters())
+        copy(state["own"], self.adapter.tensors())

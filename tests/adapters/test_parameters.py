@@ -9,8 +9,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, Part, pairs_of
-from coterie.adapters.part import initialise
+from coterie.adapters import (
+    Adapter,
+    AmoleAdapter,
+    AmoleLayout,
+    Layout,
+    Parameter,
+    of_roles,
+    pairs_of,
+)
+from coterie.adapters.parameter import initialise
 from coterie.adapters.prompt import prompt_encoder, soft_prompt
 from coterie.bases.sites import chosen_linears, place_of
 
@@ -34,7 +42,7 @@ PLACES = {
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
 
-def common(part: Part) -> bool:
+def common(part: Parameter) -> bool:
     return part.role == "generalist"
 
 
@@ -72,7 +80,7 @@ def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ..
     return found
 
 
-def described(parts: dict[str, Part]) -> dict[str, tuple[Any, ...]]:
+def described(parts: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
     return {
         name: (p.role, p.factor, p.expert, p.layer, p.place, p.start) for name, p in parts.items()
     }
@@ -83,12 +91,12 @@ def test_experts_routers_and_attention_say_what_they_are(
     base: PreTrainedModel, frozen: str
 ) -> None:
     adapter = adapter_of(base, freeze_A=bool(frozen))
-    parts = adapter.parts()
+    parts = adapter.parameters()
     assert described(parts) == expected(base, frozen)
-    assert list(parts) == sorted(parts) == list(adapter.parameters())
+    assert list(parts) == sorted(parts) == list(adapter.tensors())
     for name, part in parts.items():
         assert part.name == name
-        assert part.parameter is adapter.parameters()[name]
+        assert part.tensor is adapter.tensors()[name]
         assert part.path in name
 
 
@@ -98,27 +106,27 @@ def test_names_are_those_of_messages_and_states_of_old(base: PreTrainedModel) ->
     kind = base.config.model_type
     mlp = up[kind].rpartition(".")[0]
     names = {f"generalist.0/{up[kind]}.A", f"specialist.1/{up[kind]}.B", f"dense/{out[kind]}.A"}
-    assert names | {f"router/{mlp}.weight"} <= adapter_of(base).parts().keys()
-    assert f"frozen/dense/{out[kind]}.A" in adapter_of(base, freeze_A=True).parts()
+    assert names | {f"router/{mlp}.weight"} <= adapter_of(base).parameters().keys()
+    assert f"frozen/dense/{out[kind]}.A" in adapter_of(base, freeze_A=True).parameters()
 
 
 def test_layers_that_a_pattern_names_have_their_places_too(base: PreTrainedModel) -> None:
     pattern = {"gpt2": "c_fc|c_attn", "llama": "up_proj|k_proj"}[base.config.model_type]
-    parts = adapter_of(base, generalists=0, specialists=0, targets=pattern).parts().values()
+    parts = adapter_of(base, generalists=0, specialists=0, targets=pattern).parameters().values()
     places = {"gpt2": {"mlp.up", "attention.qkv"}, "llama": {"mlp.up", "attention.k"}}
     assert {part.place for part in parts} == places[base.config.model_type]
     assert {(part.role, part.layer) for part in parts} == {("dense", 0), ("dense", 1)}
 
 
 def test_pairs_are_each_a_with_its_own_b(base: PreTrainedModel) -> None:
-    parts = adapter_of(base).parts()
+    parts = adapter_of(base).parameters()
     pairs = pairs_of(parts)
     assert len(pairs) == sum(part.factor == "A" for part in parts.values())
     assert [A.name for A, _ in pairs] == sorted(A.name for A, _ in pairs)
     for A, B in pairs:
         assert (A.factor, B.factor) == ("A", "B")
         assert A.name.removesuffix(".A") == B.name.removesuffix(".B")
-        assert A.parameter.shape[0] == B.parameter.shape[1]
+        assert A.tensor.shape[0] == B.tensor.shape[1]
     some = {n: p for n, p in parts.items() if p.role == "generalist"}
     assert {part.role for pair in pairs_of(some) for part in pair} == {"generalist"}
     without = {name: part for name, part in some.items() if part.factor != "B"}
@@ -135,7 +143,7 @@ def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
     places = {"c_attn": "attention.qkv", "q_proj": "attention.q", "v_proj": "attention.v"}
     held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4))
     adapter = AmoleAdapter(base, layout, 0, held)
-    parts, wanted = adapter.parts(), {}
+    parts, wanted = adapter.parameters(), {}
     for path in held:
         number = re.search(r"\d+", path)
         assert number is not None
@@ -151,12 +159,12 @@ def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
     assert list(parts) == sorted(wanted)
     assert len(pairs_of(parts)) == 3 * len(held)
     for path in held:  # what is written into a part is in the stack, and the other way round
-        stack = adapter.parameters("domain")[f"domain/{path}.A"]
-        parts[f"domain.4/{path}.A"].parameter.data.fill_(7)
+        stack = adapter.tensors(of_roles("domain"))[f"domain/{path}.A"]
+        parts[f"domain.4/{path}.A"].tensor.data.fill_(7)
         assert stack[1].eq(7).all()
         assert not stack[0].eq(7).any()
         stack.data[0] = 3
-        assert adapter.parts()[f"domain.1/{path}.A"].parameter.eq(3).all()
+        assert adapter.parameters()[f"domain.1/{path}.A"].tensor.eq(3).all()
 
 
 @pytest.mark.parametrize(
@@ -177,10 +185,10 @@ def test_prompts_stand_on_no_layer(
     base: PreTrainedModel, make_prompt: Callable[[PreTrainedModel], Any], names: list[str]
 ) -> None:
     adapter = make_prompt(base)
-    parts = adapter.parts()
-    assert list(parts) == names == list(adapter.parameters("prompt"))
+    parts = adapter.parameters()
+    assert list(parts) == names == list(adapter.tensors(of_roles("prompt")))
     for name, part in parts.items():
-        assert part.parameter is adapter.parameters()[name]
+        assert part.tensor is adapter.tensors()[name]
         assert (part.role, part.path, part.factor, part.expert) == ("prompt", "", None, None)
         assert (part.layer, part.place) == (None, "")
     assert pairs_of(parts) == []
@@ -197,15 +205,17 @@ def test_what_is_not_known_is_called_by_its_own_name() -> None:
 
 
 def test_first_values_ask_whether_a_part_is_common() -> None:
-    def drawn(client: str, common: Callable[[Part], bool]) -> torch.Tensor:
+    def drawn(client: str, common: Callable[[Parameter], bool]) -> torch.Tensor:
         parts = [
-            Part(f"{role}/x", role, nn.Parameter(torch.zeros(4, 5)), "kaiming")
+            Parameter(f"{role}/x", role, nn.Parameter(torch.zeros(4, 5)), "kaiming")
             for role in ("dense", "generalist", "frozen")
         ]
         initialise(parts, 3, client, common)
-        return torch.stack([part.parameter.detach() for part in parts])
+        return torch.stack([part.tensor.detach() for part in parts])
 
-    ada, bob = (drawn(client, lambda part: part.role == "dense") for client in ("ada", "bob"))
+    ada, bob = (
+        drawn(client, lambda parameter: parameter.role == "dense") for client in ("ada", "bob")
+    )
     same = [torch.equal(one, other) for one, other in zip(ada, bob, strict=True)]
     assert same == [True, False, True]  # what is frozen is common in any case
     assert torch.equal(drawn("ada", lambda _: True), drawn("bob", lambda _: True))

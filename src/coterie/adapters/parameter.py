@@ -15,13 +15,13 @@ from coterie.seeding import generator
 
 
 @dataclass(frozen=True)
-class Part:
-    """A trained parameter as the module that owns it declares it."""
+class Parameter:
+    """A trained tensor, described by the module that owns it."""
 
     name: str
-    """Its name in messages and states, unlike any other part's of the same adapter."""
+    """Its name in messages and states, unlike any other parameter's of the same adapter."""
     role: Role
-    parameter: nn.Parameter
+    tensor: nn.Parameter
     start: Literal["kaiming", "zero", "normal"]
     """How its values begin; see `initialise`."""
     path: str = ""
@@ -43,6 +43,20 @@ class Part:
         return place_of(self.path)
 
 
+Selects = Callable[[Parameter], bool]
+"""Selects parameters by their description."""
+
+
+def of_roles(*roles: Role) -> Selects:
+    """Return a predicate that selects the parameters of these roles."""
+    return lambda parameter: parameter.role in roles
+
+
+def trained(parameter: Parameter) -> bool:
+    """Return whether training may change a parameter: all but frozen ones."""
+    return parameter.role != "frozen"
+
+
 def trained_beside(weight: Tensor) -> dict[str, Any]:
     """The device and dtype of what is trained beside a weight: float64 if that is; where the weight
     is not (on the meta device), the CPU."""
@@ -50,38 +64,36 @@ def trained_beside(weight: Tensor) -> dict[str, Any]:
     return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
 
 
-def initialise(
-    parts: Iterable[Part], seed: int, client: str, common: Callable[[Part], bool]
-) -> None:
+def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: Selects) -> None:
     """Draw the first values: A Kaiming uniform (a = sqrt 5), B zero, routers normal (0.02).
 
     Each tensor has a generator of its own, so neither the order nor the other tensors matter.
-    Parts that are `common`, and what is frozen, begin equal for all clients; the others differ by
-    the client's name.
+    Parameters that are `common` or frozen start equal for all clients. The others differ by the
+    client's name.
     """
-    for part in parts:
-        alike = part.role == "frozen" or common(part)
-        purpose = ("init", part.name) if alike else ("init", part.name, client)
+    for parameter in parameters:
+        alike = parameter.role == "frozen" or common(parameter)
+        purpose = ("init", parameter.name) if alike else ("init", parameter.name, client)
         chance = generator(seed, *purpose)
-        value = torch.zeros(part.parameter.shape)
-        if part.start == "kaiming":
+        value = torch.zeros(parameter.tensor.shape)
+        if parameter.start == "kaiming":
             nn.init.kaiming_uniform_(value, a=5**0.5, generator=chance)
-        elif part.start == "normal":
+        elif parameter.start == "normal":
             nn.init.normal_(value, std=0.02, generator=chance)
-        part.parameter.data.copy_(value)
+        parameter.tensor.data.copy_(value)
 
 
-def by_name(parts: Iterable[Part]) -> dict[str, Part]:
-    """Parts by name, sorted."""
-    return {part.name: part for part in sorted(parts, key=lambda part: part.name)}
+def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    """Parameters by name, sorted."""
+    return {p.name: p for p in sorted(parameters, key=lambda p: p.name)}
 
 
-def pairs_of(parts: Mapping[str, Part]) -> list[tuple[Part, Part]]:
-    """The A and the B of every low-rank pair among some parts, sorted by the name of A."""
-    As = {_pair(p): p for _, p in sorted(parts.items()) if p.factor == "A"}
-    Bs = {_pair(p): p for p in parts.values() if p.factor == "B"}
+def pairs_of(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Parameter]]:
+    """The A and the B of every low-rank pair among some parameters, sorted by the name of A."""
+    As = {_pair(p): p for _, p in sorted(parameters.items()) if p.factor == "A"}
+    Bs = {_pair(p): p for p in parameters.values() if p.factor == "B"}
     return [(A, Bs[pair]) for pair, A in As.items() if pair in Bs]
 
 
-def _pair(part: Part) -> tuple[Role, int | None, str]:
-    return part.role, part.expert, part.path
+def _pair(parameter: Parameter) -> tuple[Role, int | None, str]:
+    return parameter.role, parameter.expert, parameter.path
