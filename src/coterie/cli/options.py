@@ -36,7 +36,7 @@ class Command(TyperCommand):
             multiple=True,
             callback=_load,
             expose_value=False,
-            help="Register the methods defined in this Python file. Repeatable.",
+            help="Register the methods and metrics defined in this Python file. Repeatable.",
         )
         traceback = TyperOption(
             param_decls=["--debug"],

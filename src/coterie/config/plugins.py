@@ -1,23 +1,29 @@
-"""Methods in a file of one's own: `--plugin FILE.py`.
+"""Methods, metrics and other objects in a file of one's own: `--plugin FILE.py`.
 
 The file is code, so it is run only where somebody names it: never because a run's folder or a
 server speaks of it. What those say is its hash, which must be the same.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from inspect import getsource
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from coterie.errors import CoterieError
-from coterie.methods.registry import kind_of, names, register
+from coterie.methods.registry import METHODS
+from coterie.registry import Registry
 
-if TYPE_CHECKING:
-    from coterie.methods.contract import Method
+KINDS: Mapping[str, Registry[Any]] = {
+    "coterie.methods.contract:Method": METHODS,
+}
+"""What a plugin may define: the base class (module and name) and the registry of each kind.
+
+Each subclass of a base class that has a `name` of its own is given to the registry's `accept`.
+"""
 
 
 class Plugin(NamedTuple):
@@ -32,11 +38,18 @@ _loaded: dict[str, Plugin] = {}
 """By the name of the module that a file has become."""
 
 
-def load_plugin(file: str | Path, *, expected: str | None = None) -> "list[type[Method]]":
-    """Run a Python file and register the methods that it defines; returns their classes.
+def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
+    """Run a Python file and register the methods, metrics, ... that it defines.
 
-    Where another hash than the file's is `expected`, it is not run. Raises CoterieError if it
-    cannot be read or run, or if it defines no method.
+    Args:
+        file: The file.
+        expected: The hash that the file must have; with another one, it is not run.
+
+    Returns:
+        The classes that were registered.
+
+    Raises:
+        CoterieError: The file cannot be read or run, or defines nothing that can be registered.
     """
     path = Path(file).resolve()
     try:
@@ -56,13 +69,14 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> "list[type[
             del sys.modules[name]
             raise
         _loaded[name] = Plugin(str(path), digest)
-    found = _methods(sys.modules[name])
-    if not found:
+    defined = _defined(sys.modules[name])
+    if not defined:
+        nouns = " or ".join(registry.noun for registry in KINDS.values())
+        bases = " or ".join(f"coterie.{base.partition(':')[2]}" for base in KINDS)
         raise CoterieError(
-            f"The plugin {file} defines no method, that is, no subclass of coterie.Method "
-            "with a `name`."
+            f"The plugin {file} defines no {nouns}, that is, no subclass of {bases} with a `name`."
         )
-    return [register(kind) for kind in found]
+    return [registry.accept(kind) for kind, registry in defined]
 
 
 def _run(code: bytes, module: ModuleType, file: str | Path) -> None:
@@ -80,39 +94,68 @@ def _run(code: bytes, module: ModuleType, file: str | Path) -> None:
         raise CoterieError(f"The plugin {file} cannot be loaded{where}: {what}.") from error
 
 
-def _methods(module: ModuleType) -> "list[type[Method]]":
-    """The classes with a name of their own that a module defines, and not those it imports."""
-    from coterie.methods.contract import Method
-
+def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
+    """Return the classes with a `name` that a module defines itself, and their registries."""
     here = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-    return [k for k in here if isinstance(k, type) and issubclass(k, Method) and "name" in vars(k)]
+    named = [kind for kind in here if isinstance(kind, type) and "name" in vars(kind)]
+    return [(kind, found) for kind in named if (found := _registry(kind)) is not None]
 
 
-def plugin_of(kind: "type[Method]") -> Plugin | None:
-    """The plugin that a method is from."""
+def _registry(kind: type) -> Registry[Any] | None:
+    """Return the registry for a class; None if the class is of no kind in `KINDS`."""
+    for base, registry in KINDS.items():
+        module, _, name = base.partition(":")
+        # The module of a base class that has a subclass is imported already; it may need torch.
+        if module in sys.modules and issubclass(kind, getattr(sys.modules[module], name)):
+            return registry
+    return None
+
+
+def plugin_of(kind: type) -> Plugin | None:
+    """Return the plugin that defines a class, if one does."""
     return _loaded.get(kind.__module__)
 
 
+def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
+    """Return the plugins that define some of the classes.
+
+    Keys are as run.json has them: a method's name, and the noun and the name of anything else
+    (`metric distinct-2`).
+    """
+    found: dict[str, Plugin] = {}
+    for kind in kinds:
+        registry, plugin = _registry(kind), plugin_of(kind)
+        if registry is not None and plugin is not None:
+            found[kind.name if registry is METHODS else f"{registry.noun} {kind.name}"] = plugin
+    return found
+
+
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise CoterieError unless the plugins that a run began with are loaded, and unchanged."""
-    for name, began in recorded.items():
-        here = plugin_of(kind_of(name)) if name in names() else None
-        file = began["file"]
+    """Raise CoterieError unless the plugins that a run began with are loaded, and unchanged.
+
+    Args:
+        where: What begins the error: "The run in ...".
+        recorded: File and hash by key; see `plugins_of`.
+    """
+    for key, began in recorded.items():
+        noun, _, name = key.rpartition(" ")
+        registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
+        here = plugin_of(registry.get(name)) if name in registry.names() else None
+        what, file = f"{registry.noun} {name!r}", began["file"]
         if here is None:
             raise CoterieError(
-                f"{where} uses the method {name!r} from a plugin, which its folder says was "
-                f"{file}; a plugin runs as your own code, so give --plugin with a file that you "
-                "trust"
+                f"{where} uses the {what} from a plugin, which its folder says was {file}; a "
+                "plugin runs as your own code, so give --plugin with a file that you trust"
             )
         if here.sha256 != began["sha256"]:
             raise CoterieError(
-                f"{where} uses the method {name!r} from the plugin {file}, which has changed since "
-                f"the run began (now {here.file}); undo the changes, or start a new run."
+                f"{where} uses the {what} from the plugin {file}, which has changed since the run "
+                f"began (now {here.file}); undo the changes, or start a new run."
             )
 
 
-def version_of(kind: "type[Method]") -> str:
-    """Which code a method is from outside the package: a hash; empty where nothing can tell."""
+def version_of(kind: type) -> str:
+    """Return a hash of the code of a class from outside the package; empty without its source."""
     if kind.__module__.startswith("coterie."):
         return ""
     if (plugin := plugin_of(kind)) is not None:

@@ -10,7 +10,7 @@ from pydantic import field_serializer
 
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
-from coterie.config.plugins import plugin_of, version_of
+from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
@@ -83,11 +83,15 @@ class RunConfig(Sections[Method]):
         return self.model_dump(mode="json")
 
     @property
-    def plugins(self) -> dict[str, dict[str, str]]:
-        """The plugins that its methods are from: file and hash, by the method's name."""
+    def objects(self) -> list[type[Any]]:
+        """The classes that the run uses by name, first its method's and the baselines'."""
         baselines = (kind_of(name) for name in self.baselines if name != POOLED)
-        found = {kind.name: plugin_of(kind) for kind in (type(self.method), *baselines)}
-        return {name: plugin._asdict() for name, plugin in found.items() if plugin is not None}
+        return [type(self.method), *baselines]
+
+    @property
+    def plugins(self) -> dict[str, dict[str, str]]:
+        """The plugins that its objects are from: file and hash; see `plugins_of`."""
+        return {name: plugin._asdict() for name, plugin in plugins_of(self.objects).items()}
 
     def told_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of
