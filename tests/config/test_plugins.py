@@ -61,8 +61,8 @@ def test_a_plugin_is_loaded_once_and_its_classes_have_names(mine) -> None:
         ("class X(:\n", r"mine\.py is not valid Python, line 1"),
         ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
         ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
-        ("x = 1\n", r"mine\.py defines no method, that is, no subclass of coterie\.Method"),
-        ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
+        ("x = 1\n", r"mine\.py defines no method or metric, that is, no subclass of"),
+        ("from coterie.methods.averaging import FedAvg\n", r"defines no method or metric"),
     ],
 )
 def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -> None:

@@ -11,9 +11,8 @@ import coterie
 from coterie.config.run import parse
 from coterie.engines.session import Session
 from coterie.evaluation import evaluate as evaluation
-from coterie.evaluation.answers import WORST
 from coterie.evaluation.evaluate import evaluate
-from coterie.evaluation.metrics import PERPLEXITY
+from coterie.evaluation.perplexity import PERPLEXITY, WORST
 from coterie.losses import tokens as loss
 from coterie.messages import Json
 from coterie.methods.adapter import AdapterClient
@@ -70,7 +69,7 @@ def test_a_run_whose_models_score_nothing_comes_to_a_result(
     """Its training is sound, so its uploads count, in one process and in a deployment."""
     original, scoring = evaluation._text, []
 
-    def text(*args: Any) -> evaluation.Score:
+    def text(*args: Any) -> Any:
         scoring.append(1)
         try:
             return original(*args)

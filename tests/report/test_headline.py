@@ -4,7 +4,7 @@ import pytest
 
 import coterie
 from coterie.analysis.experiments import MEAN, experiments
-from coterie.evaluation.metrics import PERPLEXITY
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.messages import Json
 from coterie.report.curves import _last
 from coterie.runs import Watch

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from coterie.analysis.frame import Column, Frame, Result, scores, std
 from coterie.analysis.significance import COMMONEST, has_floor
-from coterie.evaluation.metrics import PERPLEXITY, Metric, metric_of
+from coterie.evaluation.metrics import Metric, metric_of
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.federation.participants import EVERYONE
 
 Summary = Mapping[str, Any]
@@ -139,8 +140,8 @@ def run_table(
         for name in clients
     ]
     rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
-    if metric.share and len(clients) > 1:
-        rows.append(["std over clients", *(metric.cell(std(one[metric.key])) for one in found)])
+    if metric is not PERPLEXITY and len(clients) > 1:
+        rows.append(["std over clients", *(metric.cell(std(one[metric.name])) for one in found)])
     note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
@@ -163,7 +164,7 @@ def left_out(results: Mapping[str, Result]) -> Iterator[str]:
 
 
 def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
-    cell = metric.cell(score[metric.key])
+    cell = metric.cell(score[metric.name])
     return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
 
 

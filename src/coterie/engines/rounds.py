@@ -180,10 +180,10 @@ def note(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
     unit = " %" if metric.share else ""
 
     def mean(scores: Mapping[str, Any]) -> str:
-        total = sum(score[metric.key] for score in scores.values())
+        total = sum(score[metric.name] for score in scores.values())
         return f"{metric.cell(total / len(scores))}{unit}"
 
     after = "" if last == round else f" after round {last + 1}"
     if (headline := mean(found | best)) != mean(found):
         after = f" (last round {mean(found)})"
-    return f"{config.evaluation.split} {metric.name} {headline}{after}  "
+    return f"{config.evaluation.split} {metric.title} {headline}{after}  "

@@ -1,8 +1,7 @@
-"""How likely answers are, and which of several is likeliest; how near written ones come."""
+"""How likely answers are, and the other answers that samples have to choose from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -16,14 +15,8 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.parts import PartEncoder
 from coterie.data.tokens import bare_encoder
-from coterie.errors import CoterieError
+from coterie.evaluation.perplexity import WORST
 from coterie.losses.tokens import token_losses
-
-EQUAL = 1e-6
-"""Relative difference of two losses per token up to which they are equal: 8 times the machine
-epsilon of float32, in which they are computed."""
-WORST = 700.0
-"""Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
 
 
 def finite(nats: Tensor, tokens: Tensor) -> Tensor:
@@ -93,58 +86,3 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
         answer = answer[: window + 1 - len(before)]
         rows.append(Sample([(before, False), (answer, True)], item))
     return joined([samples, samples_of(rows)]), torch.tensor(owners)
-
-
-def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
-    """Return, for each sample, 1 if its own answer is likelier per token than its other choices.
-
-    Otherwise 0, or 1/k where its answer is among k equally likely choices, as the expected score of
-    a draw among the k. Equal means equal within the rounding of float32. Where no choice has a
-    finite loss, the score is 0.
-
-    Args:
-        nats: `answer_losses` of the rows that `with_choices` returned, (rows,).
-        rows: those rows: the samples, then each again with every other choice.
-        owners: the sample of each further row, (rows - samples,).
-
-    Returns:
-        For each sample, its score, or None if it has no choices.
-    """
-    count = len(rows) - len(owners)
-    means = nats / rows.lengths
-    best = means[:count].scatter_reduce(0, owners, means[count:], "amin")
-    of = torch.cat([best, best[owners]])
-    likeliest = ((means <= of + EQUAL * of.abs()) & (of < WORST)).double()
-    ties = likeliest[:count].scatter_add(0, owners, likeliest[count:])
-    shares = (likeliest[:count] / ties.clamp(min=1)).tolist()
-    return [
-        share if item.choices else None for share, item in zip(shares, rows.items, strict=False)
-    ]
-
-
-def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """Return 1 for each written answer that is the right one, else 0.
-
-    Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
-    """
-    plain = ([normalize("NFC", text).strip() for text in texts] for texts in (answers, written))
-    return [float(right == text) for right, text in zip(*plain, strict=True)]
-
-
-def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """Return each written answer's F1 of Rouge-L: the longest common subsequence of words.
-
-    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), without stemming and with
-    words in any script (`UnicodeTokenizer`).
-    """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-
-        from coterie.evaluation.words import UnicodeTokenizer
-    except ModuleNotFoundError as error:
-        raise CoterieError(
-            f"Rouge-L needs {error.name}; install it with pip install rouge-score."
-        ) from None
-    scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
-    pairs = zip(answers, written, strict=True)
-    return [scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs]

@@ -18,17 +18,10 @@ from coterie.data.kinds.preferences import AnyBatch, PairBatch, Pairs
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import Split
 from coterie.data.windows import evaluation_windows
-from coterie.evaluation.answers import (
-    WORST,
-    answer_losses,
-    exact,
-    finite,
-    pair_logprobs,
-    rouge_l,
-    with_choices,
-    won,
-)
+from coterie.evaluation.answers import answer_losses, finite, pair_logprobs, with_choices
 from coterie.evaluation.generation import generate_answers
+from coterie.evaluation.metrics import METRICS, Choices, Measured, metric_named
+from coterie.evaluation.perplexity import PERPLEXITY, WORST
 from coterie.losses.preferences import dpo_loss, preference_losses, rewards
 from coterie.losses.tokens import logits_in_pieces, token_losses
 
@@ -47,15 +40,9 @@ class Score:
     bytes: int
     """UTF-8 bytes of the whole text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """What else was measured, from 0 to 1 by item; None where an item has no such figure.
-
-    accuracy: whether a sample's answer is likelier, per token, than its other choices. exact_match:
-    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
-    writes comes to the answer (F1 of Rouge-L). reward_accuracy: whether a pair's chosen answer has
-    the higher reward; half where rewards differ by rounding at most, as under the reference.
-    """
+    """The scores of items by metric; None where an item has no score."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What else there is for reports: how many items, and means over them."""
+    """The other entries of reports: how many items, and means over them."""
 
     @property
     def nats(self) -> float:
@@ -106,21 +93,45 @@ def evaluate(
     window: int,
     batch: int = 16,
     generate: int | None = None,
+    metric: str | None = None,
 ) -> Score:
     """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
 
-    The cross-entropy is in fp32; `batch` windows, samples or pairs are scored at once.
-    `generate`: of prompts, write answers of at most so many tokens, too.
+    The cross-entropy is in fp32.
+
+    Args:
+        base: The base of the model.
+        model: The model.
+        tokens: A held-out text.
+        window: Tokens that a window or a sample predicts at most.
+        batch: Windows, samples or pairs that are scored at once.
+        generate: Tokens of an answer that is generated to a prompt; None: none is generated.
+        metric: A metric to compute besides the package's own.
     """
     if isinstance(tokens, Examples):
-        return _answers(base, model, tokens, window, batch, generate)
-    if isinstance(tokens, Pairs):
-        return _pairs(base, model, tokens, batch)
-    return _text(base, model, tokens, window, batch)
+        measured, counts = _answers(base, model, tokens, window, batch, generate)
+        size = tokens.bytes
+    elif isinstance(tokens, Pairs):
+        measured, counts = _pairs(base, model, tokens, batch)
+        size = tokens.chosen.bytes
+    else:
+        measured, counts = _text(base, model, tokens, window, batch), {}
+        size = tokens.bytes
+    shares = _shares(measured, metric)
+    means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
+    return Score(measured.nats, measured.tokens, size, shares, {**counts, **means})
+
+
+def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float | None]]:
+    """Return the scores of items by metric, of those that what was measured allows."""
+    names: list[str] = [*METRICS.builtin, *([] if asked in (None, *METRICS.builtin) else [asked])]
+    metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]  # always scored
+    found = {m.name: m.score(measured) for m in metrics if measured.offers(m.needs)}
+    return {name: scores for name, scores in found.items() if set(scores) != {None}}
 
 
 @torch.no_grad()
-def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Score:
+def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Measured:
     """Windows do not overlap; the first token of the text is predicted from the base's context
     token, the first of every other window from the token before it."""
     nats, counts = [], []
@@ -130,7 +141,7 @@ def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch
             nats.append((losses * mask).sum(1, dtype=torch.float64))
             counts.append(mask.sum(1))
     lengths = torch.cat(counts)
-    return Score(finite(torch.cat(nats), lengths), lengths, tokens.bytes)
+    return Measured(finite(torch.cat(nats), lengths), lengths)
 
 
 def _answers(
@@ -140,35 +151,35 @@ def _answers(
     window: int,
     batch: int,
     generate: int | None,
-) -> Score:
-    rows, owners = with_choices(base, samples, window)
-    nats = answer_losses(base, model, rows, batch)
-    shares: dict[str, Sequence[float | None]] = {}
-    if any(item.choices for item in samples.items):
-        shares["accuracy"] = won(nats, rows, owners)
-    if generate is not None:
-        answers = [item.answer for item in samples.items]
-        texts = generate_answers(base, model, samples, generate, batch)
-        shares |= {"exact_match": exact(answers, texts), "rouge_l": rouge_l(answers, texts)}
-    # What was not measured of any sample is left out.
-    means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
-    figures = {"samples": len(samples), **means}
-    return Score(nats[: len(samples)], samples.lengths, samples.bytes, shares, figures)
+) -> tuple[Measured, dict[str, float]]:
+    rows, others = with_choices(base, samples, window)
+    nats, count = answer_losses(base, model, rows, batch), len(samples)
+    given = [bool(item.choices) for item in samples.items]
+    owners = torch.cat([torch.arange(count), others])
+    texts = generate_answers(base, model, samples, generate, batch) if generate else ()
+    measured = Measured(
+        nats[:count],
+        samples.lengths,
+        [item.answer for item in samples.items],
+        texts,
+        Choices(nats, rows.lengths, owners, given) if any(given) else None,
+    )
+    return measured, {"samples": count}
 
 
-def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Score:
+def _pairs(
+    base: Base, model: PreTrainedModel, pairs: Pairs, batch: int
+) -> tuple[Measured, dict[str, float]]:
     assert pairs.reference is not None, "engines compute it before anything is scored"
-    logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
+    logprobs = pair_logprobs(base, model, pairs, batch)
     found = rewards(logprobs, pairs.reference)
     losses = preference_losses(found.values, pairs.reference.label_smoothing)
-    figures = {
+    counts = {
         "pairs": len(losses),
         "dpo_loss": losses.mean().item(),
         "reward_margin": found.margins.mean().item(),
-        "reward_accuracy": found.preferred.mean().item(),
     }
-    shares = {"reward_accuracy": found.preferred.tolist()}
-    return Score(-logprobs[:, 0], chosen.lengths, chosen.bytes, shares, figures)
+    return Measured(-logprobs[:, 0], pairs.chosen.lengths, rewards=found), counts
 
 
 @torch.no_grad()
