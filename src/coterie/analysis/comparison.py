@@ -16,7 +16,7 @@ from coterie.analysis.significance import (
     differences,
     has_floor,
 )
-from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of
+from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of, worst_of
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
@@ -156,7 +156,7 @@ def _over_seeds(values: Column, key: str) -> dict[str, float]:
 
 
 def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
-    """Each client's score by method, the mean, and the rank; a server's model comes last.
+    """Each client's score by method, the mean, the worst, and the rank; a server's model is last.
 
     rows: a method's entry in `Comparison.summary`, by its name. Columns of which nothing is known
     are left out.
@@ -171,6 +171,7 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
         *_chosen(entries),
         *((client, [_of_client(row, client, metric) for row in entries]) for client in clients),
         ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
+        ("worst client", [_worst(row, metric) for row in entries] if len(clients) > 1 else [""]),
         (beside, [_beside_mean(row, metric) for row in entries]),
         ("rank", [_rank(row) for row in entries]),
         ("kept", [_rounds(row) for row in entries]),
@@ -266,6 +267,12 @@ def _of_client(row: Summary, client: str, metric: Metric) -> str:
     if "clients_std" in row:
         own |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
     return with_spread(own, metric)
+
+
+def _worst(row: Summary, metric: Metric) -> str:
+    """The score of the client with the worst one, and its name."""
+    worst = worst_of(row["clients"], metric)
+    return f"{metric.cell(row['clients'][worst])} ({worst})"
 
 
 def _beside_mean(row: Summary, metric: Metric) -> str:
