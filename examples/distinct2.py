@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from coterie import Metric
-from coterie.evaluation.metrics import Measured
+from coterie.data.measured import Measured
 
 
 class Distinct2(Metric):

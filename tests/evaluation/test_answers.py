@@ -15,14 +15,14 @@ from torch.nn import functional as F
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Encoding, Examples
+from coterie.data.examples import Encoding, Examples, with_choices
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
+from coterie.data.measured import Choices, Measured
 from coterie.errors import CoterieError
 from coterie.evaluation.accuracy import ACCURACY
-from coterie.evaluation.answers import with_choices
 from coterie.evaluation.evaluate import evaluate
-from coterie.evaluation.metrics import Choices, Measured, metric_named
+from coterie.evaluation.metrics import metric_named
 
 ANIMALS = ("cat", "a very old elephant", "dog", "a")
 ITEMS = [

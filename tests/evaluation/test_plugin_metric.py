@@ -14,8 +14,9 @@ from coterie.analysis.significance import Difference, differences
 from coterie.config import plugins
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
+from coterie.data.measured import Measured
 from coterie.evaluation import evaluate as evaluation
-from coterie.evaluation.metrics import METRICS, Measured, metric_named
+from coterie.evaluation.metrics import METRICS, metric_named
 from coterie.report.page import write_report
 from coterie.runs import RunFolder
 

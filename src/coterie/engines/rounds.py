@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.data.windows import tokens_per_sample
 from coterie.engines.clients import Clients
 from coterie.engines.runtime import ServerPart, result
 from coterie.engines.uploads import Uploads
@@ -149,7 +148,7 @@ class Rounds(ServerPart, Generic[C]):
 def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
     """Return how many tokens a training step reads."""
     window = config.data.window
-    sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
+    sample = fmean(p.data.train.sample_tokens(window) for p in participants)
     texts = sum(len(p.tests) for p in participants) if config.pooled else 1
     return int(config.training.batch * sample * texts)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from coterie.evaluation.metrics import Measured, Metric, instance
-from coterie.evaluation.perplexity import WORST
+from coterie.data.measured import WORST, Measured
+from coterie.evaluation.metrics import Metric, instance
 
 EQUAL = 1e-6
 """Relative difference of two losses per token up to which they are equal: 8 times the machine

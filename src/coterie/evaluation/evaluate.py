@@ -12,18 +12,14 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.kinds.preferences import AnyBatch, PairBatch, Pairs
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
-from coterie.data.windows import evaluation_windows
-from coterie.evaluation.answers import answer_losses, finite, pair_logprobs, with_choices
+from coterie.data.measured import WORST, Measured
+from coterie.data.split import AnyBatch, Split
+from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
-from coterie.evaluation.metrics import METRICS, Choices, Measured, metric_named
-from coterie.evaluation.perplexity import PERPLEXITY, WORST
-from coterie.losses.preferences import dpo_loss, preference_losses, rewards
-from coterie.losses.tokens import logits_in_pieces, token_losses
+from coterie.evaluation.metrics import METRICS, metric_named
+from coterie.evaluation.perplexity import PERPLEXITY
+from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,34 @@ class Score:
         return figures | {name: list(values) for name, values in self.shares.items()}
 
 
+@dataclass(frozen=True)
+class ModelScorer:
+    """A model (a base, with whatever is attached) that is scored on a held-out text."""
+
+    base: Base
+    model: PreTrainedModel
+    window: int
+    batch: int
+    generate: int | None = None
+    """Tokens of an answer that is generated at most; None: none is generated."""
+
+    def losses(self, rows: Examples, batch: int) -> Tensor:
+        """Return the loss of each row's answers: (rows,) float64, in nats."""
+        return answer_losses(self.base, self.model, rows, batch)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each token: (batch, time) float32, in nats."""
+        with autocast(self.base.precision, self.base.device.type):
+            return token_losses(self.model, *batch.to(self.base.device)).cpu()
+
+    def texts(self, rows: Examples) -> Sequence[str]:
+        """Return the answer that the model generates to each row, if any are asked for."""
+        if self.generate is None:
+            return ()
+        return generate_answers(self.base, self.model, rows, self.generate, self.batch)
+
+
 def evaluate(
     base: Base,
     model: PreTrainedModel,
@@ -108,18 +132,10 @@ def evaluate(
         generate: Tokens of an answer that is generated to a prompt; None: none is generated.
         metric: A metric to compute besides the package's own.
     """
-    if isinstance(tokens, Examples):
-        measured, counts = _answers(base, model, tokens, window, batch, generate)
-        size = tokens.bytes
-    elif isinstance(tokens, Pairs):
-        measured, counts = _pairs(base, model, tokens, batch)
-        size = tokens.chosen.bytes
-    else:
-        measured, counts = _text(base, model, tokens, window, batch), {}
-        size = tokens.bytes
+    measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
     means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
-    return Score(measured.nats, measured.tokens, size, shares, {**counts, **means})
+    return Score(measured.nats, measured.tokens, tokens.bytes, shares, {**counts, **means})
 
 
 def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float | None]]:
@@ -131,67 +147,17 @@ def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float |
 
 
 @torch.no_grad()
-def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Measured:
-    """Windows do not overlap; the first token of the text is predicted from the base's context
-    token, the first of every other window from the token before it."""
-    nats, counts = [], []
-    with autocast(base.precision, base.device.type):
-        for ids, mask in evaluation_windows(tokens, window, base.context_token, batch):
-            losses = token_losses(model, ids.to(base.device)).cpu()
-            nats.append((losses * mask).sum(1, dtype=torch.float64))
-            counts.append(mask.sum(1))
-    lengths = torch.cat(counts)
-    return Measured(finite(torch.cat(nats), lengths), lengths)
-
-
-def _answers(
-    base: Base,
-    model: PreTrainedModel,
-    samples: Examples,
-    window: int,
-    batch: int,
-    generate: int | None,
-) -> tuple[Measured, dict[str, float]]:
-    rows, others = with_choices(base, samples, window)
-    nats, count = answer_losses(base, model, rows, batch), len(samples)
-    given = [bool(item.choices) for item in samples.items]
-    owners = torch.cat([torch.arange(count), others])
-    texts = generate_answers(base, model, samples, generate, batch) if generate else ()
-    measured = Measured(
-        nats[:count],
-        samples.lengths,
-        [item.answer for item in samples.items],
-        texts,
-        Choices(nats, rows.lengths, owners, given) if any(given) else None,
-    )
-    return measured, {"samples": count}
-
-
-def _pairs(
-    base: Base, model: PreTrainedModel, pairs: Pairs, batch: int
-) -> tuple[Measured, dict[str, float]]:
-    assert pairs.reference is not None, "engines compute it before anything is scored"
-    logprobs = pair_logprobs(base, model, pairs, batch)
-    found = rewards(logprobs, pairs.reference)
-    losses = preference_losses(found.values, pairs.reference.label_smoothing)
-    counts = {
-        "pairs": len(losses),
-        "dpo_loss": losses.mean().item(),
-        "reward_margin": found.margins.mean().item(),
-    }
-    return Measured(-logprobs[:, 0], pairs.chosen.lengths, rewards=found), counts
-
-
-@torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
-    """Nats per counted token of a model (the base, with whatever is attached), or DPO's loss of
-    pairs; so many samples at once."""
+    """Return the mean of a model's loss over the terms of a batch, such as nats per token.
+
+    Args:
+        base: The base of the model.
+        model: The model.
+        batch: Samples of any kind.
+        at_once: Samples that are read at once.
+    """
     with autocast(base.precision, base.device.type):
-        if isinstance(batch, PairBatch):
-            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
-            return sum(terms * loss.item() for terms, loss in parts) / batch.terms
-        losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
-    return torch.cat(losses).sum(dtype=torch.float64).item() / batch.terms
+        return batch.mean_loss(model, base.device, at_once)
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from unicodedata import normalize
 
-from coterie.evaluation.metrics import Measured, Metric
+from coterie.data.measured import Measured
+from coterie.evaluation.metrics import Metric
 
 
 class ExactMatch(Metric):

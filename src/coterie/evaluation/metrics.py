@@ -6,67 +6,20 @@ They are imported when they are asked for by name, and need no torch to be descr
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from coterie.data.measured import Measured, Needs
 from coterie.errors import CoterieError
 from coterie.registry import Registry
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
-
-    from coterie.losses.preferences import Rewards
 
 LONGEST = 1e9
 """From here on, a cell has the power of ten."""
-Needs = Literal["nothing", "answers", "choices", "pairs"]
-"""What a metric is computed from: the losses of any items alone (nothing), answers that the model
-generates, answers to choose from, or pairs of answers."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The losses of all answers that samples have to choose from; rows: samples, then others."""
-
-    nats: "Tensor"
-    """The loss of each row's answer: (rows,) float64."""
-    tokens: "Tensor"
-    """The tokens of each row's answer: (rows,) int64."""
-    owners: "Tensor"
-    """The sample that each row is an answer to: (rows,) int64; the first rows are 0, 1, ..."""
-    given: Sequence[bool]
-    """Whether a sample has answers to choose from, by sample."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a model did with the n items of a text: windows, samples or pairs."""
-
-    nats: "Tensor"
-    """The negative log-likelihood of each item: (n,) float64."""
-    tokens: "Tensor"
-    """The tokens of each item: (n,) int64."""
-    answers: Sequence[str] = ()
-    """The right answers, where the items are samples."""
-    texts: Sequence[str] = ()
-    """The answers that the model generated, where a metric may need them."""
-    choices: Choices | None = None
-    rewards: "Rewards | None" = None
-    """The rewards of pairs of answers."""
-
-    def offers(self, needs: Needs) -> bool:
-        """Return whether a metric that needs this can be computed."""
-        offered = {
-            "nothing": True,
-            "answers": bool(self.texts),
-            "choices": self.choices is not None,
-            "pairs": self.rewards is not None,
-        }
-        return offered[needs]
 
 
 class Metric:

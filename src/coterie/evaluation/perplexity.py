@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.evaluation.metrics import Measured, Metric, instance
-
-WORST = 700.0
-"""Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
+from coterie.data.measured import WORST, Measured
+from coterie.evaluation.metrics import Metric, instance
 
 
 class Perplexity(Metric):

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from coterie.evaluation.metrics import Measured, Metric
+from coterie.data.measured import Measured
+from coterie.evaluation.metrics import Metric
 
 
 class RewardAccuracy(Metric):
@@ -17,5 +18,4 @@ class RewardAccuracy(Metric):
 
     def score(self, measured: Measured) -> Sequence[float | None]:
         """Return the score of each pair."""
-        assert measured.rewards is not None, "the metric needs pairs"
-        return measured.rewards.preferred.tolist()
+        return measured.preferred

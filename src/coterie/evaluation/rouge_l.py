@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from coterie.data.measured import Measured
 from coterie.errors import CoterieError
-from coterie.evaluation.metrics import Measured, Metric
+from coterie.evaluation.metrics import Metric
 
 
 class RougeL(Metric):
