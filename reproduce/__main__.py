@@ -8,6 +8,7 @@ import typer
 
 from coterie.cli import main, terminal
 from coterie.cli.options import Command, Settings, listed
+from coterie.cli.progress import ConsoleWatch
 from coterie.cli.run import Against, Tune
 from coterie.errors import CoterieError
 
@@ -103,7 +104,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            watch=terminal.watch,
+            watch=ConsoleWatch,
             report=terminal.say,
         )
     for table in shown(summary):

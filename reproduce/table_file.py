@@ -30,21 +30,18 @@ class _Spec(BaseModel):
 class RowSpec(_Spec):
     """One entry of `rows`: a method and the paper's figures for it."""
 
-    name: str = Field(default="", description="name of the row; default: the method's name")
-    method: str | dict[str, Any] = Field(description="the method, as in a run file")
-    paper: tuple[float | None, ...] = Field(
-        default=(),
-        description="the paper's figure for each column, shares in per cent; null: no figure",
-    )
-    paper_std: tuple[float | None, ...] = Field(
-        default=(), description="the standard deviations that the paper gives with its figures"
-    )
-    point: Literal["trained", "aggregated"] | None = Field(
-        default=None, description="evaluation that is scored, in place of the table's"
-    )
-    tune: dict[str, list[Any]] = Field(
-        default={}, description="values by dotted key to try this row with, beside the table's"
-    )
+    name: str = ""
+    """name of the row; default: the method's name"""
+    method: str | dict[str, Any]
+    """the method, as in a run file"""
+    paper: tuple[float | None, ...] = ()
+    """the paper's figure for each column, shares in per cent; null: no figure"""
+    paper_std: tuple[float | None, ...] = ()
+    """the standard deviations that the paper gives with its figures"""
+    point: Literal["trained", "aggregated"] | None = None
+    """evaluation that is scored, in place of the table's"""
+    tune: dict[str, list[Any]] = {}
+    """values by dotted key to try this row with, beside the table's"""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -60,67 +57,61 @@ class RowSpec(_Spec):
 class ColumnSpec(_Spec):
     """One entry of `columns`: a data set, or another setting in which all rows are run."""
 
-    name: str = Field(description="name of the column, and of its runs' folder")
-    run: dict[str, Any] = Field(default={}, description="keys of a run file, merged over `run`")
-    methods: dict[str, dict[str, Any]] = Field(
-        default={}, description="method settings by row, merged over the row's method"
-    )
-    note: str = Field(default="", description="note under the table")
-    paper: dict[str, str] = Field(
-        default={},
-        description="the paper's figures, as text; jaccard: `most` and `least`, the ranges of "
-        "clients with the most and the least topics in common; messages: by field of an upload; "
-        "tokens: by client",
-    )
+    name: str
+    """name of the column, and of its runs' folder"""
+    run: dict[str, Any] = {}
+    """keys of a run file, merged over `run`"""
+    methods: dict[str, dict[str, Any]] = {}
+    """method settings by row, merged over the row's method"""
+    note: str = ""
+    """note under the table"""
+    paper: dict[str, str] = {}
+    """the paper's figures, as text; jaccard: `most` and `least`, the ranges of clients with the
+    most and the least topics in common; messages: by field of an upload; tokens: by client"""
 
 
 class FigureSpec(_Spec):
     """`figure`: how a table is drawn."""
 
-    kind: Literal["lines", "heat map", "curves"] = Field(
-        description="lines: a line for each row over the columns; heat map: rows by columns; "
-        "curves: scores over rounds by client, a line for each row (needs evaluation.every)"
-    )
-    x: str = Field(default="", description="what the columns are, such as number of clients")
-    y: str = Field(default="", description="what the rows are; heat maps only")
+    kind: Literal["lines", "heat map", "curves"]
+    """lines: a line for each row over the columns; heat map: rows by columns; curves: scores over
+    rounds by client, a line for each row (needs evaluation.every)"""
+    x: str = ""
+    """what the columns are, such as number of clients"""
+    y: str = ""
+    """what the rows are; heat maps only"""
 
 
 class TableSpec(_Spec):
     """A table file."""
 
-    table: str = Field(description="title of the table")
-    paper: str = Field(default="", description="the paper's setting, such as base and data")
-    shows: str | None = Field(
-        default=None,
-        description="metric, or jaccard, messages or tokens, which are measured on the data; "
-        "default: each column's evaluation.metric, or the one that fits its data",
-    )
-    seeds: int = Field(default=1, ge=1, description="runs per cell")
-    tune: dict[str, list[Any]] = Field(
-        default={},
-        description="values by dotted key of a run file, to try each row with; the best on "
-        "validation text are used",
-    )
-    point: Literal["trained", "aggregated"] | None = Field(
-        default=None, description="evaluation that is scored; default: the one each method reports"
-    )
-    run: dict[str, Any] = Field(default={}, description="keys of a run file for all columns")
-    regimes: dict[str, dict[str, Any]] = Field(
-        default={},
-        description="other settings in which the whole table can be run, by name: keys of a run "
-        "file, merged over those of every column",
-    )
-    against: str | None = Field(
-        default=None,
-        description="the row that the others are compared with; default: the best of each column",
-    )
-    figure: FigureSpec | None = Field(default=None, description="how the table is drawn")
-    columns: tuple[ColumnSpec, ...] = Field(
-        min_length=1, description="columns: data sets or settings"
-    )
-    rows: tuple[RowSpec, ...] = Field(
-        default=(), description="rows: methods and the paper's figures"
-    )
+    table: str
+    """title of the table"""
+    paper: str = ""
+    """the paper's setting, such as base and data"""
+    shows: str | None = None
+    """metric, or jaccard, messages or tokens, which are measured on the data; default: each
+    column's evaluation.metric, or the one that fits its data"""
+    seeds: int = Field(default=1, ge=1)
+    """runs per cell"""
+    tune: dict[str, list[Any]] = {}
+    """values by dotted key of a run file, to try each row with; the best on validation text are
+    used"""
+    point: Literal["trained", "aggregated"] | None = None
+    """evaluation that is scored; default: the one each method reports"""
+    run: dict[str, Any] = {}
+    """keys of a run file for all columns"""
+    regimes: dict[str, dict[str, Any]] = {}
+    """other settings in which the whole table can be run, by name: keys of a run file, merged over
+    those of every column"""
+    against: str | None = None
+    """the row that the others are compared with; default: the best of each column"""
+    figure: FigureSpec | None = None
+    """how the table is drawn"""
+    columns: tuple[ColumnSpec, ...] = Field(min_length=1)
+    """columns: data sets or settings"""
+    rows: tuple[RowSpec, ...] = ()
+    """rows: methods and the paper's figures"""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -143,7 +143,7 @@ def test_the_digest_notices_where_samples_and_answers_begin(config: Config, text
     train = participant.data.train
     assert isinstance(train, Examples)
     seen = {participant.digest()}
-    for part in ("ids", "starts", "answers"):
+    for part in ("ids", "tokens", "last"):
         changed = getattr(train, part).clone()
         changed[1] += 1
         data = replace(participant.data, train=replace(train, **{part: changed}))

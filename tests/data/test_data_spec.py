@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.data.divide_spec import DivideSpec, SourceSpec
+from coterie.data.divide_spec import DivideSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 
 
@@ -73,11 +73,6 @@ def test_a_wrong_value_is_refused_with_a_sentence(
     source = {"source": "news.jsonl"} if model is DivideSpec else {}
     with pytest.raises(ValidationError, match=sentence):
         model.model_validate(source | values)
-
-
-def test_every_field_is_described() -> None:
-    for model in (DataSpec, InstructionSpec, ClientSpec, DivideSpec, SourceSpec):
-        assert all(field.description for field in model.model_fields.values())
 
 
 def test_one_text_field_or_several() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from coterie.config.descriptions import descriptions
 from coterie.data.spec import InstructionSpec
 from coterie.data.templates import SHIPPED, inlined, render
 from coterie.errors import CoterieError
@@ -48,8 +49,7 @@ def test_a_prompt_is_exactly_what_the_template_says(
 
 
 def test_the_run_file_s_key_names_the_shipped_templates() -> None:
-    described = InstructionSpec.model_fields["template"].description
-    assert described is not None
+    described = descriptions(InstructionSpec)["template"]
     assert all(name in described for name in SHIPPED)
     assert list(SHIPPED) == ["alpaca", "chat", "plain", "snli"]
 

@@ -202,4 +202,4 @@ def test_pooling_concatenates_each_split() -> None:
     assert both.train.ids.tolist() == [1, 2, 5]
     assert both.validation.ids.tolist() == [3, 6, 7]
     assert both.test.ids.tolist() == [4, 8]
-    assert (both.train.bytes, both.validation.bytes, both.test.bytes) == (6, 6, 4)
+    assert [split.bytes for split in vars(both).values()] == [6, 6, 4]

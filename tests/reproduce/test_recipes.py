@@ -10,6 +10,7 @@ from coterie.data.examples import Examples
 from coterie.data.files import Record
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import instructions
+from coterie.data.kinds.preferences import Pairs
 from coterie.data.templates import holds
 from coterie.federation.participants import check, participants_of
 from coterie.methods.contract import Setting
@@ -127,6 +128,7 @@ def test_a_recipe_finds_its_texts(recipe) -> None:
         assert len(p.data.train.ids) == 40_000
         assert len(p.data.validation.ids) > 12_000
         assert len(p.data.test.ids) > 20_000
+        assert not isinstance(p.data.test, Pairs)
         assert 1.5 < p.data.test.bytes / len(p.data.test.ids) < 5
 
 

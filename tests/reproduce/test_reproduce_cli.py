@@ -37,7 +37,8 @@ def test_a_table_is_filled_in(values, tmp_path, reproduce) -> None:
     assert "local-seed0" in "".join(p.name for p in (out / "b").iterdir())
     assert not (out / "a").exists()
     lines = reproduce(file, "--out", out, "--set", "seed=3").splitlines()
-    assert max(map(len, lines)) <= max(80, len(str(out)) + 40)
+    tables = [line for line in lines if "tokens/s" not in line]  # progress is not cut
+    assert max(map(len, tables)) <= max(80, len(str(out)) + 40)
     heads = [line.split() for line in lines if line.startswith("method")]
     assert heads[0] == ["method", "A", "rank", "paper", "rank", "B", "rank", "paper", "rank"]
     assert f"Saved to {out}/table.md and table.json." in lines

@@ -13,26 +13,16 @@ class ServerOptimiserSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"] = Field(
-        description="optimiser: momentum, Adam, Yogi or Adagrad on the server"
-    )
-    learning_rate: float | None = Field(
-        default=None,
-        gt=0,
-        description="server learning rate (eta); default: 1 with fedavgm, 0.01 with the others",
-    )
-    momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="decay of the mean of updates (beta, beta_1)"
-    )
-    beta2: float = Field(
-        default=0.99,
-        ge=0,
-        lt=1,
-        description="decay of the mean of squared updates (beta_2; fedadam and fedyogi only)",
-    )
-    tau: float = Field(
-        default=1e-3, gt=0, description="degree of adaptivity (tau; not with fedavgm)"
-    )
+    name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
+    """optimiser: momentum, Adam, Yogi or Adagrad on the server"""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """server learning rate (eta); default: 1 with fedavgm, 0.01 with the others"""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """decay of the mean of updates (beta, beta_1)"""
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    """decay of the mean of squared updates (beta_2; fedadam and fedyogi only)"""
+    tau: float = Field(default=1e-3, gt=0)
+    """degree of adaptivity (tau; not with fedavgm)"""
 
     @model_validator(mode="before")
     @classmethod
@@ -58,30 +48,18 @@ class AggregationSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weights: Literal["uniform", "tokens"] = Field(
-        default="uniform", description="weights of clients in means: equal, or by training tokens"
-    )
-    largest_change: float | None = Field(
-        default=3.0,
-        ge=1,
-        description="largest change of an upload's parameters since the download, as a multiple "
-        "of the round's median; larger ones are excluded from the round, or scaled down if they "
-        "are half of all; null: unlimited",
-    )
-    largest_norm: float | None = Field(
-        default=10.0,
-        ge=1,
-        description="largest norm of an upload's other numbers (predictions, embeddings), as a "
-        "multiple of the round's median; null: unlimited",
-    )
-    largest_weight: float | None = Field(
-        default=100.0,
-        ge=1,
-        description="largest weight of a client, as a multiple of the round's median, with "
-        "`weights: tokens`; null: unlimited",
-    )
-    optimiser: ServerOptimiserSpec | None = Field(
-        default=None,
-        description="optimiser with which the server steps towards a round's mean: a name, or a "
-        "mapping; default: the mean replaces the server's parameters",
-    )
+    weights: Literal["uniform", "tokens"] = "uniform"
+    """weights of clients in means: equal, or by training tokens"""
+    largest_change: float | None = Field(default=3.0, ge=1)
+    """largest change of an upload's parameters since the download, as a multiple of the round's
+    median; larger ones are excluded from the round, or scaled down if they are half of all; null:
+    unlimited"""
+    largest_norm: float | None = Field(default=10.0, ge=1)
+    """largest norm of an upload's other numbers (predictions, embeddings), as a multiple of the
+    round's median; null: unlimited"""
+    largest_weight: float | None = Field(default=100.0, ge=1)
+    """largest weight of a client, as a multiple of the round's median, with `weights: tokens`;
+    null: unlimited"""
+    optimiser: ServerOptimiserSpec | None = None
+    """optimiser with which the server steps towards a round's mean: a name, or a mapping; default:
+    the mean replaces the server's parameters"""

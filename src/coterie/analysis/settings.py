@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec
+from coterie.config.descriptions import descriptions
 from coterie.config.sections import MethodSpec, RunFile
 from coterie.errors import CoterieError
 from coterie.methods.registry import POOLED, available, method_from
@@ -45,21 +46,21 @@ def keys(
 
     defaults: what stands for the fields' own defaults, where it is part of a larger model.
     """
+    described = descriptions(model)
     for name, field in model.model_fields.items():
         inner, path = _inner(field.annotation), f"{prefix}{name}"
         if inner is None:
-            yield path, _default(field, name, defaults), _meaning(model, name, field)
+            yield path, _default(field, name, defaults), _meaning(described[name], field)
             continue
         given = field.default if defaults is None else getattr(defaults, name)
-        if text := _section(inner, field):
+        if text := _section(inner, field, described[name]):
             yield path, "", text
         entry = "[]" if get_origin(field.annotation) is tuple else ""
         yield from keys(inner, f"{path}{entry}.", given if isinstance(given, BaseModel) else None)
 
 
-def _section(inner: type[BaseModel], field: FieldInfo) -> str:
+def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
     """What a section is for, if it says so; every part of a method's settings does."""
-    text = field.description or ""
     if not issubclass(inner, Settings):
         return text.rstrip(".")
     documented = (inner.__doc__ or "").split("\n\n")[0].strip()
@@ -92,11 +93,9 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _meaning(model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    """A field's description, or that of the class whose field it replaces; then what it may be."""
-    ancestors = [k.model_fields for k in model.__mro__ if issubclass(k, BaseModel)]
-    described = (f[name].description for f in ancestors if name in f)
-    text = " ".join(next(filter(None, described), "").split()).rstrip(".")
+def _meaning(description: str, field: FieldInfo) -> str:
+    """Return a field's description, and then the values that it may have."""
+    text = description.rstrip(".")
     text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
     kinds = (field.annotation, *get_args(field.annotation))  # itself, or each of a union
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())

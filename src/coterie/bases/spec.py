@@ -6,7 +6,7 @@ Read without torch.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_serializer, model_validator
+from pydantic import BaseModel, model_serializer, model_validator
 
 Weights = Literal["fp32", "bf16", "int8", "nf4"]
 
@@ -14,18 +14,14 @@ Weights = Literal["fp32", "bf16", "int8", "nf4"]
 class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     """A base of a run file: a name alone, or a mapping of `name` and how it is to be loaded."""
 
-    name: str = Field(
-        description="base model: a built-in base, a local folder, or a name on the Hugging Face "
-        "hub; `base: NAME` is short for this key alone"
-    )
-    weights: Weights | None = Field(
-        default=None,
-        description="format of the base's weights in memory; int8 and nf4 are quantised; "
-        "default: as the checkpoint keeps them",
-    )
-    revision: str | None = Field(
-        default=None, description="branch, tag or commit of a base on the hub; default: its newest"
-    )
+    name: str
+    """base model: a built-in base, a local folder, or a name on the Hugging Face hub; `base: NAME`
+    is short for this key alone"""
+    weights: Weights | None = None
+    """format of the base's weights in memory; int8 and nf4 are quantised; default: as the
+    checkpoint keeps them"""
+    revision: str | None = None
+    """branch, tag or commit of a base on the hub; default: its newest"""
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-from coterie.cli.terminal import tell
+from coterie.cli.terminal import console, tell
 from coterie.errors import plural
 from coterie.messages import Json
 from coterie.messages.names import JUMPED, LOSS
@@ -55,7 +55,7 @@ class ConsoleWatch(LiveDisplay[Progress], Watch):
     A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console = console) -> None:
         live = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=8),

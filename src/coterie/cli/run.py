@@ -80,6 +80,7 @@ def run(
     docs/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
+    from coterie.cli.progress import ConsoleWatch
     from coterie.config.read import load_here
     from coterie.config.values import read_values
 
@@ -92,7 +93,7 @@ def run(
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
-                config, out=folder, force=force, watch=terminal.watch, engine=engine or "local"
+                config, out=folder, force=force, watch=ConsoleWatch, engine=engine or "local"
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -103,7 +104,7 @@ def run(
         check_run(resume)
         with terminal.stoppable(resume):
             finished = coterie.resume(
-                resume, watch=terminal.watch, engine=engine, from_round=from_round
+                resume, watch=ConsoleWatch, engine=engine, from_round=from_round
             )
     _show(finished, again)
 
@@ -133,6 +134,7 @@ def compare(
         coterie compare mine.yaml --tune training.learning_rate=1e-4,5e-4,2e-3
     """
     import coterie
+    from coterie.cli.progress import ConsoleWatch
     from coterie.config.read import load_here
     from coterie.config.tune import read_tune
     from coterie.config.values import read_values
@@ -150,7 +152,7 @@ def compare(
             tune=trials,
             against=against,
             out=folder,
-            watch=terminal.watch,
+            watch=ConsoleWatch,
             report=terminal.say,
         )
     terminal.console.print(*comparison.tables())

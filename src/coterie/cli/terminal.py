@@ -3,14 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-if TYPE_CHECKING:
-    from coterie.runs import Watch
 
 console = Console()
 errors = Console(stderr=True)
@@ -29,13 +26,6 @@ def complain(text: str) -> None:
 def tell(where: Console, *lines: str, end: str = "\n") -> None:
     """Print lines of plain text on a console."""
     where.print(*lines, sep="\n", end=end, highlight=False, markup=False, soft_wrap=True)
-
-
-def watch() -> "Watch":
-    """What shows a run's progress here."""
-    from coterie.cli.progress import ConsoleWatch
-
-    return ConsoleWatch(console)
 
 
 @contextmanager

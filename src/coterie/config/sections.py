@@ -61,34 +61,19 @@ class DeploymentSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    anyone: bool = Field(
-        default=False,
-        description="let any client with a key join, named or not (implied when `clients` is "
-        "empty)",
-    )
-    quorum: int | None = Field(
-        default=None,
-        ge=1,
-        description="clients needed to complete a round; default: all named clients",
-    )
-    deadline: float = Field(
-        default=3600,
-        gt=0,
-        description="time limit of a round in seconds; without its quorum, a round continues",
-    )
-    share_metrics: bool = Field(
-        default=False,
-        description="send clients' metrics (losses, scores, routing weights, times, ...) to the "
-        "server; otherwise they stay on the clients",
-    )
-    checkpoints: int = Field(
-        default=3,
-        ge=1,
-        description="checkpoints that the server keeps, to go back to with --from-round",
-    )
-    largest_message: int = Field(
-        default=256, ge=1, description="maximum message size in MiB; larger messages are rejected"
-    )
+    anyone: bool = False
+    """let any client with a key join, named or not (implied when `clients` is empty)"""
+    quorum: int | None = Field(default=None, ge=1)
+    """clients needed to complete a round; default: all named clients"""
+    deadline: float = Field(default=3600, gt=0)
+    """time limit of a round in seconds; without its quorum, a round continues"""
+    share_metrics: bool = False
+    """send clients' metrics (losses, scores, routing weights, times, ...) to the server; otherwise
+    they stay on the clients"""
+    checkpoints: int = Field(default=3, ge=1)
+    """checkpoints that the server keeps, to go back to with --from-round"""
+    largest_message: int = Field(default=256, ge=1)
+    """maximum message size in MiB; larger messages are rejected"""
 
 
 class ServerSpec(BaseModel):
@@ -96,16 +81,12 @@ class ServerSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base: BaseSpec | None = Field(
-        default=None,
-        description="base of the server's own model, which any `server` section creates, even "
-        "`{}`: a name, or a mapping as `base`; default: the run's base",
-    )
-    test: str | None = Field(
-        default=None,
-        description="file or folder to score the server's model on; default: the held-out "
-        "splits that divide.public sets aside (by even only)",
-    )
+    base: BaseSpec | None = None
+    """base of the server's own model, which any `server` section creates, even `{}`: a name, or a
+    mapping as `base`; default: the run's base"""
+    test: str | None = None
+    """file or folder to score the server's model on; default: the held-out splits that
+    divide.public sets aside (by even only)"""
 
 
 def _known(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -136,54 +117,36 @@ class Sections(BaseModel, Generic[M]):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(
-        default="run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="name of the run; default: the run file's name",
-    )
-    seed: int = Field(default=0, ge=0, description="seed of all random draws")
-    threads: int | None = Field(
-        default=None, ge=1, description="number of CPU threads; default: all"
-    )
-    device: Annotated[str | tuple[str, ...], AfterValidator(_is_a_device)] = Field(
-        default="auto",
-        description="where bases are computed: auto (a GPU if there is one, else the CPU), cpu, "
-        "cuda, cuda:N, mps, or a list of GPUs to spread layers over, such as [cuda:0, cuda:1]; "
-        "each client of a deployment decides for itself",
-    )
-    base: BaseSpec = Field(
-        default=BaseSpec(name="tiny-gpt2"),
-        description="base model, by its name or as a mapping of the keys below",
-    )
-    bases: dict[str, BaseSpec] = Field(
-        default={},
-        description="bases by client name, for clients whose base is not `base`: names, or "
-        "mappings as `base`",
-    )
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """name of the run; default: the run file's name"""
+    seed: int = Field(default=0, ge=0)
+    """seed of all random draws"""
+    threads: int | None = Field(default=None, ge=1)
+    """number of CPU threads; default: all"""
+    device: Annotated[str | tuple[str, ...], AfterValidator(_is_a_device)] = "auto"
+    """where bases are computed: auto (a GPU if there is one, else the CPU), cpu, cuda, cuda:N, mps,
+    or a list of GPUs to spread layers over, such as [cuda:0, cuda:1]; each client of a deployment
+    decides for itself"""
+    base: BaseSpec = BaseSpec(name="tiny-gpt2")
+    """base model, by its name or as a mapping of the keys below"""
+    bases: dict[str, BaseSpec] = {}
+    """bases by client name, for clients whose base is not `base`: names, or mappings as `base`"""
     server: ServerSpec | None = None
-    method: M = Field(
-        default=METHOD,
-        validate_default=True,
-        description="name of the method, or a mapping of `name` and its settings",
-    )
-    pooled: bool = Field(default=False, description="train one client on all clients' text")
-    baselines: Annotated[tuple[str, ...], AfterValidator(_known)] = Field(
-        default=(),
-        description="methods to run first, on the same data; the run's own method is skipped",
-    )
-    rounds: int = Field(default=20, ge=1, description="number of communication rounds")
-    data_root: Annotated[str, AfterValidator(_absolute)] = Field(
-        default="",
-        validate_default=True,
-        description="folder that relative paths start from; default: the run file's folder",
-    )
+    method: M = Field(default=METHOD, validate_default=True)
+    """name of the method, or a mapping of `name` and its settings"""
+    pooled: bool = False
+    """train one client on all clients' text"""
+    baselines: Annotated[tuple[str, ...], AfterValidator(_known)] = ()
+    """methods to run first, on the same data; the run's own method is skipped"""
+    rounds: int = Field(default=20, ge=1)
+    """number of communication rounds"""
+    data_root: Annotated[str, AfterValidator(_absolute)] = Field(default="", validate_default=True)
+    """folder that relative paths start from; default: the run file's folder"""
     data: DataSpec = DataSpec()
-    clients: tuple[ClientSpec, ...] = Field(
-        default=(), description="clients and their texts; give either `clients` or `divide`"
-    )
-    divide: DivideSpec | None = Field(
-        default=None, description="one data set to divide among clients, instead of `clients`"
-    )
+    clients: tuple[ClientSpec, ...] = ()
+    """clients and their texts; give either `clients` or `divide`"""
+    divide: DivideSpec | None = None
+    """one data set to divide among clients, instead of `clients`"""
     training: TrainingSpec = TrainingSpec()
     aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()

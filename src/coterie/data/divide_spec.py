@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coterie.data.spec import PIECE, Spec, optional
+from coterie.data.spec import PIECE, Spec
 from coterie.files import ClientName
 
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
@@ -27,78 +27,59 @@ USED_BY = {
 class SourceSpec(Spec):
     """A label's source in `divide.source`, where it is a subset of a hub data set."""
 
-    source: str = Field(description="file, folder, or hub name of a data set")
-    subset: str | None = optional("subset (configuration) of a hub data set")
+    source: str
+    """file, folder, or hub name of a data set"""
+    subset: str | None = None
+    """subset (configuration) of a hub data set"""
 
 
 class DivideSpec(Spec):
     """The run file's section `divide:`: one labelled data set, divided among clients."""
 
-    source: str | dict[Label, str | SourceSpec] = Field(
-        description="file, folder, or hub name of a data set; or a mapping of each label to "
-        "one, or to its `source` and `subset`"
-    )
-    subset: str | None = optional("subset (configuration) of a hub data set")
-    split: str = Field(default="train", description="split of a hub data set to divide")
-    validation: str | None = optional(
-        "the data set's own validation text, dealt to clients in the shares of their "
-        "training text: split of a hub data set, or file or folder; default: "
-        "data.fractions.validation of what is divided"
-    )
-    test: str | None = optional(
-        "the data set's own test text, likewise; default: data.fractions.test of what is divided"
-    )
-    where: str | None = optional(
-        "Jinja expression over a record's fields, such as `output | wordcount > 10`; "
-        "other records are left out",
-        min_length=1,
-    )
-    by: Literal["label", "dirichlet", "mixture", "mixtures", "even"] = Field(
-        description="one label per client; Dirichlet shares; mostly one label per client; "
-        "given mixtures; or equal random parts"
-    )
-    label: str = Field(
-        default="label", description="field that contains a record's label (not used by even)"
-    )
-    clients: int | None = optional("number of clients (dirichlet and even only)", ge=1)
-    parts: int | None = optional(
-        "equal parts that records are dealt in, of which each client and the public "
-        "set take one; default: as many as these take (even only)",
-        ge=1,
-    )
-    alpha: float | None = optional(
-        "Dirichlet concentration; larger values give more even shares (dirichlet only)",
-        gt=0,
-        allow_inf_nan=False,
-    )
-    balanced: bool = Field(
-        default=False,
-        description="give no further labels to clients that have their even share of the "
-        "records (dirichlet only)",
-    )
-    share: float | None = optional(
-        "share of a client's own label in its text (mixture only)", ge=0, le=1
-    )
-    mixtures: dict[ClientName, dict[Label, Share]] | None = optional(
-        "label shares of each client, in characters (with instructions: samples) (mixtures only)"
-    )
-    piece: int = Field(
-        default=PIECE,
-        ge=20,
-        description="minimum length, in characters, of the pieces that .txt files are cut "
-        "into; the maximum is twice that",
-    )
-    held_out: Literal["own", "uniform"] = Field(
-        default="own",
-        description="labels of validation and test: as in the client's training text, or all "
-        "labels equally (not with even)",
-    )
-    public: bool | Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=False,
-        description="the public set: with even, `true` sets aside one extra part, the size of a "
-        "client's; otherwise, a fraction of what clients could hold, in the mix of all their "
-        "labels",
-    )
+    source: str | dict[Label, str | SourceSpec]
+    """file, folder, or hub name of a data set; or a mapping of each label to one, or to its
+    `source` and `subset`"""
+    subset: str | None = None
+    """subset (configuration) of a hub data set"""
+    split: str = "train"
+    """split of a hub data set to divide"""
+    validation: str | None = None
+    """the data set's own validation text, dealt to clients in the shares of their training text:
+    split of a hub data set, or file or folder; default: data.fractions.validation of what is
+    divided"""
+    test: str | None = None
+    """the data set's own test text, likewise; default: data.fractions.test of what is divided"""
+    where: str | None = Field(default=None, min_length=1)
+    """Jinja expression over a record's fields, such as `output | wordcount > 10`; other records are
+    left out"""
+    by: Literal["label", "dirichlet", "mixture", "mixtures", "even"]
+    """one label per client; Dirichlet shares; mostly one label per client; given mixtures; or equal
+    random parts"""
+    label: str = "label"
+    """field that contains a record's label (not used by even)"""
+    clients: int | None = Field(default=None, ge=1)
+    """number of clients (dirichlet and even only)"""
+    parts: int | None = Field(default=None, ge=1)
+    """equal parts that records are dealt in, of which each client and the public set take one;
+    default: as many as these take (even only)"""
+    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Dirichlet concentration; larger values give more even shares (dirichlet only)"""
+    balanced: bool = False
+    """give no further labels to clients that have their even share of the records (dirichlet
+    only)"""
+    share: float | None = Field(default=None, ge=0, le=1)
+    """share of a client's own label in its text (mixture only)"""
+    mixtures: dict[ClientName, dict[Label, Share]] | None = None
+    """label shares of each client, in characters (with instructions: samples) (mixtures only)"""
+    piece: int = Field(default=PIECE, ge=20)
+    """minimum length, in characters, of the pieces that .txt files are cut into; the maximum is
+    twice that"""
+    held_out: Literal["own", "uniform"] = "own"
+    """labels of validation and test: as in the client's training text, or all labels equally (not
+    with even)"""
+    public: bool | Annotated[float, Field(gt=0, lt=1)] = False
+    """the public set: with even, `true` sets aside one extra part, the size of a client's;
+    otherwise, a fraction of what clients could hold, in the mix of all their labels"""
 
     @property
     def taken(self) -> int:

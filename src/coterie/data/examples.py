@@ -209,9 +209,9 @@ class Encoding:
     """How the items of a split become tokens.
 
     ends: the tokens before a text prompt and after its answer. window: samples of more than
-    window + 1 tokens do not fit. limit: so many samples, or tokens of a stream, are kept, from the
-    start. owner: begins an error, such as "Client anna: its train text". template: of
-    conversations.
+    window + 1 tokens do not fit. limit: at most so many samples, or tokens of a stream, are
+    kept, from the start. owner: begins an error, such as "Client anna: its train text".
+    template: of conversations.
     """
 
     encoder: Tokenizer

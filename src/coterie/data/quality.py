@@ -106,8 +106,10 @@ class Quality:
 def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many of the tokens that a run reads of a split are unknown ones."""
     unknown = tokenizer.unk_token_id
-    ends = (None, tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's is its end
-    return 0 if unknown in ends else int(read.ids.eq(unknown).sum())
+    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
+    if not isinstance(unknown, int) or unknown in ends:
+        return 0
+    return int(read.ids.eq(unknown).sum())
 
 
 def quality(
@@ -282,7 +284,7 @@ def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
     kept: list[Any] = []
     parts = [(number, part, _text(part) in again) for number, part in train]
     for (_, gone), run in groupby(parts, key=lambda part: (part[0], part[2])):
-        left = [part for _, part, _ in run]
+        left: list[Any] = [part for _, part, _ in run]
         if not gone:
             kept.append("".join(left) if isinstance(left[0], str) else left[0])
     removed = sum(gone and bool(_text(part)) for _, part, gone in parts)

@@ -22,41 +22,34 @@ class Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def optional(description: str, **limits: Any) -> Any:
-    """A key that may be left out, and is None then."""
-    return Field(default=None, description=description, **limits)
-
-
 class ClientLimits(Spec):
     """At most so much of a client's split is kept, from its start; without a limit, all.
 
     A limit counts tokens, or samples where the data are instructions or conversations.
     """
 
-    train: int | None = optional(
-        "maximum number of training tokens (with instructions: samples); default: all", ge=1
-    )
-    validation: int | None = optional(
-        "maximum number of validation tokens (or samples); default: all", ge=1
-    )
-    test: int | None = optional("maximum number of test tokens (or samples); default: all", ge=1)
+    train: int | None = Field(default=None, ge=1)
+    """maximum number of training tokens (with instructions: samples); default: all"""
+    validation: int | None = Field(default=None, ge=1)
+    """maximum number of validation tokens (or samples); default: all"""
+    test: int | None = Field(default=None, ge=1)
+    """maximum number of test tokens (or samples); default: all"""
 
 
 class Limits(ClientLimits):
     """The limits of all clients, and of the public set."""
 
-    public: int | None = optional(
-        "maximum number of tokens (or samples) of the public set; default: all", ge=1
-    )
+    public: int | None = Field(default=None, ge=1)
+    """maximum number of tokens (or samples) of the public set; default: all"""
 
 
 class Fractions(Spec):
     """The shares that are set aside, of a text's characters or of samples; the rest is to train."""
 
-    validation: float = Field(
-        default=0.1, gt=0, lt=1, description="fraction set aside for validation"
-    )
-    test: float = Field(default=0.1, gt=0, lt=1, description="fraction set aside for testing")
+    validation: float = Field(default=0.1, gt=0, lt=1)
+    """fraction set aside for validation"""
+    test: float = Field(default=0.1, gt=0, lt=1)
+    """fraction set aside for testing"""
 
     @model_validator(mode="after")
     def _leave_some_to_train(self) -> Self:
@@ -74,22 +67,15 @@ Choice = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 class InstructionSpec(Spec):
     """How records become prompts with answers: the run file's section `data.instructions:`."""
 
-    template: str = Field(
-        default="alpaca",
-        min_length=1,
-        description="prompt template: alpaca, snli or plain; chat, for the chat template; the path "
-        "of a .jinja file; or Jinja text over a record's fields, such as '{{ question }} Answer:'",
-    )
-    answer: str = Field(
-        default="output",
-        min_length=1,
-        description="field that contains the answer, or Jinja text that renders it",
-    )
-    choices: Annotated[list[Choice], Field(min_length=2)] | str | None = optional(
-        "answers to choose from, for accuracy: a list, a field that contains one, "
-        "or Jinja text that renders one per line; default: the distinct answers of "
-        "a source's records with the same `instruction`, if there are 2 to 20"
-    )
+    template: str = Field(default="alpaca", min_length=1)
+    """prompt template: alpaca, snli or plain; chat, for the chat template; the path of a .jinja
+    file; or Jinja text over a record's fields, such as '{{ question }} Answer:'"""
+    answer: str = Field(default="output", min_length=1)
+    """field that contains the answer, or Jinja text that renders it"""
+    choices: Annotated[list[Choice], Field(min_length=2)] | str | None = None
+    """answers to choose from, for accuracy: a list, a field that contains one, or Jinja text that
+    renders one per line; default: the distinct answers of a source's records with the same
+    `instruction`, if there are 2 to 20"""
 
     @field_validator("choices", mode="before")
     @classmethod
@@ -105,9 +91,8 @@ class InstructionSpec(Spec):
 class MessagesSpec(Spec):
     """How records become conversations: the run file's section `data.messages:`."""
 
-    field: str | None = optional(
-        "field that contains the list of turns; default: messages, else conversations", min_length=1
-    )
+    field: str | None = Field(default=None, min_length=1)
+    """field that contains the list of turns; default: messages, else conversations"""
 
 
 class PreferenceSpec(Spec):
@@ -116,66 +101,45 @@ class PreferenceSpec(Spec):
     Records have `prompt`, `chosen` and `rejected`, each a text or messages.
     """
 
-    template: Literal["plain", "chat"] = Field(
-        default="plain",
-        description="how a text prompt is read: as it is (plain), or as a user's turn through the "
-        "chat template (chat); messages always go through the chat template",
-    )
+    template: Literal["plain", "chat"] = "plain"
+    """how a text prompt is read: as it is (plain), or as a user's turn through the chat template
+    (chat); messages always go through the chat template"""
 
 
 class DataSpec(Spec):
     """The run file's section `data:`, alike for every client."""
 
-    window: int = Field(
-        default=128,
-        ge=1,
-        description="predicted tokens per training sample; with instructions, the maximum "
-        "length of a prompt with its answer; with messages, of a conversation or of a part of one",
-    )
-    text: str | list[Annotated[str, Field(min_length=1)]] = Field(
-        default="text",
-        min_length=1,
-        description="field or fields that contain a record's text, joined by newlines; unused "
-        "with instructions and messages",
-    )
-    instructions: InstructionSpec | None = optional(
-        "treat records as prompts with answers, and train on the answers only; default: plain text"
-    )
-    messages: MessagesSpec | None = optional(
-        "treat records as conversations, and train on what the assistant says in them; "
-        "true: with the defaults; default: plain text"
-    )
-    preferences: PreferenceSpec | None = optional(
-        "treat records as a prompt with a chosen and a rejected answer, and learn to "
-        "prefer the chosen ones (see training.dpo); true: with the defaults; default: no"
-    )
-    chat_template: str | None = optional(
-        "path of a chat template (Jinja), or its text, for all bases; default: each "
-        "base's own, else a plain one",
-        min_length=1,
-    )
-    fractions: Fractions = Field(
-        default=Fractions(),
-        description="fractions of text (or samples) set aside where no split is given",
-    )
-    limits: Limits = Field(
-        default=Limits(),
-        description="maximum size of each split in tokens (with instructions: samples)",
-    )
-    limits_of: dict[ClientName, ClientLimits] = Field(
-        default={}, description="limits by client name; a key not given there is as in limits"
-    )
-    deduplicate: bool = Field(
-        default=False,
-        description="leave out of a client's training text what is, exactly or nearly, in its "
-        "validation or test text",
-    )
-    special_tokens: Literal["keep", "refuse"] = Field(
-        default="keep",
-        description="whether control tokens in texts, such as the end-of-text token or a chat "
-        "template's markers, are trained as such (keep) or are an error (refuse)",
-    )
-    public: str | None = optional("file or folder of the public set, for methods that need one")
+    window: int = Field(default=128, ge=1)
+    """predicted tokens per training sample; with instructions, the maximum length of a prompt with
+    its answer; with messages, of a conversation or of a part of one"""
+    text: str | list[Annotated[str, Field(min_length=1)]] = Field(default="text", min_length=1)
+    """field or fields that contain a record's text, joined by newlines; unused with instructions
+    and messages"""
+    instructions: InstructionSpec | None = None
+    """treat records as prompts with answers, and train on the answers only; default: plain text"""
+    messages: MessagesSpec | None = None
+    """treat records as conversations, and train on what the assistant says in them; true: with the
+    defaults; default: plain text"""
+    preferences: PreferenceSpec | None = None
+    """treat records as a prompt with a chosen and a rejected answer, and learn to prefer the chosen
+    ones (see training.dpo); true: with the defaults; default: no"""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """path of a chat template (Jinja), or its text, for all bases; default: each base's own, else a
+    plain one"""
+    fractions: Fractions = Fractions()
+    """fractions of text (or samples) set aside where no split is given"""
+    limits: Limits = Limits()
+    """maximum size of each split in tokens (with instructions: samples)"""
+    limits_of: dict[ClientName, ClientLimits] = {}
+    """limits by client name; a key not given there is as in limits"""
+    deduplicate: bool = False
+    """leave out of a client's training text what is, exactly or nearly, in its validation or test
+    text"""
+    special_tokens: Literal["keep", "refuse"] = "keep"
+    """whether control tokens in texts, such as the end-of-text token or a chat template's markers,
+    are trained as such (keep) or are an error (refuse)"""
+    public: str | None = None
+    """file or folder of the public set, for methods that need one"""
 
     @property
     def fields(self) -> list[str]:
@@ -250,15 +214,16 @@ class DataSpec(Spec):
 class ClientSpec(Spec):
     """One entry of the run file's list `clients:`: a client's name and its own text files."""
 
-    name: ClientName = Field(
-        description="client name: letters (a to z, A to Z), digits, dots, dashes and underscores"
-    )
-    path: str | None = optional(
-        "file or folder of .txt, .jsonl or .parquet, split by data.fractions"
-    )
-    train: str | None = optional("file or folder to train on, instead of path")
-    validation: str | None = optional("file or folder for validation; default: a fraction of train")
-    test: str | None = optional("file or folder for testing; default: a fraction of train")
+    name: ClientName
+    """client name: letters (a to z, A to Z), digits, dots, dashes and underscores"""
+    path: str | None = None
+    """file or folder of .txt, .jsonl or .parquet, split by data.fractions"""
+    train: str | None = None
+    """file or folder to train on, instead of path"""
+    validation: str | None = None
+    """file or folder for validation; default: a fraction of train"""
+    test: str | None = None
+    """file or folder for testing; default: a fraction of train"""
 
     @model_validator(mode="after")
     def _path_or_splits(self) -> Self:

@@ -57,14 +57,16 @@ class PluginFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    file: str = Field(max_length=255, description="its name, without a path")
+    file: str = Field(max_length=255)
+    """its name, without a path"""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class _Header(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    run: str = Field(pattern=r"^[0-9a-f]{16}$", description="Coterie's own run id")
+    run: str = Field(pattern=r"^[0-9a-f]{16}$")
+    """Coterie's own run id"""
     client: str = Field(max_length=64)
     kind: Kind
     round: int = Field(ge=0, le=LAST_ROUND)

@@ -183,7 +183,7 @@ class ServerSide:
 class Method(BaseModel):
     """A way of learning together: hyper-parameters, what travels, and two makers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""

@@ -23,6 +23,7 @@ SETTING: Any = Field(
     description="average the products B A exactly, at more traffic (FedEx-LoRA); false: "
     "average A and B",
 )
+"""The setting `exact`. Presets add it, too, and have no class body to hold a docstring."""
 NEGLIGIBLE = 1e-7
 """Singular values of a residual, relative to the update, that float32 does not hold either."""
 

@@ -24,7 +24,6 @@ TEXT = (
 )
 """With what FedAMoLE's comparison (arXiv 2411.19128, appendix D.1) begins a prompt for answers that
 are written; its prompt is as long as the text."""
-TOKENS = "number of soft-prompt vectors before the text"
 
 
 class PromptClient(AdapterClient):
@@ -56,7 +55,8 @@ class FedPrompt(AdapterMethod):
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    virtual_tokens: int = Field(default=23, ge=1, description=TOKENS)
+    virtual_tokens: int = Field(default=23, ge=1)
+    """number of soft-prompt vectors before the text"""
     init_text: str | None = Field(default=TEXT, min_length=1)
     """text that initialises the prompt, repeated or cut to length; null: random vectors"""
 
@@ -83,7 +83,8 @@ class FedPTuning(AdapterMethod):
     shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    virtual_tokens: int = Field(default=20, ge=1, description=TOKENS)
+    virtual_tokens: int = Field(default=20, ge=1)
+    """number of soft-prompt vectors before the text"""
     encoder_hidden_size: int | None = Field(default=None, ge=1)
     """hidden size of the prompt encoder; null: the base's"""
 

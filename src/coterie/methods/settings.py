@@ -4,7 +4,7 @@ A part means the same in every method, so it can be carried from one to another 
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,15 +17,12 @@ PerClient = int | dict[ClientId, int]
 
 NOUNS = {"sets": "LoRA sets"}
 """What error messages call a number, where it is not the setting's name."""
-SETS: Any = Field(default=2, description="number of LoRA sets, whose outputs are averaged")
-GENERALISTS = "number of generalists (experts averaged over clients)"
-SPECIALISTS = "number of specialists (experts that stay on the client)"
 
 
 class Settings(BaseModel):
     """A part of a method's settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Mlp(Settings):
@@ -55,7 +52,8 @@ class SharedSets(Mlp):
 
     counted: ClassVar[tuple[str, str]] = ("sets", "")
 
-    sets: PerClient = SETS
+    sets: PerClient = 2
+    """number of LoRA sets, whose outputs are averaged"""
 
 
 class OwnSets(Mlp):
@@ -63,26 +61,31 @@ class OwnSets(Mlp):
 
     counted: ClassVar[tuple[str, str]] = ("", "sets")
 
-    sets: PerClient = SETS
+    sets: PerClient = 2
+    """number of LoRA sets, whose outputs are averaged"""
 
 
 class Generalists(Mlp):
     """Routed experts on every MLP, all averaged over clients."""
 
-    generalists: PerClient = Field(default=2, description=GENERALISTS)
+    generalists: PerClient = 2
+    """number of generalists (experts averaged over clients)"""
 
 
 class Specialists(Mlp):
     """Routed experts on every MLP, all personal."""
 
-    specialists: PerClient = Field(default=2, description=SPECIALISTS)
+    specialists: PerClient = 2
+    """number of specialists (experts that stay on the client)"""
 
 
 class Experts(Mlp):
     """Routed experts on every MLP, averaged (generalists) and personal (specialists)."""
 
-    generalists: PerClient = Field(default=1, description=GENERALISTS)
-    specialists: PerClient = Field(default=1, description=SPECIALISTS)
+    generalists: PerClient = 1
+    """number of generalists (experts averaged over clients)"""
+    specialists: PerClient = 1
+    """number of specialists (experts that stay on the client)"""
 
 
 class Attention(Settings):

@@ -12,13 +12,16 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Within the block, what loggers of these names get is appended to a file, and goes nowhere
-    else; a line each."""
+    """Append what loggers get to a file within the block, a line each.
+
+    It goes nowhere else, except to handlers that somebody has given to loggers of Coterie.
+    """
     handler = LogFile(path)
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
+        own = logger.handlers if logger.name.startswith("coterie") else []
+        logger.handlers, logger.propagate = [*own, handler], False
     try:
         yield
     finally:

@@ -53,9 +53,9 @@ def _read(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A part of a run file. The string below a key is its meaning in tables of keys."""
+    """A part of a run file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class DPOSpec(Section):
