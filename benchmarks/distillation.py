@@ -19,8 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast, prepare
-from coterie.data.batch import Batch
-from coterie.losses.tokens import soft_target_loss
+from coterie.losses.tokens import Batch, soft_target_loss
 from coterie.seeding import generator
 
 BATCH, TIME, TOP = 4, 512, 128

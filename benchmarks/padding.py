@@ -29,12 +29,11 @@ from coterie.bases import Base, load_base
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.bases.sites import chosen_linears, decoder_of
 from coterie.config.read import load_config
-from coterie.data.batch import Batch
-from coterie.data.examples import Examples
-from coterie.evaluation.answers import answer_losses, with_choices
+from coterie.data.examples import Examples, with_choices
+from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
 from coterie.federation.participants import participants_of
-from coterie.losses.tokens import PIECE_PRICE, language_model_loss
+from coterie.losses.tokens import PIECE_PRICE, Batch, language_model_loss
 from coterie.seeding import generator
 
 RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"

@@ -18,7 +18,7 @@ from coterie.analysis.experiments import MEAN
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Summary
 from coterie.errors import CoterieError
-from coterie.evaluation.metrics import METRICS, Metric
+from coterie.evaluation.metrics import Metric, metric_named
 from coterie.files import write_bytes, writing
 from coterie.report.plots import SPREAD, heat_map, line, over_rounds, scale, scale_of
 from coterie.report.style import LIGHT, Canvas, Picture, looks
@@ -68,7 +68,7 @@ Drawn = tuple[str, Callable[[Canvas], Figure]]
 
 
 def _metric(column: Summary) -> Metric:
-    return METRICS[column["metric"]]
+    return metric_named(column["metric"])
 
 
 def _of_rows(column: Summary) -> Frame:
@@ -76,7 +76,7 @@ def _of_rows(column: Summary) -> Frame:
     metric = _metric(column)
     found = {
         row["row"]: {
-            "mean": metric.shown(row[metric.key]) if row["seeds"] else None,
+            "mean": metric.shown(row[metric.name]) if row["seeds"] else None,
             "std": metric.shown(row["std"]) if row["seeds"] > 1 else None,
             "paper": row["paper"],
             "paper_std": row.get("paper_std"),

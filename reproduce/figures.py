@@ -1,7 +1,7 @@
 """Captions of the figures of a filled-in table; `reproduce.drawing` draws them."""
 
 from coterie.analysis.tables import Summary, listed
-from coterie.evaluation.metrics import METRICS
+from coterie.evaluation.metrics import metric_named
 from reproduce.table_file import slug
 
 HOLLOW = {
@@ -33,7 +33,7 @@ def figures(summary: Summary, name: str) -> dict[str, str]:
     if kind is None:
         return {}
     columns = [column["name"] for column in summary["columns"]]
-    labels = dict.fromkeys(METRICS[column["metric"]].label for column in summary["columns"])
+    labels = dict.fromkeys(metric_named(column["metric"]).label for column in summary["columns"])
     what = f"{kind.capitalize()} of mean {summary['split']} {listed(labels)}"
     if kind == "curves":
         return {

@@ -18,7 +18,8 @@ from coterie.analysis.comparison import (
 from coterie.analysis.frame import Frame, Result
 from coterie.analysis.significance import COMMONEST, has_floor
 from coterie.analysis.tables import Summary, Table, shown_of
-from coterie.evaluation.metrics import METRICS, PERPLEXITY, Metric
+from coterie.evaluation.metrics import Metric, metric_named
+from coterie.evaluation.perplexity import PERPLEXITY
 from reproduce.figures import compared as has_paper
 from reproduce.rounds import curves
 
@@ -95,7 +96,7 @@ class PaperTable:
         return {
             "name": column.name,
             "note": column.note,
-            "metric": metric.key,
+            "metric": metric.name,
             "correlation": correlation(rows, metric),
             "rows": rows,
         }
@@ -107,7 +108,7 @@ class PaperTable:
         for name, row in measured.items():
             if all("rounds" in result for result in comparison.results.get(name, [{}])):
                 row["rounds"] = curves(comparison.results[name], metric)
-        ours = {name: measured[name][metric.key] for name in comparison.results}
+        ours = {name: measured[name][metric.name] for name in comparison.results}
         found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
         both = found.dropna() if found["paper"].notna().any() else found
         order = both.map(metric.order).round(ALIKE)
@@ -136,7 +137,7 @@ def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float |
     None where it says nothing (fewer than three such rows) or is not defined (all alike on one
     side).
     """
-    found: Frame = pd.DataFrame(rows, columns=[metric.key, "paper"], dtype=float).dropna()
+    found: Frame = pd.DataFrame(rows, columns=[metric.name, "paper"], dtype=float).dropna()
     if len(found) < 3:
         return None
     agreement = float(found.round(ALIKE).corr(method="spearman").iloc[0, 1])
@@ -158,7 +159,7 @@ def _scored(column: Summary) -> list[Summary]:
 
 
 def _of_column(summary: Summary, column: Summary) -> list[Table]:
-    metric, name = METRICS[column["metric"]], column["name"]
+    metric, name = metric_named(column["metric"]), column["name"]
     rows = {
         row["row"]: {**row, "method": row["row"], "rank": row["rank_of_all"]}
         for row in _scored(column)
@@ -176,7 +177,7 @@ def _layout(summary: Summary) -> Table:
     lines = [[row["row"]] for row in columns[0]["rows"]]
     last, heads = ["Spearman"], ["method"]
     for column in columns:
-        metric, agreement = METRICS[column["metric"]], column["correlation"]
+        metric, agreement = metric_named(column["metric"]), column["correlation"]
         heads += [column["name"], "rank", *(["paper", "rank"] if compared else [])]
         for row, line in zip(column["rows"], lines, strict=True):
             line += _cells(row, metric, compared)
@@ -203,7 +204,7 @@ def _note(summary: Summary, compared: bool) -> str:
     spread = " (standard deviation)" if max(counts, default=0) > 1 else ""
     many = "" if counts == [1] else "s"
     run = [column for column in columns if any(row["seeds"] for row in column["rows"])] or columns
-    split, metrics = summary["split"], {c["name"]: METRICS[c["metric"]] for c in run}
+    split, metrics = summary["split"], {c["name"]: metric_named(c["metric"]) for c in run}
     if len(one := set(metrics.values())) == 1:
         (metric,) = one
         what = f"Mean {split} {metric.label} over clients{spread}"

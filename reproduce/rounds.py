@@ -32,7 +32,7 @@ def curves(results: Sequence[Result], metric: Metric) -> dict[str, Any]:
     MEAN and for each client, rounded as tables print them; None where a client has no score.
     """
     found = [
-        (run, round, client, score[metric.key])
+        (run, round, client, score[metric.name])
         for run, result in enumerate(results)
         for client, rounds in result["rounds"].items()
         for round, score in rounds.items()

@@ -16,11 +16,11 @@ from coterie.config.errors import validated
 from coterie.config.tune import check_trials
 from coterie.config.values import apply_setting, located, place_data, read_mapping
 from coterie.errors import CoterieError
+from coterie.evaluation.metrics import METRICS
 from coterie.files import path_part
 
 MEASURED = ("jaccard", "messages", "tokens")
 """What a table may show that is measured on the data, without runs or scores."""
-Shows = Literal["perplexity", "accuracy", "exact_match", "rouge_l", "jaccard", "messages", "tokens"]
 
 
 class _Spec(BaseModel):
@@ -89,8 +89,9 @@ class TableSpec(_Spec):
     """title of the table"""
     paper: str = ""
     """the paper's setting, such as base and data"""
-    shows: Shows | None = None
-    """metric; default: each column's evaluation.metric, or the one that fits its data"""
+    shows: str | None = None
+    """metric, or jaccard, messages or tokens, which are measured on the data; default: each
+    column's evaluation.metric, or the one that fits its data"""
     seeds: int = Field(default=1, ge=1)
     """runs per cell"""
     tune: dict[str, list[Any]] = {}
@@ -116,6 +117,8 @@ class TableSpec(_Spec):
     def _fits_together(self) -> Self:
         if not self.rows and self.shows not in ("jaccard", "tokens"):
             raise ValueError(f"a table of {self.shows or 'scores'} needs `rows`")
+        if self.shows is not None and self.shows not in MEASURED:
+            METRICS.check(self.shows)
         if self.figure is not None and self.shows in MEASURED:
             raise ValueError(f"a table of {self.shows} has no `figure`")
         for what, names in (

@@ -16,6 +16,7 @@ from coterie.analysis.tables import Summary
 from coterie.config.run import RunConfig, parse
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.evaluation.metrics import metric_named
 from coterie.files import write_json, write_text
 from coterie.runs import Watch
 from reproduce.messages import traffic
@@ -70,7 +71,8 @@ def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
             cells[row] = parse(run)
     with told_where(where):
         common = parse(runs.run)
-    if spec.shows in ("exact_match", "rouge_l") and common.evaluation.generate is None:
+    shown = None if spec.shows in (None, *MEASURED) else metric_named(spec.shows)
+    if shown and shown.needs == "answers" and common.evaluation.generate is None:
         raise CoterieError(
             f"In {where}: {spec.shows} scores generated answers; set evaluation.generate to "
             "their maximum number of tokens."

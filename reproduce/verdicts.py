@@ -144,7 +144,7 @@ def tried(
 
     low: rows at the floor, of which no verdict is given.
     """
-    figures = {row: mean_score(rows[row], metric.key) for row in test.rows}
+    figures = {row: mean_score(rows[row], metric.name) for row in test.rows}
     by_worth = lambda row: metric.order(figures[row])  # noqa: E731
     others = test.than or test.of
     if test.than_worse_of:

@@ -5,8 +5,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from coterie.data.spec import DataSpec
+from coterie.data.split import Split
 from coterie.data.texts import whole_text
-from coterie.data.tokens import Split, encoded
+from coterie.data.tokens import encoded
 
 
 def public_text(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split:

@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 import coterie
+from coterie.config.plugins import load_plugin
+from coterie.evaluation.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,6 +39,17 @@ def test_the_example_of_rounds_by_hand_runs(config) -> None:
     exec(code.replace('"anna"', '"poet"'), found)
     assert found["run"].server.exchange == 2
     assert "poet" in found["uploads"]
+
+
+def test_the_page_on_metrics_shows_the_example_and_runs(monkeypatch, capsys) -> None:
+    page = (ROOT / "docs" / "develop-metrics-and-data.md").read_text(encoding="utf-8")
+    example, use = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    file = ROOT / "examples" / "distinct2.py"
+    assert example == file.read_text(encoding="utf-8")
+    monkeypatch.setattr(METRICS, "registered", {})
+    load_plugin(file)
+    exec(use, {})
+    assert f"# {capsys.readouterr().out}" == use.splitlines(keepends=True)[-1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

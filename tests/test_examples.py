@@ -11,10 +11,9 @@ import coterie
 from coterie import CoterieError
 from coterie.adapters import of_roles
 from coterie.config.plugins import load_plugin
-from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
-from coterie.losses.tokens import language_model_loss
+from coterie.losses.tokens import Batch, language_model_loss
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing import MethodContract

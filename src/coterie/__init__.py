@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from coterie.aggregation.transform import Reduction, Transform
     from coterie.api import Run, compare, load, resume, run, tokenizer
-    from coterie.config.plugins import load_plugin
+    from coterie.config.plugins import load_plugin, register
     from coterie.config.read import load_config
     from coterie.config.run import RunConfig
     from coterie.errors import CoterieError
+    from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
-    from coterie.methods.registry import register
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
@@ -28,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __all__ = [
     "CoterieError",
     "Method",
+    "Metric",
     "Reduction",
     "Run",
     "RunConfig",
@@ -45,12 +46,13 @@ __all__ = [
 _HOMES = {
     "CoterieError": "errors",
     "Method": "methods.contract",
+    "Metric": "evaluation.metrics",
     "Reduction": "aggregation.transform",
     "RunConfig": "config.run",
     "Transform": "aggregation.transform",
     "load_config": "config.read",
     "load_plugin": "config.plugins",
-    "register": "methods.registry",
+    "register": "config.plugins",
 }
 
 

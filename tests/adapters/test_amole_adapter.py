@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, detach, of_roles
 from coterie.adapters.layout import Layout, Role
-from coterie.adapters.padding import real_tokens
+from coterie.bases.padding import real_tokens
 from coterie.bases.sites import chosen_linears
 from coterie.errors import CoterieError
 

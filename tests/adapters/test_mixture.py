@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters import Adapter, Layout, Mixture, Role, first_experts, of_roles
-from coterie.adapters.padding import real_tokens
+from coterie.bases.padding import real_tokens
 from coterie.errors import CoterieError
 
 LAYOUTS = {

@@ -18,7 +18,7 @@ from coterie.bases import context_token, load_tokenizer
 from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import bare_encoder
 from coterie.messages import MessageError
 from coterie.methods.fedmkt.method import KNOWLEDGE
 

@@ -8,7 +8,7 @@ import pytest
 from coterie import CoterieError
 from coterie.analysis import Comparison
 from coterie.analysis.experiments import MEAN, experiments
-from coterie.evaluation.metrics import PERPLEXITY
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.report.page import _about
 
 LOCAL = {"name": "local", "mlp": {"rank": 8}}

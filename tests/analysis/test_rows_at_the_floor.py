@@ -6,7 +6,8 @@ import pytest
 
 from coterie.analysis import Comparison, run_table
 from coterie.analysis.significance import COMMONEST, at_floor
-from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.perplexity import PERPLEXITY
 
 
 def run(right: list[float], **more: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def test_a_comparison_has_a_row_for_it_that_is_not_ranked() -> None:
 def test_perplexity_has_no_floor() -> None:
     floor = run([1.0])
     del floor["trained"]["ada"]["perplexity"]
-    comparison = Comparison("c", ROWS, asked=PERPLEXITY.key, floor=[floor])
+    comparison = Comparison("c", ROWS, asked=PERPLEXITY.name, floor=[floor])
     assert [row["method"] for row in comparison.summary()] == list(ROWS)
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from coterie.analysis import significance
 from coterie.analysis.significance import DRAWS, Difference, Unpaired, differences
-from coterie.evaluation.metrics import ACCURACY, PERPLEXITY, Metric
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.metrics import Metric
+from coterie.evaluation.perplexity import PERPLEXITY
 
 
 def perplexity(items: dict[str, Any]) -> float:

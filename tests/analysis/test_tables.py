@@ -31,6 +31,7 @@ def test_a_runs_table_has_a_row_per_client_and_the_means() -> None:
         ["a", "10.00 / 1.000", "30.00 / 3.000"],
         ["b", "20.00 / 2.000", "50.00 / 5.000"],
         ["mean", "15.00 / 1.500", "40.00 / 4.000"],
+        ["worst client", "20.00 / 2.000 (b)", "50.00 / 5.000 (b)"],
     ]
 
 
@@ -53,7 +54,7 @@ def test_tables_say_which_rounds_models_are_kept() -> None:
         ["a", "1.00 / 0.100", "10.00 / 1.000 (0)", "30.00 / 3.000 (3)"],
         ["b", "1.00 / 0.100", "20.00 / 2.000 (12)", "50.00 / 5.000 (3)"],
     ]
-    assert "In brackets: the round" in table.note
+    assert "In brackets after a client's score: the round" in table.note
     found = {"base": [result(a=1, b=1)] * 2, "local": [best, best | {"kept": {"a": 4, "b": 13}}]}
     rows = Comparison("x", found).summary()
     assert [row["kept"] for row in rows] == [{}, {"a": [0, 4], "b": [12, 13]}]
@@ -80,6 +81,7 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
         ["a", "50.00", "25.00"],
         ["b", "100.00", "83.06"],
         ["mean", "75.00", "54.03"],
+        ["worst client", "50.00 (a)", "25.00 (a)"],
         ["std over clients", "35.36", "41.05"],  # of 50 and 100: 25 times the square root of 2
     ]
     assert table.note == "Higher is better."
@@ -97,12 +99,21 @@ def test_a_comparison_of_answers_ranks_the_most_first() -> None:
     comparison = Comparison("x", found)
     assert [row["rank"] for row in comparison.summary()] == [2, 1]
     table = comparison.table()
-    assert table.columns == ["method", "a", "b", "mean (std)", "over clients", "rank"]
+    assert table.columns == [
+        "method",
+        "a",
+        "b",
+        "mean (std)",
+        "worst client",
+        "over clients",
+        "rank",
+    ]
     assert table.rows[0] == [
         "local",
         "60.00 (14.14)",
         "70.00 (28.28)",
         "65.00 (21.21)",
+        "60.00 (a)",
         "± 7.07",
         "2",
     ]
@@ -121,6 +132,7 @@ def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
     table = run_table(results)
     assert table.rows[2:] == [
         ["mean", "15.00 / 1.500", "12.00 / 1.200"],
+        ["worst client", "20.00 / 2.000 (b)", "16.00 / 1.600 (b)"],
         ["server", "", "2.00 / 0.200"],
     ]
     assert table.note == "Lower is better. The mean excludes the server."
@@ -147,14 +159,16 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
     assert fedmkt["clients_std"] == {"a": pytest.approx(math.sqrt(2)), "b": 0}
     assert fedmkt["perplexity"] == 12.5  # the mean over clients alone
     table = Comparison("x", found).table()
-    assert table.columns == ["method", "a", "b", "mean (std)", "bits/byte", "rank", "server"]
+    heads = ["mean (std)", "worst client", "bits/byte", "rank", "server"]
+    assert table.columns == ["method", "a", "b", *heads]
+    own = ["12.00 (2.83)", "20.00 (0.00)"], ["9.00 (1.41)", "16.00 (0.00)"]
     assert table.rows == [
-        ["local", "12.00 (2.83)", "20.00 (0.00)", "16.00 (1.41)", "1.600", "2", ""],
-        ["fedmkt", "9.00 (1.41)", "16.00 (0.00)", "12.50 (0.71)", "1.250", "1", "3.50 (2.12)"],
+        ["local", *own[0], "16.00 (1.41)", "20.00 (b)", "1.600", "2", ""],
+        ["fedmkt", *own[1], "12.50 (0.71)", "16.00 (b)", "1.250", "1", "3.50 (2.12)"],
     ]
     assert "Lower is better. Mean and rank exclude the server." in table.note
     once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
-    assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "1.200", "1", "2.00"]
+    assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "16.00 (b)", "1.200", "1", "2.00"]
     alone = Comparison("x", {"local": found["local"]}).table()
     assert alone.columns[-1] == "rank"
     assert alone.rows[0][1] == "12.00 (2.83)"

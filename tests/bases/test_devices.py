@@ -13,9 +13,8 @@ from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
 from coterie.config.run import parse
-from coterie.data.batch import Batch
 from coterie.inference.finished import recorded
-from coterie.losses.tokens import language_model_loss, logits_in_pieces, token_losses
+from coterie.losses.tokens import Batch, language_model_loss, logits_in_pieces, token_losses
 from coterie.runs import RunFolder
 
 CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}

@@ -15,16 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from coterie.bases import context_token
 from coterie.data.chat import OURS, ChatTemplate
-from coterie.data.examples import Encoding
+from coterie.data.examples import Encoding, with_choices
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
 from coterie.data.kinds.preferences import pairs
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 from coterie.evaluation import generation
-from coterie.evaluation.answers import with_choices
 
 WIDE = 10**6
 ROUNDS = [

@@ -17,8 +17,7 @@ from coterie.data.chat import OURS, ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.items import Conversation
 from coterie.data.kinds.conversations import chats
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 
 PUBLISHED = ("mistral", "llama3", "qwen3", "llama_2_chat", "gptoss")

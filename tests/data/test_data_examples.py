@@ -8,8 +8,7 @@ from coterie.bases import load_tokenizer
 from coterie.data.examples import Encoding
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import PartEncoder, bare_encoder
 
 SPACE = "\u2581"
 PREFIXED = {

@@ -12,10 +12,11 @@ from coterie.data.examples import Encoding, joined
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, Reference, pairs, preferences
+from coterie.data.kinds.preferences import Pairs, pairs, preferences
+from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec, PreferenceSpec
-from coterie.data.tokens import bare_encoder
 from coterie.errors import CoterieError
+from coterie.losses.preferences import Reference
 
 TOKENIZER = load_tokenizer("tiny-gpt2")
 ENCODER, END = bare_encoder(TOKENIZER)

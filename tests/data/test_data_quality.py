@@ -16,7 +16,6 @@ from coterie.data.quality import (
     find_copies,
     quality,
     sentences,
-    texts_read,
     without_held_out,
 )
 from coterie.data.spec import PIECE, DataSpec, InstructionSpec
@@ -91,11 +90,11 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     data = DataSpec.model_validate({"window": 16, "limits": {"train": 3000}})
     own = Texts([book, "never read"], [book[:5000]], ["   ", book[20_000:25_000]])
     tokens = tokenise(own, tokenizer, data, "ann")
-    read = [str(piece) for piece in texts_read(own.train, tokens.train)]
+    read = [str(piece) for piece in tokens.train.compared(own.train)]
     kept = tokenizer.decode(tokens.train.ids.tolist())
     assert kept.startswith("".join(read))
     assert 0 <= len(kept) - len("".join(read)) < 2 * PIECE
-    assert "".join(map(str, texts_read(own.test, tokens.test))) == book[20_000:25_000]
+    assert "".join(map(str, tokens.test.compared(own.test))) == book[20_000:25_000]
 
     found = found_in(own, tokens, 10**6, empty=2)
     train, validation, test = found.splits
@@ -113,7 +112,7 @@ def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
     twice = Instruction("Is it?", "yes")
     own = Texts([twice, Instruction("word " * 100, "no"), twice], [twice], [twice])
     tokens = tokenise(own, tokenizer, DataSpec(window=20, instructions=InstructionSpec()), "ann")
-    assert texts_read(own.train, tokens.train) == (twice, twice)
+    assert tokens.train.compared(own.train) == (twice, twice)
     train, validation, _ = found_in(own, tokens, 99).splits
     assert (train.short, train.exact["repeats"], validation.exact["in_training"]) == (2, 1, 1)
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data.batch import Batch
-from coterie.data.kinds.text import Tokens
-from coterie.data.windows import evaluation_windows, even_windows, sample_batch
+from coterie.data.kinds.text import Tokens, evaluation_windows, even_windows
+from coterie.data.windows import sample_batch
+from coterie.losses.tokens import Batch
 from coterie.seeding import generator
 
 CONTEXT = 99_999

@@ -16,7 +16,7 @@ def test_a_client_with_too_little_memory_says_what_helps(config, tmp_path, monke
     run = config()
     loop = Loop(workers(run, tmp_path), {5: stop})
     loop.workers["poet"].seen = lambda *what: said.append(what)
-    monkeypatch.setattr("coterie.losses.preferences.language_model_loss", full)
+    monkeypatch.setattr("coterie.losses.tokens.language_model_loss", full)
     with pytest.raises(KeyboardInterrupt):
         server(run, tmp_path / "server", loop).rounds()
     help = "training.micro_batch: 1 or training.checkpointing: true"

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
-from coterie.data.tokens import Split
+from coterie.data.split import Split
 from coterie.runs import RunFolder
 
 HIGH = {

@@ -13,8 +13,9 @@ import coterie
 from coterie.bases import BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
+from coterie.data.split import Split
 from coterie.data.texts import client_texts, whole_text
-from coterie.data.tokens import Split, encoded, tokenise
+from coterie.data.tokens import encoded, tokenise
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError

@@ -231,7 +231,10 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
         ({"training": {"dpo": {"label_smoothing": 0.5}}}, "less than 0.5"),
         ({"server": {}}, "remove a server"),
         ({"evaluation": {"generate": 5}}, "needs answers"),
-        ({"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}}, "of preferences"),
+        (
+            {"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}},
+            "needs pairs",
+        ),
         ({"data": {"window": 48, "preferences": {"template": "x"}}}, "plain"),
     ],
 )

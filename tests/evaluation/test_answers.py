@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,12 +15,14 @@ from torch.nn import functional as F
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
-from coterie.data.examples import Encoding, Examples
+from coterie.data.examples import Encoding, Examples, with_choices
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
+from coterie.data.measured import Choices, Measured
 from coterie.errors import CoterieError
-from coterie.evaluation.answers import exact, rouge_l, with_choices, won
+from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.evaluate import evaluate
+from coterie.evaluation.metrics import metric_named
 
 ANIMALS = ("cat", "a very old elephant", "dog", "a")
 ITEMS = [
@@ -134,7 +137,10 @@ def test_a_tie_counts_as_a_draw_among_the_likeliest(bases, losses, right) -> Non
     items = [Instruction("Wet?", "yes", choices), Instruction("Free?", "anything")]
     rows, owners = with_choices(base, encoded(base, items), 40)
     means = torch.tensor([losses[0], 1.0, *losses[1:]], dtype=torch.float64)
-    assert won(means * rows.lengths, rows, owners) == [pytest.approx(right), None]
+    nats, owners = means * rows.lengths, torch.tensor([0, 1, *owners])
+    choices = Choices(nats, rows.lengths, owners, [True, False])
+    measured = Measured(nats[:2], rows.lengths[:2], choices=choices)
+    assert ACCURACY.score(measured) == [pytest.approx(right), None]
 
 
 def test_a_choice_that_is_too_long_is_scored_on_what_fits(bases) -> None:
@@ -172,6 +178,12 @@ def test_what_is_written_is_compared(bases, batch) -> None:
     assert told["rouge_l"] == pytest.approx(sum(map(f1, answers, texts)) / len(ITEMS))
 
 
+def scored(name: str, answers: Sequence[str], texts: Sequence[str]) -> Sequence[float | None]:
+    """What a metric of generated answers gives each."""
+    none = torch.zeros(len(texts))
+    return metric_named(name).score(Measured(none, none, answers, texts))
+
+
 def f1(answer: str, text: str) -> float:
     """Rouge-L of texts in plain letters, by the recursive definition."""
     a, b = answer.lower().split(), text.lower().split()
@@ -205,7 +217,7 @@ def test_answers_of_one_token_are_finite_in_bf16(bases) -> None:
     ],
 )
 def test_rouge_l_by_hand(answer, text, score) -> None:
-    assert rouge_l([answer, answer], [text, answer]) == pytest.approx([score, 1])
+    assert scored("rouge_l", [answer, answer], [text, answer]) == pytest.approx([score, 1])
 
 
 EXACT = [
@@ -228,7 +240,7 @@ EXACT = [
 
 @pytest.mark.parametrize("text", EXACT)
 def test_an_answer_given_exactly_scores_one_in_any_script(text) -> None:
-    assert rouge_l([text, text], [f" {text}\n", "another answer"]) == [1, 0]
+    assert scored("rouge_l", [text, text], [f" {text}\n", "another answer"]) == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +263,7 @@ def test_an_answer_given_exactly_scores_one_in_any_script(text) -> None:
     ],
 )
 def test_words_of_other_scripts_are_compared_whole(answer, text, score) -> None:
-    assert rouge_l([answer], [text]) == pytest.approx([score])
+    assert scored("rouge_l", [answer], [text]) == pytest.approx([score])
 
 
 def test_english_scores_are_those_of_the_reference() -> None:
@@ -261,19 +273,24 @@ def test_english_scores_are_those_of_the_reference() -> None:
     texts += ["Coke™ (20°C) …", "Coke, 20 C"]
     reference = RougeScorer(["rougeL"], use_stemmer=False)
     wanted = [reference.score(*pair)["rougeL"].fmeasure for pair in pairwise(texts)]
-    assert rouge_l(texts[:-1], texts[1:]) == wanted
+    assert scored("rouge_l", texts[:-1], texts[1:]) == wanted
 
 
 def test_an_accent_may_be_composed_or_not() -> None:
-    assert exact(["café", "café"], ["cafe\u0301", "cafe"]) == [1, 0]
+    assert scored("exact_match", ["café", "café"], ["cafe\u0301", "cafe"]) == [1, 0]
 
 
 def test_spaces_around_a_written_answer_do_not_count() -> None:
-    assert exact(["yes", "no", "no", "a b"], [" yes\n", "no.", "No", "a b"]) == [1, 0, 0, 1]
+    assert scored("exact_match", ["yes", "no", "no", "a b"], [" yes\n", "no.", "No", "a b"]) == [
+        1,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_without_the_library_it_is_said_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(CoterieError, match="pip install rouge-score"):
-        rouge_l(["yes"], ["yes"])
+        scored("rouge_l", ["yes"], ["yes"])

@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from coterie.data.examples import Examples
 from coterie.data.items import Instruction
 from coterie.evaluation.commonest import commonest
 
 
-def samples(*items: tuple[str, tuple[str, ...]]) -> Examples:
-    none = torch.zeros(0, dtype=torch.int64)
-    texts = tuple(Instruction("?", answer, choices) for answer, choices in items)
-    return Examples(none, none.bool(), none, none, none, texts)
+def samples(*items: tuple[str, tuple[str, ...]]) -> list[Instruction]:
+    return [Instruction("?", answer, choices) for answer, choices in items]
 
 
 YES_NO = ("yes", "no")

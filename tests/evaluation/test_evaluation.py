@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from coterie.bases import Base, load_base
-from coterie.data.batch import Batch
 from coterie.data.kinds.text import Tokens
 from coterie.evaluation.evaluate import evaluate, mean_loss, top_logits
+from coterie.losses.tokens import Batch
 from coterie.testing.small import TOKENS
 
 

@@ -16,7 +16,7 @@ from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Conversation, Instruction, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import bare_encoder
 from coterie.evaluation.generation import context_length, continuations, ends_of, generate_answers
 from coterie.testing.small import TOKENS
 

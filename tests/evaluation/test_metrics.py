@@ -3,7 +3,9 @@
 import pytest
 
 from coterie.engines.rounds import note as progress_note
-from coterie.evaluation.metrics import ACCURACY, METRICS, PERPLEXITY, ROUGE_L, metric_of
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.metrics import metric_named, metric_of
+from coterie.evaluation.perplexity import PERPLEXITY
 
 TEXT = {"perplexity": 12.3456, "bits_per_byte": 1.0}
 CHOSEN = TEXT | {"samples": 3, "accuracy": 0.83064}
@@ -26,13 +28,13 @@ WRITTEN = TEXT | {"samples": 3, "exact_match": 0.5, "rouge_l": 0.25}
     ],
 )
 def test_what_suits_every_score_is_shown(scores, asked, key) -> None:
-    assert metric_of(scores, asked) is METRICS[key]
+    assert metric_of(scores, asked) is metric_named(key)
 
 
 def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
     assert PERPLEXITY.cell(12.3456) == "12.35"
     assert ACCURACY.cell(0.83064) == "83.06"
-    assert (PERPLEXITY.label, ROUGE_L.label) == ("perplexity", "ROUGE-L (%)")
+    assert (PERPLEXITY.label, metric_named("rouge_l").label) == ("perplexity", "ROUGE-L (%)")
     assert sorted([0.2, 0.9, 0.5], key=ACCURACY.order) == [0.9, 0.5, 0.2]
     assert sorted([2, 9, 5], key=PERPLEXITY.order) == [2, 5, 9]
     assert (PERPLEXITY.better, ACCURACY.better) == ("Lower is better.", "Higher is better.")

@@ -9,11 +9,10 @@ import torch
 
 import coterie
 from coterie.config.run import parse
+from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session
-from coterie.evaluation import evaluate as evaluation
-from coterie.evaluation.answers import WORST
 from coterie.evaluation.evaluate import evaluate
-from coterie.evaluation.metrics import PERPLEXITY
+from coterie.evaluation.perplexity import PERPLEXITY, WORST
 from coterie.losses import tokens as loss
 from coterie.messages import Json
 from coterie.methods.adapter import AdapterClient
@@ -68,16 +67,16 @@ def test_a_run_whose_models_score_nothing_comes_to_a_result(
     value, config, tmp_path, monkeypatch
 ) -> None:
     """Its training is sound, so its uploads count, in one process and in a deployment."""
-    original, scoring = evaluation._text, []
+    original, scoring = Tokens.measured, []
 
-    def text(*args: Any) -> evaluation.Score:
+    def text(*args: Any) -> Any:
         scoring.append(1)
         try:
             return original(*args)
         finally:
             scoring.pop()
 
-    monkeypatch.setattr(evaluation, "_text", text)
+    monkeypatch.setattr(Tokens, "measured", text)
     breaking(monkeypatch, value, lambda: bool(scoring))
     deployment = {"quorum": 3, "deadline": 60, "share_metrics": True}
     run = config(method="fedavg", rounds=2, deployment=deployment)

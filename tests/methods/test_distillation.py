@@ -17,7 +17,8 @@ from coterie.bases import Base, load_base
 from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
-from coterie.data.tokens import ClientData, bare_encoder
+from coterie.data.parts import bare_encoder
+from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss, soft_target_loss
 from coterie.methods.contract import ClientContext

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from coterie.aggregation.assignment import assign_all
 from coterie.config.run import parse
-from coterie.data.batch import Batch
 from coterie.engines.local import LocalRun
 from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
+from coterie.losses.tokens import Batch
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import RunFacts
 from coterie.methods.fedamole.client import FedAMoLEClient

@@ -8,12 +8,11 @@ import torch
 
 import coterie
 from coterie.config.run import parse
-from coterie.data.batch import Batch
 from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import top_logits
-from coterie.losses.tokens import language_model_loss
+from coterie.losses.tokens import Batch, language_model_loss
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing.rounds import down, joined, one_round, take

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 from coterie.adapters import of_roles
 from coterie.bases import load_base, load_skeleton
 from coterie.bases.precision import autocast
-from coterie.data.batch import Batch
 from coterie.errors import CoterieError
-from coterie.losses.tokens import language_model_loss, token_losses
+from coterie.losses.tokens import Batch, language_model_loss, token_losses
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ServerContext
 from coterie.methods.prompts import FedPrompt, FedPTuning

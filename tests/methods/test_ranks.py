@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import coterie
 from coterie.adapters import of_roles, pairs_of
+from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
 from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
@@ -42,7 +43,7 @@ def start(config: Callable[..., coterie.RunConfig]) -> Callable[..., LocalRun]:
         clients = [
             replace(p, data=replace(p.data, train=replace(train, ids=train.ids[: TOKENS[p.name]])))
             for p in Session(run).participants(run)
-            for train in [p.data.train]
+            for train in [cast(Tokens, p.data.train)]
         ]
         return joined(run, clients=clients)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 import coterie
 from coterie.aggregation.mean import Contribution, Rule
 from coterie.config.run import RunConfig
+from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Groups, Message, MessageError
@@ -94,7 +95,7 @@ def weighed(run: RunConfig) -> LocalRun:
     clients = [
         replace(p, data=replace(p.data, train=replace(train, ids=train.ids[: TOKENS[p.name]])))
         for p in Session(run).participants(run)
-        for train in [p.data.train]
+        for train in [cast(Tokens, p.data.train)]
     ]
     return joined(run, clients=clients)
 

@@ -11,7 +11,8 @@ from drawing import drawn
 
 from coterie.analysis.experiments import Experiment, experiments
 from coterie.analysis.tables import Table
-from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.methods.registry import available
 from coterie.report.assignment import assignment, holdings, shared
 from coterie.report.cost import traffic

@@ -50,8 +50,8 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert layout.rows == [["fedit", "50.00", "1"]]
     row |= {"clients": {"a": 0.4, "b": 0.6}, "server": None}
     _, clients = shown(summary)
-    assert clients.columns == ["method", "a", "b", "mean", "rank"]
-    assert clients.rows == [["fedit", "40.00", "60.00", "50.00", "1"]]
+    assert clients.columns == ["method", "a", "b", "mean", "worst client", "rank"]
+    assert clients.rows == [["fedit", "40.00", "60.00", "50.00", "40.00 (a)", "1"]]
 
 
 def test_a_table_is_kept_with_its_page_and_listed(tmp_path) -> None:

@@ -115,10 +115,11 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
         "client-0",
         "client-1",
         "mean (std)",
+        "worst client",
         "over clients",
         "rank",
     ]
-    assert clients.rows[1] == ["b", "60.00", "50.00", "55.00", "± 7.07", "3"]
+    assert clients.rows[1] == ["b", "60.00", "50.00", "55.00", "50.00 (client-1)", "± 7.07", "3"]
 
 
 def test_columns_may_show_different_figures_or_what_is_asked_for() -> None:

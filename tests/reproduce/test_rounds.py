@@ -3,7 +3,8 @@
 import json
 
 from coterie.analysis.experiments import MEAN
-from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.perplexity import PERPLEXITY
 from reproduce.rounds import by_round, curves
 
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from coterie.analysis.frame import mean_score
-from coterie.evaluation.metrics import ACCURACY, PERPLEXITY
+from coterie.evaluation.accuracy import ACCURACY
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.runs import RunFolder
 from reproduce import verdicts
 from reproduce.table_file import read_table
@@ -98,7 +99,7 @@ def test_of_accuracy_more_is_better_and_both_figures_are_told() -> None:
 def test_clients_can_be_looked_at_alone() -> None:
     [both] = result(ada=[1.0, 1.0], ben=[3.0, 3.0])
     alone = verdicts.of_clients(both, ["ada"])
-    assert mean_score([alone], PERPLEXITY.key) == pytest.approx(math.e)
+    assert mean_score([alone], PERPLEXITY.name) == pytest.approx(math.e)
     assert list(alone["items"]["trained"]) == ["ada"]
 
 

@@ -23,9 +23,8 @@ from coterie import CoterieError
 from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
-from coterie.data.batch import Batch
 from coterie.losses import tokens as loss_module
-from coterie.losses.tokens import language_model_loss
+from coterie.losses.tokens import Batch, language_model_loss
 from coterie.training.context import ClientContext
 from coterie.training.passes import training_pass
 from coterie.training.spec import TrainingSpec

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie.data.batch import Batch
-from coterie.data.kinds.preferences import PairBatch
+from coterie.data.kinds.preferences import PairBatch, dpo_loss
 from coterie.inference.reference import reference_of
 from coterie.losses import tokens as loss_module
-from coterie.losses.preferences import Rewards, dpo_loss, figures, rewards
+from coterie.losses.preferences import Rewards, rewards
+from coterie.losses.tokens import Batch
 from coterie.training.spec import DPOSpec
 
 ROWS = [
@@ -104,7 +104,9 @@ def test_it_is_the_loss_of_trl() -> None:
     assert weight.grad is not None
     assert loss.item() == pytest.approx(TRL["loss"], abs=2e-6)
     assert weight.grad.norm().item() == pytest.approx(TRL_GRADIENT, rel=1e-4)
-    found = figures([Rewards(*(t[rows] for t in rewards)) for rows in (slice(2), slice(2, None))])
+    found = Rewards.figures(
+        [Rewards(*(t[rows] for t in rewards)) for rows in (slice(2), slice(2, None))]
+    )
     assert found == {k: pytest.approx(TRL[k], abs=2e-6) for k in found}
 
 
@@ -150,7 +152,7 @@ def test_under_the_reference_itself_a_pair_is_half_right() -> None:
     loss, rewards = dpo_loss(model, batch_of(referred(model), 0.3, 0.1))
     assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
     assert rewards.values.abs().max() < 1e-5
-    assert figures([rewards])["accuracy"] == 0.5
+    assert Rewards.figures([rewards])["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize("beta", [0.1, 2.0])
@@ -165,4 +167,4 @@ def test_margins_within_rounding_are_ties_and_real_ones_count(precision, beta) -
     for factor, right in ((0.0, 0.5), (1.5, 0.5), (-1.5, 0.5), (40.0, 1.0), (-40.0, 0.0)):
         found = rewards(logprobs + torch.stack([factor * unit, 0 * unit], 1), reference)
         assert found.preferred.tolist() == 3 * [right]
-        assert figures([found])["accuracy"] == right
+        assert Rewards.figures([found])["accuracy"] == right

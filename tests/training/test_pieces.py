@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
 from coterie.bases.sites import chosen_linears
-from coterie.data.batch import Batch
 from coterie.losses import tokens as loss_module
 from coterie.losses.tokens import (
+    Batch,
     language_model_loss,
     logits_in_pieces,
     soft_target_loss,

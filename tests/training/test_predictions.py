@@ -11,7 +11,7 @@ from coterie.bases import Base, load_base
 from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import bare_encoder
 from coterie.evaluation.evaluate import evaluate
 from coterie.losses import tokens as loss_module
 from coterie.training.predictions import predictions

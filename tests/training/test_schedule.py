@@ -10,7 +10,7 @@ from transformers import get_cosine_schedule_with_warmup
 from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
-from coterie.losses import preferences
+from coterie.losses import tokens as losses
 from coterie.runs import RunFolder, Watch
 from coterie.training import local
 from coterie.training.schedule import Level, learning_rate, learning_rate_beside
@@ -92,8 +92,8 @@ def test_a_loss_that_is_not_finite_is_one_sentence(config, tmp_path, monkeypatch
     def broken(*batch):
         return original(*batch) * float("nan")
 
-    original = preferences.language_model_loss
-    monkeypatch.setattr(preferences, "language_model_loss", broken)
+    original = losses.language_model_loss
+    monkeypatch.setattr(losses, "language_model_loss", broken)
     why = r"^No client is left in round 1: the loss of 'diarist' is not finite at step 1; a lower "
     with pytest.raises(coterie.CoterieError, match=why):
         coterie.run(config(), out=tmp_path / "run")

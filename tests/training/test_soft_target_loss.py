@@ -14,9 +14,8 @@ from transformers import (
 
 from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast
-from coterie.data.batch import Batch
 from coterie.losses import tokens as loss_module
-from coterie.losses.tokens import language_model_loss, logits_in_pieces, soft_target_loss
+from coterie.losses.tokens import Batch, language_model_loss, logits_in_pieces, soft_target_loss
 
 VOCABULARY = 61
 

@@ -24,9 +24,9 @@ from coterie.adapters.adapter import Trainable, check_unchanged
 from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair
-from coterie.adapters.padding import real_mask
 from coterie.adapters.parameter import Parameter, by_name, initialise
 from coterie.adapters.routed import Router
+from coterie.bases.padding import real_mask
 from coterie.bases.sites import QUERY_VALUE, Linear, chosen_linears, sizes, working_dtype
 from coterie.errors import CoterieError
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair, pairs_in
-from coterie.adapters.padding import kept, only_real
+from coterie.bases.padding import kept, only_real
 from coterie.bases.sites import StandIn
 from coterie.errors import CoterieError
 

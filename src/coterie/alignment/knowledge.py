@@ -17,8 +17,7 @@ from coterie.alignment.sequence import dynamic, ends, keyed, matched
 from coterie.alignment.transfer import first
 from coterie.data.examples import Examples
 from coterie.data.items import Instruction
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.messages import MessageError
 
 

@@ -113,8 +113,8 @@ class Tuner:
                 continue
             scores = list(outcome[point or outcome["reports"]].values())
             metric = metric_of(scores, trial.evaluation.metric)
-            figure = fmean(score[metric.key] for score in scores)
-            rows.append({"settings": settings, metric.key: figure})
+            figure = fmean(score[metric.name] for score in scores)
+            rows.append({"settings": settings, metric.name: figure})
             ranked.append((metric.order(figure), number))
         if not ranked:
             raise CoterieError(f"All trials of {trials[0].label} diverged; tune with other values.")

@@ -16,9 +16,10 @@ from coterie.analysis.significance import (
     differences,
     has_floor,
 )
-from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of
+from coterie.analysis.tables import KEPT, Summary, Table, listed, shown_of, worst_of
 from coterie.errors import CoterieError
-from coterie.evaluation.metrics import PERPLEXITY, Metric
+from coterie.evaluation.metrics import Metric
+from coterie.evaluation.perplexity import PERPLEXITY
 
 ALIKE = 12
 """Decimals to which figures must be the same to rank the same: what follows is rounding."""
@@ -77,8 +78,8 @@ class Comparison:
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
         metric = self.metric
-        rows = [self._row(name, results, metric.key) for name, results in self.results.items()]
-        order = {row["method"]: round(metric.order(row[metric.key]), ALIKE) for row in rows}
+        rows = [self._row(name, results, metric.name) for name, results in self.results.items()]
+        order = {row["method"]: round(metric.order(row[metric.name]), ALIKE) for row in rows}
         for row in rows:
             row["rank"] = 1 + sum(other < order[row["method"]] for other in order.values())
             if row["method"] in self.tuned:
@@ -88,7 +89,9 @@ class Comparison:
             low = at_floor(self.results, self.floor, metric)
             for row in rows:
                 row["at_floor"] = row["method"] in low
-            rows.append(_scored(COMMONEST, self.floor, metric.key) | {"server": None, "rank": None})
+            rows.append(
+                _scored(COMMONEST, self.floor, metric.name) | {"server": None, "rank": None}
+            )
         results = {**self.results, COMMONEST: self.floor} if floored else self.results
         best = self.against or min(order, key=order.__getitem__, default="")
         found = differences(results, best, metric) if best in results else {}
@@ -153,7 +156,7 @@ def _over_seeds(values: Column, key: str) -> dict[str, float]:
 
 
 def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
-    """Each client's score by method, the mean, and the rank; a server's model comes last.
+    """Each client's score by method, the mean, the worst, and the rank; a server's model is last.
 
     rows: a method's entry in `Comparison.summary`, by its name. Columns of which nothing is known
     are left out.
@@ -168,6 +171,7 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
         *_chosen(entries),
         *((client, [_of_client(row, client, metric) for row in entries]) for client in clients),
         ("mean (std)" if spread else "mean", [with_spread(row, metric) for row in entries]),
+        ("worst client", [_worst(row, metric) for row in entries] if len(clients) > 1 else [""]),
         (beside, [_beside_mean(row, metric) for row in entries]),
         ("rank", [_rank(row) for row in entries]),
         ("kept", [_rounds(row) for row in entries]),
@@ -222,7 +226,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
         ]
         for row, one in zip(rows, found, strict=True)
     ]
-    way = "Above" if metric.share else "Below"
+    way = "Above" if metric.higher else "Below"
     note = f"{way} zero is better than {found[0]['from']}. `{MARK}`: not significant."
     heads = ["method", f"less {found[0]['from']}", "95 % interval", "p", ""]
     return Table(title, heads, cells, note)
@@ -259,10 +263,16 @@ def _rank(row: Summary) -> str:
 
 def _of_client(row: Summary, client: str, metric: Metric) -> str:
     """A client's cell, with its standard deviation over seeds, where known."""
-    own = {metric.key: row["clients"][client], "seeds": 1}
+    own = {metric.name: row["clients"][client], "seeds": 1}
     if "clients_std" in row:
         own |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
     return with_spread(own, metric)
+
+
+def _worst(row: Summary, metric: Metric) -> str:
+    """The score of the client with the worst one, and its name."""
+    worst = worst_of(row["clients"], metric)
+    return f"{metric.cell(row['clients'][worst])} ({worst})"
 
 
 def _beside_mean(row: Summary, metric: Metric) -> str:
@@ -281,7 +291,7 @@ def _rounds(row: Summary) -> str:
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
     """A metric's mean and, of several seeds, its standard deviation."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
-    return metric.cell(row[metric.key]) + spread
+    return metric.cell(row[metric.name]) + spread
 
 
 def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
@@ -300,19 +310,19 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
         found = differences(pair, ALONE, metric)[method]
         if not isinstance(found, Difference):
             return None
-        before = float(scores(alone)[metric.key][client])
+        before = float(scores(alone)[metric.name][client])
         told = f"{client} ({_change(found.value, before, metric)})"
         kind = better if metric.order(found.value) < 0 else worse
         (kind if found.significant else same).append(told)
-    lower, higher = ("higher", "lower") if metric.share else ("lower", "higher")
+    lower, higher = ("higher", "lower") if metric.higher else ("lower", "higher")
     parts = [
         f"{what} for {listed(names)}"
         for what, names in ((lower, better), (higher, worse), ("much the same", same))
         if names
     ]
     return (
-        f"With {method} in place of {ALONE}, {metric.name} is {'; '.join(parts)}. (Differences are "
-        "told apart from chance by the test texts of this one run, at 95 %.)"
+        f"With {method} in place of {ALONE}, {metric.title} is {'; '.join(parts)}. (Differences "
+        "are told apart from chance by the test texts of this one run, at 95 %.)"
     )
 
 

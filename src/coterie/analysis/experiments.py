@@ -133,9 +133,9 @@ class ReportedRun:
         if self.result is None:
             return {}
         clients = self.result[self.result["reports"]]
-        shown = {name: metric.shown(score[metric.key]) for name, score in clients.items()}
+        shown = {name: metric.shown(score[metric.name]) for name, score in clients.items()}
         server = self.result.get("server")
-        served = {SERVER: metric.shown(server[metric.key])} if server else {}
+        served = {SERVER: metric.shown(server[metric.name])} if server else {}
         return {MEAN: sum(shown.values()) / len(shown), **shown, **served}
 
     def series(self, metric: Metric) -> Frame:
@@ -145,7 +145,7 @@ class ReportedRun:
         """
         scored = self.metrics["name"].isin([self.own, SERVER_SCORE])
         scores = parts(self.metrics[scored].fillna({"client": SERVER}))
-        shown = scores.reindex(columns=[metric.key])[metric.key].dropna().map(metric.shown)
+        shown = scores.reindex(columns=[metric.name])[metric.name].dropna().map(metric.shown)
         found = shown.groupby(["round", "client"]).last().unstack("client")
         served = [SERVER] if self.names(SERVER_SCORE) else []
         clients = found.drop(columns=served, errors="ignore")

@@ -15,10 +15,7 @@ from torch import Tensor
 from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig, parse
-from coterie.data.batch import Batch
-from coterie.data.kinds.preferences import AnyBatch
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
+from coterie.data.split import AnyBatch, Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of, server_context
 from coterie.inference.finished import Loader, tokenizer
@@ -104,10 +101,9 @@ def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
 
 def some_of(train: Split, window: int) -> AnyBatch:
     """Samples evenly spaced over a text, SAMPLES at most; of a stream, pieces of window + 1."""
-    pieces = train.ids.unfold(0, window + 1, window + 1) if isinstance(train, Tokens) else train
-    count = len(pieces)
-    places = torch.linspace(0, count - 1, min(SAMPLES, count)).round().long()
-    return Batch(pieces[places].long()) if isinstance(pieces, Tensor) else pieces.batch(places)
+    samples = train.samples(window, window + 1)
+    count = len(samples)
+    return samples.batch(torch.linspace(0, count - 1, min(SAMPLES, count)).round().long())
 
 
 def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarray:

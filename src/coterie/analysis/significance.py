@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.analysis.frame import Result, mean_score, scores
-from coterie.evaluation.metrics import PERPLEXITY, Metric
+from coterie.evaluation.metrics import Metric
 from coterie.seeding import generator
 
 Floats = NDArray[np.float64]
@@ -119,7 +119,7 @@ def _items(result: Result, metric: Metric) -> Items:
     """What each window scored, by client; raises Unpaired where that is not what was reported."""
     kept: Items = result.get("items", {}).get(result["reports"], {})
     found: dict[str, Mapping[str, Any]] = {}
-    for name, reported in scores(result)[metric.key].items():
+    for name, reported in scores(result)[metric.name].items():
         if name not in kept:
             raise Unpaired("runs of earlier versions and deployed runs keep no scores by window")
         whole = _figure(_sums(kept[name], metric).sum(1, keepdims=True), metric)
@@ -136,16 +136,12 @@ def _texts(items: Items) -> dict[str, str]:
 def _sums(items: Mapping[str, Any], metric: Metric) -> Floats:
     """By window, what is added up and what it is divided by: (2, n). Samples without a figure, such
     as those without choices, are left out."""
-    if metric is PERPLEXITY:
-        return np.array([items["nats"], items["tokens"]], dtype=float)
-    values = [value for value in items[metric.key] if value is not None]
-    return np.array([values, [1] * len(values)], dtype=float)
+    return np.array(metric.sums(items), dtype=float)
 
 
 def _figure(sums: Floats, metric: Metric) -> Floats:
     """The metric, of sums over windows: (..., 2, k) to (..., k)."""
-    mean = sums[..., 0, :] / sums[..., 1, :]
-    return np.exp(np.minimum(mean, 700)) if metric is PERPLEXITY else mean
+    return metric.value(sums[..., 0, :] / sums[..., 1, :])
 
 
 def _resampled(sums: Floats, *text: str) -> Floats:
@@ -186,7 +182,7 @@ def at_floor(
     def above(name: str) -> bool:
         gap = found[name]
         if isinstance(gap, Unpaired):
-            more = mean_score(rows[name], metric.key) - mean_score(floor, metric.key)
+            more = mean_score(rows[name], metric.name) - mean_score(floor, metric.name)
             return metric.order(more) < 0
         return gap.significant and metric.order(gap.value) < 0
 
@@ -196,4 +192,4 @@ def at_floor(
 def has_floor(floor: Sequence[Result], metric: Metric) -> bool:
     """Return whether there is a floor of this metric for every client."""
     found = [list(result[result["reports"]].values()) for result in floor]
-    return bool(found) and all(s and all(metric.key in score for score in s) for s in found)
+    return bool(found) and all(s and all(metric.name in score for score in s) for s in found)

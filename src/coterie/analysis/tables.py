@@ -13,11 +13,14 @@ from rich.text import Text
 
 from coterie.analysis.frame import Column, Frame, Result, scores, std
 from coterie.analysis.significance import COMMONEST, has_floor
-from coterie.evaluation.metrics import PERPLEXITY, Metric, metric_of
+from coterie.evaluation.metrics import Metric, metric_of
+from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.federation.participants import EVERYONE
 
 Summary = Mapping[str, Any]
 """What a table shows, or a part of it, as plain data that JSON can hold."""
+NAMED = re.compile(r" \(\S+\)$")
+"""After a figure, whose it is."""
 KEPT = "the round whose model is kept, by validation text; 0: the base as it came."
 
 
@@ -54,7 +57,8 @@ class Table:
             yield Text(self.note, style="italic")
 
     def _is_text(self, number: int) -> bool:
-        return number == 0 or any(re.search("[a-z]{2}", row[number]) for row in self.rows)
+        cells = (NAMED.sub("", row[number]) for row in self.rows)
+        return number == 0 or any(re.search("[a-z]{2}", cell) for cell in cells)
 
     def _width(self, number: int) -> int:
         """Characters that a column needs: its longest cell, less where text can be wrapped."""
@@ -123,9 +127,10 @@ def run_table(
     """A row per client and a column per method; then the means; then the server, if it has a model.
 
     Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
-    for (see `metric_of`); of a share, its standard deviation over clients follows the mean. Where
-    clients keep their best models, their rounds stand in brackets. A floor of that metric (see
-    `coterie.engines.floor`) is the last column.
+    for (see `metric_of`). After the means comes each method's worst client and, except for
+    perplexity, the standard deviation over clients. Where clients keep their best models, their
+    rounds stand in brackets. A floor of that metric (see `coterie.engines.floor`) is the last
+    column.
     """
     metric = shown_of(results.values(), asked)
     if floor is not None and has_floor([floor], metric):
@@ -139,18 +144,27 @@ def run_table(
         for name in clients
     ]
     rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
-    if metric.share and len(clients) > 1:
-        rows.append(["std over clients", *(metric.cell(std(one[metric.key])) for one in found)])
+    if len(clients) > 1:
+        worst = [worst_of(one[metric.name], metric) for one in found]
+        cells = [f"{_cell(one.loc[w], metric)} ({w})" for one, w in zip(found, worst, strict=True)]
+        rows.append(["worst client", *cells])
+    if metric is not PERPLEXITY and len(clients) > 1:
+        rows.append(["std over clients", *(metric.cell(std(one[metric.name])) for one in found)])
     note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean excludes the server."
     if any(kept):
-        note += f" In brackets: {KEPT}"
+        note += f" In brackets after a client's score: {KEPT}"
     note += "".join(f" {text}" for text in left_out(results))
     what = metric.label if metric is not PERPLEXITY else "perplexity per token / bits per byte"
     title = f"Each client's model on its own {split} text: {what}"
     return Table(title, ["client", *results], rows, note)
+
+
+def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
+    """Return the client with the worst score; of equals, the first."""
+    return max(scores.keys(), key=lambda client: metric.order(scores[client]))
 
 
 def left_out(results: Mapping[str, Result]) -> Iterator[str]:
@@ -163,7 +177,7 @@ def left_out(results: Mapping[str, Result]) -> Iterator[str]:
 
 
 def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
-    cell = metric.cell(score[metric.key])
+    cell = metric.cell(score[metric.name])
     return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
 
 

@@ -15,9 +15,7 @@ from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.bases import Tokenizer, context_token
 from coterie.config.run import parse
 from coterie.data.files import read_text
-from coterie.data.kinds.preferences import Pairs
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
+from coterie.data.split import Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of
 from coterie.inference.finished import load, tokenizer
@@ -114,13 +112,13 @@ def _beginning(text: Split, context: int) -> list[Tensor]:
 
     Prompts with their answers (of pairs, the chosen ones) are read one by one, as in training.
     """
-    if isinstance(text, Tokens):
+    samples = text.beginnings
+    if samples is None:
         return [torch.cat([torch.tensor([context]), text.ids[:LENGTH].long()])]
-    text = text.chosen if isinstance(text, Pairs) else text
     found, left = [], LENGTH
-    for start, end in pairwise(text.starts.tolist()):
+    for start, end in pairwise(samples.starts.tolist()):
         if left > 0:
-            found.append(text.ids[start:end][: left + 1].long())
+            found.append(samples.ids[start:end][: left + 1].long())
             left -= len(found[-1]) - 1
     return found
 

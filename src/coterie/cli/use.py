@@ -161,10 +161,9 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
     from coterie.bases import context_token
     from coterie.data.chat import chat_template
     from coterie.data.items import Instruction, Turn
-    from coterie.data.parts import PartEncoder
+    from coterie.data.parts import PartEncoder, bare_encoder
     from coterie.data.spec import CHAT
     from coterie.data.templates import render
-    from coterie.data.tokens import bare_encoder
     from coterie.evaluation.generation import before_any, ends_of
     from coterie.runs import RunFolder
 

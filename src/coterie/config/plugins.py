@@ -11,21 +11,26 @@ from inspect import getsource
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from coterie.aggregation.registry import TRANSFORMS
 from coterie.errors import CoterieError
+from coterie.evaluation.metrics import METRICS
 from coterie.methods.registry import METHODS
 from coterie.registry import Registry
 
 KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
     "coterie.aggregation.transform:Transform": TRANSFORMS,
+    "coterie.evaluation.metrics:Metric": METRICS,
 }
 """What a plugin may define: the base class (module and name) and the registry of each kind.
 
 Each subclass of a base class that has a `name` of its own is given to the registry's `accept`.
 """
+
+
+K = TypeVar("K", bound=type[Any])
 
 
 class Plugin(NamedTuple):
@@ -38,6 +43,21 @@ class Plugin(NamedTuple):
 
 _loaded: dict[str, Plugin] = {}
 """By the name of the module that a file has become."""
+
+
+def register(kind: K) -> K:
+    """Give a method's or a metric's class its name in run files, while this process runs.
+
+    It may stand above the class as a decorator.
+
+    Raises:
+        CoterieError: The class is of no kind that can be registered, or its name is taken.
+    """
+    registry = _registry(kind) if isinstance(kind, type) else None
+    if registry is None:
+        bases = ", ".join(f"coterie.{base.partition(':')[2]}" for base in KINDS)
+        raise CoterieError(f"{kind!r} cannot be registered; it must be a subclass of {bases}.")
+    return registry.accept(kind)
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:

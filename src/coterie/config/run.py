@@ -16,6 +16,7 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
+from coterie.evaluation.metrics import METRICS
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
@@ -117,14 +118,16 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes that the run uses by name, first its method's and the baselines'."""
-        baselines = (kind_of(name) for name in self.baselines if name != POOLED)
-        return [type(self.method), *map(type, self.transforms), *baselines]
+        """The classes that the run uses by name, first its method's; without its baselines."""
+        metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
+        return [type(self.method), *map(type, self.transforms), *metrics]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
         """The plugins that its objects are from: file and hash; see `plugins_of`."""
-        return {name: plugin._asdict() for name, plugin in plugins_of(self.objects).items()}
+        baselines = [kind_of(name) for name in self.baselines if name != POOLED]
+        found = plugins_of([*self.objects, *baselines])
+        return {name: plugin._asdict() for name, plugin in found.items()}
 
     def told_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of
@@ -140,9 +143,8 @@ class RunConfig(Sections[Method]):
         what = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
         if version := version_of(type(self.method)):
             what["version"] = version
-        versions = {t.name: v for t in self.transforms if (v := version_of(type(t)))}
-        if versions:
-            what["versions"] = versions
+        if others := {kind.name: v for kind in self.objects[1:] if (v := version_of(kind))}:
+            what["versions"] = others
         canonical = json.dumps(what, sort_keys=True)
         return blake2b(canonical.encode(), digest_size=8).hexdigest()
 

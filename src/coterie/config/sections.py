@@ -13,6 +13,7 @@ from coterie.aggregation.spec import AggregationSpec
 from coterie.bases.spec import BaseSpec
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.spec import ClientSpec, DataSpec
+from coterie.evaluation.metrics import metric_named
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
 from coterie.training.spec import EvaluationSpec, TrainingSpec
@@ -20,6 +21,13 @@ from coterie.training.spec import EvaluationSpec, TrainingSpec
 METHOD = "comigs-1g1s"
 """The method of a run file that names none."""
 
+LACKING = {
+    "answers": "answers; set data.instructions for prompts with answers, or data.messages for "
+    "conversations",
+    "choices": "answers to choose from; set data.instructions",
+    "pairs": "pairs of answers; set data.preferences",
+}
+"""What metrics need of the data, for errors."""
 M = TypeVar("M")
 
 
@@ -224,26 +232,15 @@ class Sections(BaseModel, Generic[M]):
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> Self:
-        metric, generate = self.evaluation.metric, self.evaluation.generate
-        if metric == "reward_accuracy":
-            if self.data.preferences is None:
-                raise ValueError("reward_accuracy is of preferences; set data.preferences")
-        elif metric not in (None, "perplexity") or generate is not None:
-            what = "evaluation.generate" if generate else f"evaluation.metric: {metric}"
-            if self.data.instructions is None and self.data.messages is None:
-                raise ValueError(
-                    f"{what} needs answers; set data.instructions for prompts with answers, or "
-                    "data.messages for conversations"
-                )
-        if metric == "accuracy" and self.data.messages is not None:
+        name, generate = self.evaluation.metric, self.evaluation.generate
+        needs = "nothing" if name is None else metric_named(name).needs
+        for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
+            if (key != "generate" or generate is not None) and need not in self.data.offers:
+                raise ValueError(f"evaluation.{key} needs {LACKING[need]}")
+        if needs == "answers" and generate is None:
             raise ValueError(
-                "evaluation.metric: accuracy needs answers to choose from, which conversations do "
-                "not have; choose another"
-            )
-        if metric in ("exact_match", "rouge_l") and generate is None:
-            raise ValueError(
-                f"{metric} scores generated answers; set evaluation.generate to their maximum "
-                "number of tokens"
+                f"evaluation.metric: {name} scores generated answers; set evaluation.generate to "
+                "their maximum number of tokens"
             )
         return self
 

@@ -1,19 +1,23 @@
 """Prompts with their answers, and conversations, as tokens; the loss counts the answers alone."""
 
-from collections.abc import Sequence
+import builtins
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.batch import Batch
-from coterie.data.chat import ChatTemplate
+from coterie.bases import Base
+from coterie.data.chat import ChatTemplate, parts_of
 from coterie.data.items import Conversation, Instruction
+from coterie.data.measured import Choices, Measured
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
+from coterie.losses.tokens import Batch
 
 S = TypeVar("S")
 
@@ -75,6 +79,84 @@ class Examples:
         """Tokens of each one's answers, ends included: what a loss or a score is over; (n,)
         int64."""
         return torch.nn.functional.pad(self.counted.cumsum(0), (1, 0))[self.starts].diff()
+
+    @property
+    def questions(self) -> tuple[Instruction | Conversation, ...]:
+        """The samples, which all have a right answer."""
+        return self.items
+
+    @property
+    def beginnings(self) -> "Examples":
+        """The samples, which are read one by one."""
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Samples are compared with nothing."""
+        return False
+
+    def referenced(self, make: Callable[[Any], Any]) -> "Examples":
+        """Return the samples, which need no reference."""
+        return self
+
+    def samples(self, window: int, step: int) -> "Examples":
+        """Return what batches are drawn from: whole samples, whatever the window."""
+        return self
+
+    def without(self, taken: Tensor, window: int) -> "Examples":
+        """Return the samples but those with the numbers `taken`, in their order."""
+        return self.only(left_of(taken, len(self)))
+
+    def few(self, most: int, window: int, context: int) -> "Examples":
+        """Return at most so many samples, evenly spaced."""
+        return self.only(even(len(self), most).tolist())
+
+    def sample_tokens(self, window: int) -> float:
+        """Return the tokens that a sample has, on average."""
+        return len(self.ids) / len(self)
+
+    def counts(self) -> dict[str, int]:
+        """Return what a run folder records of the split, beside its tokens."""
+        cut = {"cut": self.cut} if self.template else {}
+        return {"samples": len(self), "too_long": self.too_long, **cut}
+
+    def compared(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return what is compared with other splits: the samples."""
+        return self.items
+
+    def digested(self) -> Iterator[builtins.bytes]:
+        """Yield what identifies the split: tokens, and what makes samples of them."""
+        yield self.ids.numpy().tobytes()
+        yield self.starts.numpy().tobytes()
+        yield self.answers.numpy().tobytes()
+        if self.template is not None:  # elsewhere, what counts follows from the others
+            yield self.counted.numpy().tobytes()
+        yield repr([item.choices for item in self.items]).encode()
+
+    def prompts(self, base: Base) -> list[Tensor]:
+        """Return what comes before each sample's last answer.
+
+        It is what the sample has there, except where a token of the sample holds the end of the
+        prompt and the start of the answer.
+        """
+        encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
+        prompts: list[Tensor] = []
+        for item in self.items:
+            ids = encoder.opening(parts_of(item, self.template))
+            ids = [first, *ids] if self.template is None else ids or [first]
+            prompts.append(torch.tensor(ids))
+        return prompts
+
+    def measured(self, scorer: "Scorer") -> tuple[Measured, dict[str, float]]:
+        """Return what a model does with the samples, and how many they are."""
+        rows, others = with_choices(scorer.base, self, scorer.window)
+        nats, count = scorer.losses(rows, scorer.batch), len(self)
+        given = [bool(item.choices) for item in self.items]
+        owners = torch.cat([torch.arange(count), others])
+        choices = Choices(nats, rows.lengths, owners, given) if any(given) else None
+        answers = [item.answer for item in self.items]
+        texts = scorer.texts(self)
+        return Measured(nats[:count], self.lengths, answers, texts, choices), {"samples": count}
 
     def only(self, chosen: Sequence[int]) -> "Examples":
         """These samples, in this order."""
@@ -180,3 +262,81 @@ def samples_of(
         cut,
         template,
     )
+
+
+def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
+    """The samples, and after them each again with every other of its choices as the answer.
+
+    Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
+    tokens, which leaves something of any choice.
+    """
+    owners: list[int] = []
+    texts: list[Sequence[str]] = []
+    for number, item in enumerate(samples.items):
+        others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
+        owners += [number] * len(others)
+        if isinstance(item, Instruction):
+            texts += [replace(item, answer=choice).parts for choice in others]
+        elif others:
+            assert samples.template is not None, "as all conversations"
+            *before, _ = parts_of(item, samples.template)
+            lead, end = samples.template.around
+            texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
+    if not texts:
+        return samples, torch.zeros(0, dtype=torch.int64)
+    encoder, eos = bare_encoder(base.tokenizer)
+    rows: list[Sample] = []
+    items = [samples.items[owner] for owner in owners]
+    for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
+        *prompt, answer = (part.ids for part in parts)
+        before = [id for ids in prompt for id in ids]
+        if samples.template is None:
+            before, answer = [base.context_token, *before], [*answer, eos]
+        before = before or [base.context_token]
+        answer = answer[: window + 1 - len(before)]
+        rows.append(Sample([(before, False), (answer, True)], item))
+    return joined([samples, samples_of(rows)]), torch.tensor(owners)
+
+
+class Scorer(Protocol):
+    """A model that is scored on a held-out text."""
+
+    @property
+    def base(self) -> Base:
+        """The model's base."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Tokens that a window or a sample predicts at most."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Windows, samples or pairs that are read at once."""
+        ...
+
+    def losses(self, rows: Examples, batch: int) -> Tensor:
+        """Return the loss of each row's answers: (rows,) float64, in nats."""
+        ...
+
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each token: (batch, time) float32, in nats."""
+        ...
+
+    def texts(self, rows: Examples) -> Sequence[str]:
+        """Return the answer that the model generates to each row, if any are asked for."""
+        ...
+
+
+def even(count: int, most: int) -> Tensor:
+    """At most so many of the numbers 0 .. count-1, evenly spaced."""
+    taken = min(count, most)
+    return torch.arange(taken) * count // taken
+
+
+def left_of(taken: Tensor, count: int) -> list[int]:
+    """Return the numbers 0 .. count-1 that are not taken."""
+    left = torch.ones(count, dtype=torch.bool)
+    left[taken] = False
+    return left.nonzero().flatten().tolist()

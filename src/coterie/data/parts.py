@@ -6,6 +6,9 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from tokenizers import AddedToken, Encoding, Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coterie.errors import CoterieError
 
 
 class Part(NamedTuple):
@@ -97,3 +100,27 @@ def _divided(
         Part(ids[first:last], [(start - at, end - at) for start, end in offsets[first:last]])
         for at, (first, last) in zip(borders, pairwise([*places, len(ids)]), strict=False)
     ]
+
+
+def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
+    """The bare encoder behind a tokenizer, and its end-of-text id.
+
+    The encoder is a copy with nothing after the model: no special tokens, no cutting or padding,
+    no warnings on length, and offsets that still count the spaces at a token's ends, which the
+    post-processors of GPT-2 and its kin leave out.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise CoterieError(
+            f"The tokenizer {tokenizer.name_or_path} has no tokenizer.json, which is needed "
+            "to map tokens to text; use a base that has one."
+        )
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise CoterieError(
+            f"The tokenizer {tokenizer.name_or_path} has no end-of-text token to separate "
+            "documents; set eos_token in its tokenizer_config.json."
+        )
+    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    encoder.post_processor = None
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder, tokenizer.eos_token_id

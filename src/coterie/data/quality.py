@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from coterie.data.control import own_texts
 from coterie.data.files import listed, listed_first
 from coterie.data.items import Conversation, Instruction, Preference
-from coterie.data.kinds.text import Tokens, pieces
+from coterie.data.kinds.text import pieces
 from coterie.data.near import near_pairs
 from coterie.data.spec import PIECE
+from coterie.data.split import Split
 from coterie.data.survey import Survey
 from coterie.data.texts import SPLITS, Texts
-from coterie.data.tokens import ClientData, Split
+from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 
 SHORT = 20
@@ -127,7 +128,7 @@ def quality(
     `data.deduplicate` removed, by client; None: it is off.
     """
     read = {
-        (client, split): texts_read(getattr(own, split), getattr(data[client], split))
+        (client, split): getattr(data[client], split).compared(getattr(own, split))
         for client, own in texts.items()
         for split in SPLITS
     }
@@ -196,22 +197,6 @@ def _total(counts: Mapping[str, int]) -> str:
 def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
     """How many texts are found again, exactly and nearly."""
     return sum(s.exact[kind] for s in splits), sum(s.near[kind] for s in splits)
-
-
-def texts_read(items: Sequence[Any], read: Split) -> Sequence[Item]:
-    """Return the texts of a split that are compared: whole ones, up to where its tokens end."""
-    if not isinstance(read, Tokens):
-        return read.items
-    found: list[str] = []
-    left = read.bytes
-    for document in items:
-        raw = document.encode()
-        parts = list(pieces(raw[:left].decode(errors="ignore"), PIECE))
-        found += parts if len(raw) <= left else parts[:-1]
-        left -= len(raw)
-        if left <= 0:
-            break
-    return [text for text in found if text.strip()]
 
 
 def _text(item: Item) -> str:

@@ -152,6 +152,16 @@ class DataSpec(Spec):
         return any((self.instructions, self.messages, self.preferences))
 
     @property
+    def offers(self) -> frozenset[str]:
+        """What metrics can be computed from: see `coterie.evaluation.metrics.Needs`."""
+        if self.preferences is not None:
+            return frozenset({"nothing", "pairs"})
+        if self.messages is not None:
+            return frozenset({"nothing", "answers"})
+        more = {"answers", "choices"} if self.instructions is not None else set()
+        return frozenset({"nothing", *more})
+
+    @property
     def chats(self) -> bool:
         """Whether records are rendered through a chat template."""
         given = (self.instructions, self.preferences)

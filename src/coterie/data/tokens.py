@@ -8,24 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from coterie.bases import context_token
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, has_conversations, refuse_control
-from coterie.data.examples import Encoding, Examples, joined
+from coterie.data.examples import Encoding, joined
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, pairs
-from coterie.data.kinds.text import Tokens, stream
+from coterie.data.kinds.preferences import pairs
+from coterie.data.kinds.text import stream
+from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
+from coterie.data.split import Split
 from coterie.data.texts import SPLITS, Texts
-from coterie.errors import CoterieError
-
-Split = Tokens | Examples | Pairs
-"""A text as one stream of tokens, or prompts with answers or conversations as samples, or pairs of
-them."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +80,3 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]
     return ClientData(**{split: joined(parts) for split, parts in splits.items()})
-
-
-def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
-    """The bare encoder behind a tokenizer, and its end-of-text id.
-
-    The encoder is a copy with nothing after the model: no special tokens, no cutting or padding,
-    no warnings on length, and offsets that still count the spaces at a token's ends, which the
-    post-processors of GPT-2 and its kin leave out.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise CoterieError(
-            f"The tokenizer {tokenizer.name_or_path} has no tokenizer.json, which is needed "
-            "to map tokens to text; use a base that has one."
-        )
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise CoterieError(
-            f"The tokenizer {tokenizer.name_or_path} has no end-of-text token to separate "
-            "documents; set eos_token in its tokenizer_config.json."
-        )
-    encoder = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    encoder.post_processor = None
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder, tokenizer.eos_token_id

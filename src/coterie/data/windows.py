@@ -1,14 +1,11 @@
-"""What a model sees of a split: random windows to train on, and every token once to test on."""
+"""What a model sees of a split in training: random samples, or all of them in turn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from coterie.data.batch import Batch
-from coterie.data.kinds.preferences import AnyBatch
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
+from coterie.data.split import AnyBatch, Split
 
 
 def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
@@ -18,11 +15,8 @@ def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Genera
     inputs and whose last `window` are what they predict; it must hold window + 1 tokens, as
     `tokenise` has made sure. Of prompts with answers, whole samples; of preferences, pairs.
     """
-    if not isinstance(tokens, Tokens):
-        return tokens.batch(torch.randint(len(tokens), (batch,), generator=generator))
-    windows = tokens.ids.unfold(0, window + 1, 1)  # (N - window, window + 1), a view
-    starts = torch.randint(len(windows), (batch,), generator=generator)
-    return Batch(windows[starts].long())
+    samples = tokens.samples(window, 1)
+    return samples.batch(torch.randint(len(samples), (batch,), generator=generator))
 
 
 def epoch_batch(
@@ -38,10 +32,8 @@ def epoch_batch(
     end of one epoch and the beginning of the next. A stream's samples are its windows one after
     another, from its first token; fewer than `window` tokens at its end are in none.
     """
-    if not isinstance(tokens, Tokens):
-        return tokens.batch(_in_epochs(len(tokens), batch, number, chance))
-    windows = tokens.ids.unfold(0, window + 1, window)  # overlapping by one token
-    return Batch(windows[_in_epochs(len(windows), batch, number, chance)].long())
+    samples = tokens.samples(window, window)  # overlapping by one token
+    return samples.batch(_in_epochs(len(samples), batch, number, chance))
 
 
 def _in_epochs(
@@ -52,41 +44,3 @@ def _in_epochs(
     epochs = range(first // count, (first + batch - 1) // count + 1)
     order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])
     return order[first % count :][:batch]
-
-
-def tokens_per_sample(tokens: Split, window: int) -> float:
-    """Tokens that a training sample reads, on average."""
-    return window if isinstance(tokens, Tokens) else len(tokens.ids) / len(tokens)
-
-
-def evaluation_windows(
-    tokens: Tokens, window: int, context: int, batch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of windows that predict every token of a split exactly once, in order.
-
-    Yields ids (b, window + 1) int64 with b <= batch, and mask (b, window) bool, which is True where
-    ids[:, 1:] is a token of the split rather than padding. The token id `context` (beginning or end
-    of text) comes before the first token, and is the padding after the last; every later window's
-    first input is the last token of the window before. The split must not be empty.
-    """
-    count = len(tokens.ids)
-    rows = -(-count // window)
-    stream = torch.full((rows * window + 1,), context, dtype=torch.int64)
-    stream[1 : count + 1] = tokens.ids
-    ids = stream.unfold(0, window + 1, window)  # (rows, window + 1), overlapping by one token
-    mask = (torch.arange(rows * window) < count).view(rows, window)
-    yield from zip(ids.split(batch), mask.split(batch), strict=True)
-
-
-def even_windows(tokens: Tokens, most: int, window: int, context: int) -> Batch:
-    """At most so many windows of a stream, as of `evaluation_windows`, evenly spaced from its first
-    to its last."""
-    [(ids, mask)] = evaluation_windows(tokens, window, context, len(tokens.ids))
-    chosen = even(len(ids), most)
-    return Batch(ids[chosen], mask[chosen])
-
-
-def even(count: int, most: int) -> Tensor:
-    """At most so many of the numbers 0 .. count-1, evenly spaced."""
-    taken = min(count, most)
-    return torch.arange(taken) * count // taken

@@ -32,7 +32,7 @@ def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any
 
     public: the digest of the run's public text, if it has one.
     """
-    used = plugins_of(config.model_copy(update={"baselines": ()}).objects)
+    used = plugins_of(config.objects)
     files = {
         key: PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
         for key, plugin in used.items()

@@ -5,7 +5,6 @@ from statistics import fmean
 from typing import Any
 
 from coterie.config.run import RunConfig
-from coterie.data.examples import Examples
 from coterie.evaluation.commonest import commonest
 from coterie.federation.participants import Participant, text_digest
 
@@ -23,9 +22,7 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
     found: dict[str, dict[str, Any]] = {}
     train = client.data.train
     for name, test in client.tests.items():
-        if not (isinstance(train, Examples) and isinstance(test, Examples)):
-            continue
-        shares = commonest(train, test)
+        shares = commonest(train.questions, test.questions)
         if any(share is not None for share in shares):
             of = text_digest(test, config.data.window)
             # A constant answer is written exactly as it is chosen.

@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.data.windows import tokens_per_sample
 from coterie.engines.clients import Clients
 from coterie.engines.runtime import AT_THE_END, result
 from coterie.engines.server_part import ServerPart
@@ -157,7 +156,7 @@ class Rounds(ServerPart, Generic[C]):
 def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
     """Return how many tokens a training step reads."""
     window = config.data.window
-    sample = fmean(tokens_per_sample(p.data.train, window) for p in participants)
+    sample = fmean(p.data.train.sample_tokens(window) for p in participants)
     texts = sum(len(p.tests) for p in participants) if config.pooled else 1
     return int(config.training.batch * sample * texts)
 
@@ -188,10 +187,10 @@ def note(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
     unit = " %" if metric.share else ""
 
     def mean(scores: Mapping[str, Any]) -> str:
-        total = sum(score[metric.key] for score in scores.values())
+        total = sum(score[metric.name] for score in scores.values())
         return f"{metric.cell(total / len(scores))}{unit}"
 
     after = "" if last == round else f" after round {last + 1}"
     if (headline := mean(found | best)) != mean(found):
         after = f" (last round {mean(found)})"
-    return f"{config.evaluation.split} {metric.name} {headline}{after}  "
+    return f"{config.evaluation.split} {metric.title} {headline}{after}  "

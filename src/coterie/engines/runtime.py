@@ -265,7 +265,9 @@ def scored(
     """What a model scores on each held-out text of a participant."""
     window, evaluation = config.data.window, config.evaluation
     return {
-        text: evaluate(base, model, tokens, window, evaluation.batch, evaluation.generate)
+        text: evaluate(
+            base, model, tokens, window, evaluation.batch, evaluation.generate, evaluation.metric
+        )
         for text, tokens in participant.tests.items()
     }
 

@@ -1,8 +1,4 @@
-"""How likely answers are, and which of several is likeliest; how near written ones come."""
-
-from collections.abc import Sequence
-from dataclasses import replace
-from unicodedata import normalize
+"""How likely answers are."""
 
 import torch
 from torch import Tensor
@@ -10,32 +6,9 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.chat import parts_of
-from coterie.data.examples import Examples, Sample, joined, samples_of
-from coterie.data.items import Instruction
-from coterie.data.kinds.preferences import Pairs
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
-from coterie.errors import CoterieError
+from coterie.data.examples import Examples
+from coterie.data.measured import finite
 from coterie.losses.tokens import token_losses
-
-EQUAL = 1e-6
-"""Relative difference of two losses per token up to which they are equal: 8 times the machine
-epsilon of float32, in which they are computed."""
-WORST = 700.0
-"""Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
-
-
-def finite(nats: Tensor, tokens: Tensor) -> Tensor:
-    """Return losses in which those that are not finite, after divergence, are `WORST` per token.
-
-    Results are JSON, which has neither NaN nor infinity.
-
-    Args:
-        nats: The loss of each text or answer, (n,).
-        tokens: How many tokens each has, (n,).
-    """
-    return torch.where(nats.isfinite(), nats, WORST * tokens)
 
 
 @torch.no_grad()
@@ -51,100 +24,3 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
             losses = token_losses(model, *samples.batch(chosen).to(base.device))
             nats[chosen] = losses.sum(1, dtype=torch.float64).cpu()
     return finite(nats, samples.lengths)
-
-
-def pair_logprobs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Tensor:
-    """The log-likelihood of each pair's chosen and rejected answer, ends included: (n, 2) float64.
-
-    In nats. `batch` pairs of similar lengths at once.
-    """
-    return -answer_losses(base, model, pairs.both, 2 * batch).view(-1, 2)
-
-
-def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """The samples, and after them each again with every other of its choices as the answer.
-
-    Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
-    tokens, which leaves something of any choice.
-    """
-    owners: list[int] = []
-    texts: list[Sequence[str]] = []
-    for number, item in enumerate(samples.items):
-        others = [choice for choice in dict.fromkeys(item.choices) if choice != item.answer]
-        owners += [number] * len(others)
-        if isinstance(item, Instruction):
-            texts += [replace(item, answer=choice).parts for choice in others]
-        elif others:
-            assert samples.template is not None, "as all conversations"
-            *before, _ = parts_of(item, samples.template)
-            lead, end = samples.template.around
-            texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
-    if not texts:
-        return samples, torch.zeros(0, dtype=torch.int64)
-    encoder, eos = bare_encoder(base.tokenizer)
-    rows: list[Sample] = []
-    items = [samples.items[owner] for owner in owners]
-    for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
-        *prompt, answer = (part.ids for part in parts)
-        before = [id for ids in prompt for id in ids]
-        if isinstance(item, Instruction):
-            before, answer = [base.context_token, *before], [*answer, eos]
-        before = before or [base.context_token]
-        answer = answer[: window + 1 - len(before)]
-        rows.append(Sample([(before, False), (answer, True)], item))
-    return joined([samples, samples_of(rows)]), torch.tensor(owners)
-
-
-def won(nats: Tensor, rows: Examples, owners: Tensor) -> list[float | None]:
-    """Return, for each sample, 1 if its own answer is likelier per token than its other choices.
-
-    Otherwise 0, or 1/k where its answer is among k equally likely choices, as the expected score of
-    a draw among the k. Equal means equal within the rounding of float32. Where no choice has a
-    finite loss, the score is 0.
-
-    Args:
-        nats: `answer_losses` of the rows that `with_choices` returned, (rows,).
-        rows: those rows: the samples, then each again with every other choice.
-        owners: the sample of each further row, (rows - samples,).
-
-    Returns:
-        For each sample, its score, or None if it has no choices.
-    """
-    count = len(rows) - len(owners)
-    means = nats / rows.lengths
-    best = means[:count].scatter_reduce(0, owners, means[count:], "amin")
-    of = torch.cat([best, best[owners]])
-    likeliest = ((means <= of + EQUAL * of.abs()) & (of < WORST)).double()
-    ties = likeliest[:count].scatter_add(0, owners, likeliest[count:])
-    shares = (likeliest[:count] / ties.clamp(min=1)).tolist()
-    return [
-        share if item.choices else None for share, item in zip(shares, rows.items, strict=False)
-    ]
-
-
-def exact(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """Return 1 for each written answer that is the right one, else 0.
-
-    Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
-    """
-    plain = ([normalize("NFC", text).strip() for text in texts] for texts in (answers, written))
-    return [float(right == text) for right, text in zip(*plain, strict=True)]
-
-
-def rouge_l(answers: Sequence[str], written: Sequence[str]) -> list[float]:
-    """Return each written answer's F1 of Rouge-L: the longest common subsequence of words.
-
-    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), without stemming and with
-    words in any script (`UnicodeTokenizer`).
-    """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-
-        from coterie.evaluation.words import UnicodeTokenizer
-    except ModuleNotFoundError as error:
-        raise CoterieError(
-            f"Rouge-L needs {error.name}; install it with pip install rouge-score."
-        ) from None
-    scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
-    pairs = zip(answers, written, strict=True)
-    return [scorer.score(right, text)["rougeL"].fmeasure for right, text in pairs]

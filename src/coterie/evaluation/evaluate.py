@@ -12,25 +12,14 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.batch import Batch
 from coterie.data.examples import Examples
-from coterie.data.kinds.preferences import AnyBatch, PairBatch, Pairs
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
-from coterie.data.windows import evaluation_windows
-from coterie.evaluation.answers import (
-    WORST,
-    answer_losses,
-    exact,
-    finite,
-    pair_logprobs,
-    rouge_l,
-    with_choices,
-    won,
-)
+from coterie.data.measured import WORST, Measured
+from coterie.data.split import AnyBatch, Split
+from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
-from coterie.losses.preferences import dpo_loss, preference_losses, rewards
-from coterie.losses.tokens import logits_in_pieces, token_losses
+from coterie.evaluation.metrics import METRICS, metric_named
+from coterie.evaluation.perplexity import PERPLEXITY
+from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
 
 
 @dataclass(frozen=True)
@@ -47,15 +36,9 @@ class Score:
     bytes: int
     """UTF-8 bytes of the whole text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """What else was measured, from 0 to 1 by item; None where an item has no such figure.
-
-    accuracy: whether a sample's answer is likelier, per token, than its other choices. exact_match:
-    whether the model writes it, taking the likeliest token each time. rouge_l: how near what it
-    writes comes to the answer (F1 of Rouge-L). reward_accuracy: whether a pair's chosen answer has
-    the higher reward; half where rewards differ by rounding at most, as under the reference.
-    """
+    """The scores of items by metric; None where an item has no score."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What else there is for reports: how many items, and means over them."""
+    """The other entries of reports: how many items, and means over them."""
 
     @property
     def nats(self) -> float:
@@ -99,6 +82,34 @@ class Score:
         return figures | {name: list(values) for name, values in self.shares.items()}
 
 
+@dataclass(frozen=True)
+class ModelScorer:
+    """A model (a base, with whatever is attached) that is scored on a held-out text."""
+
+    base: Base
+    model: PreTrainedModel
+    window: int
+    batch: int
+    generate: int | None = None
+    """Tokens of an answer that is generated at most; None: none is generated."""
+
+    def losses(self, rows: Examples, batch: int) -> Tensor:
+        """Return the loss of each row's answers: (rows,) float64, in nats."""
+        return answer_losses(self.base, self.model, rows, batch)
+
+    @torch.no_grad()
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Return the loss of each token: (batch, time) float32, in nats."""
+        with autocast(self.base.precision, self.base.device.type):
+            return token_losses(self.model, *batch.to(self.base.device)).cpu()
+
+    def texts(self, rows: Examples) -> Sequence[str]:
+        """Return the answer that the model generates to each row, if any are asked for."""
+        if self.generate is None:
+            return ()
+        return generate_answers(self.base, self.model, rows, self.generate, self.batch)
+
+
 def evaluate(
     base: Base,
     model: PreTrainedModel,
@@ -106,81 +117,47 @@ def evaluate(
     window: int,
     batch: int = 16,
     generate: int | None = None,
+    metric: str | None = None,
 ) -> Score:
     """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
 
-    The cross-entropy is in fp32; `batch` windows, samples or pairs are scored at once.
-    `generate`: of prompts, write answers of at most so many tokens, too.
+    The cross-entropy is in fp32.
+
+    Args:
+        base: The base of the model.
+        model: The model.
+        tokens: A held-out text.
+        window: Tokens that a window or a sample predicts at most.
+        batch: Windows, samples or pairs that are scored at once.
+        generate: Tokens of an answer that is generated to a prompt; None: none is generated.
+        metric: A metric to compute besides the package's own.
     """
-    if isinstance(tokens, Examples):
-        return _answers(base, model, tokens, window, batch, generate)
-    if isinstance(tokens, Pairs):
-        return _pairs(base, model, tokens, batch)
-    return _text(base, model, tokens, window, batch)
-
-
-@torch.no_grad()
-def _text(base: Base, model: PreTrainedModel, tokens: Tokens, window: int, batch: int) -> Score:
-    """Windows do not overlap; the first token of the text is predicted from the base's context
-    token, the first of every other window from the token before it."""
-    nats, counts = [], []
-    with autocast(base.precision, base.device.type):
-        for ids, mask in evaluation_windows(tokens, window, base.context_token, batch):
-            losses = token_losses(model, ids.to(base.device)).cpu()
-            nats.append((losses * mask).sum(1, dtype=torch.float64))
-            counts.append(mask.sum(1))
-    lengths = torch.cat(counts)
-    return Score(finite(torch.cat(nats), lengths), lengths, tokens.bytes)
-
-
-def _answers(
-    base: Base,
-    model: PreTrainedModel,
-    samples: Examples,
-    window: int,
-    batch: int,
-    generate: int | None,
-) -> Score:
-    rows, owners = with_choices(base, samples, window)
-    nats = answer_losses(base, model, rows, batch)
-    shares: dict[str, Sequence[float | None]] = {}
-    if any(item.choices for item in samples.items):
-        shares["accuracy"] = won(nats, rows, owners)
-    if generate is not None:
-        answers = [item.answer for item in samples.items]
-        texts = generate_answers(base, model, samples, generate, batch)
-        shares |= {"exact_match": exact(answers, texts), "rouge_l": rouge_l(answers, texts)}
-    # What was not measured of any sample is left out.
+    measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
+    shares = _shares(measured, metric)
     means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
-    figures = {"samples": len(samples), **means}
-    return Score(nats[: len(samples)], samples.lengths, samples.bytes, shares, figures)
+    return Score(measured.nats, measured.tokens, tokens.bytes, shares, {**counts, **means})
 
 
-def _pairs(base: Base, model: PreTrainedModel, pairs: Pairs, batch: int) -> Score:
-    assert pairs.reference is not None, "engines compute it before anything is scored"
-    logprobs, chosen = pair_logprobs(base, model, pairs, batch), pairs.chosen
-    found = rewards(logprobs, pairs.reference)
-    losses = preference_losses(found.values, pairs.reference.label_smoothing)
-    figures = {
-        "pairs": len(losses),
-        "dpo_loss": losses.mean().item(),
-        "reward_margin": found.margins.mean().item(),
-        "reward_accuracy": found.preferred.mean().item(),
-    }
-    shares = {"reward_accuracy": found.preferred.tolist()}
-    return Score(-logprobs[:, 0], chosen.lengths, chosen.bytes, shares, figures)
+def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float | None]]:
+    """Return the scores of items by metric, of those that what was measured allows."""
+    names: list[str] = [*METRICS.builtin, *([] if asked in (None, *METRICS.builtin) else [asked])]
+    metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]  # always scored
+    found = {m.name: m.score(measured) for m in metrics if measured.offers(m.needs)}
+    return {name: scores for name, scores in found.items() if set(scores) != {None}}
 
 
 @torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
-    """Nats per counted token of a model (the base, with whatever is attached), or DPO's loss of
-    pairs; so many samples at once."""
+    """Return the mean of a model's loss over the terms of a batch, such as nats per token.
+
+    Args:
+        base: The base of the model.
+        model: The model.
+        batch: Samples of any kind.
+        at_once: Samples that are read at once.
+    """
     with autocast(base.precision, base.device.type):
-        if isinstance(batch, PairBatch):
-            parts = [(p.terms, dpo_loss(model, p.to(base.device))[0]) for p in batch.split(at_once)]
-            return sum(terms * loss.item() for terms, loss in parts) / batch.terms
-        losses = [token_losses(model, *part.to(base.device)).cpu() for part in batch.split(at_once)]
-    return torch.cat(losses).sum(dtype=torch.float64).item() / batch.terms
+        return batch.mean_loss(model, base.device, at_once)
 
 
 @torch.no_grad()

@@ -12,11 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from coterie.bases import Base, Tokenizer
 from coterie.bases.precision import autocast
-from coterie.data.chat import parts_of
 from coterie.data.examples import Examples
-from coterie.data.items import Instruction, parted
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.items import parted
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,11 @@ def generate_answers(
 
     After a conversation, that is up to the marker that ends an answer, and without thinking.
     """
-    prompts = _prompts(base, examples)
+    prompts = examples.prompts(base)
     if examples.template is None:
         return continuations(base, model, prompts, new_tokens, batch)
     texts = continuations(base, model, prompts, new_tokens, batch, examples.markers)
     return [parted(text)[1].strip() for text in texts]
-
-
-def _prompts(base: Base, examples: Examples) -> list[Tensor]:
-    """Return what comes before each sample's last answer.
-
-    It is what the sample has there, except where a token of the sample holds the end of the prompt
-    and the start of the answer.
-    """
-    encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
-    prompts: list[Tensor] = []
-    for item in examples.items:
-        ids = encoder.opening(parts_of(item, examples.template))
-        ids = [first, *ids] if isinstance(item, Instruction) else ids or [first]
-        prompts.append(torch.tensor(ids))
-    return prompts
 
 
 @torch.no_grad()

@@ -15,12 +15,11 @@ from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
-from coterie.data.examples import Examples
-from coterie.data.kinds.preferences import Pairs
 from coterie.data.kinds.text import Tokens
 from coterie.data.quality import without_held_out
+from coterie.data.split import Split
 from coterie.data.texts import Texts, client_texts, whole_text
-from coterie.data.tokens import ClientData, Split, encoded, pooled, tokenise
+from coterie.data.tokens import ClientData, encoded, pooled, tokenise
 from coterie.errors import CoterieError
 from coterie.federation.reading import PUBLIC, Reading
 from coterie.methods.contract import SERVER, Log, RunFacts, ServerContext
@@ -56,16 +55,13 @@ class Participant:
     def described(self) -> dict[str, Any]:
         """What the run folder records of this client: the digest, and counts."""
         splits: dict[str, Split] = vars(self.data)
-        samples = {split: e for split, e in splits.items() if not isinstance(e, Tokens)}
+        counts = {split: tokens.counts() for split, tokens in splits.items()}
         described: dict[str, Any] = {
             "data": self.digest(),
             "tokens": {split: len(tokens.ids) for split, tokens in splits.items()},
         }
-        if samples:
-            described["samples"] = {split: len(e) for split, e in samples.items()}
-            described["too_long"] = {split: e.too_long for split, e in samples.items()}
-        if cut := {s: e.cut for s, e in samples.items() if isinstance(e, Examples) and e.template}:
-            described["cut"] = cut
+        for key in dict.fromkeys(key for own in counts.values() for key in own):
+            described[key] = {split: own[key] for split, own in counts.items() if key in own}
         if self.labels is not None:
             described["labels"] = dict(self.labels)
         return described
@@ -75,14 +71,8 @@ def digest_of(splits: Iterable[Split]) -> str:
     """A hash of all tokens, and of what makes samples of them."""
     digest = blake2b(digest_size=8)
     for tokens in splits:
-        digest.update(tokens.ids.numpy().tobytes())
-        tokens = tokens.both if isinstance(tokens, Pairs) else tokens
-        if isinstance(tokens, Examples):
-            digest.update(tokens.starts.numpy().tobytes())
-            digest.update(tokens.answers.numpy().tobytes())
-            if tokens.template is not None:  # elsewhere, what counts follows from the others
-                digest.update(tokens.counted.numpy().tobytes())
-            digest.update(repr([item.choices for item in tokens.items]).encode())
+        for part in tokens.digested():
+            digest.update(part)
     return digest.hexdigest()
 
 

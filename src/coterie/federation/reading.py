@@ -11,9 +11,10 @@ from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, count_control, has_conversations
 from coterie.data.quality import Progress, Quality, SpecialTokens, quality, unknown_tokens
+from coterie.data.split import Split
 from coterie.data.survey import survey
 from coterie.data.texts import SPLITS, Texts
-from coterie.data.tokens import ClientData, Split
+from coterie.data.tokens import ClientData
 from coterie.training.context import ClientId
 
 PUBLIC = "The public text"

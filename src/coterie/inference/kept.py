@@ -16,13 +16,9 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.data.batch import Batch
-from coterie.data.kinds.preferences import Pairs
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
-from coterie.data.windows import even, even_windows
 from coterie.evaluation.evaluate import evaluate, mean_loss
 from coterie.federation.participants import Participant
+from coterie.losses.tokens import Batch
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
@@ -62,13 +58,9 @@ class Keeper:
         self.base, self.side, self.at_once = base, side, config.evaluation.batch
         validation, most = participant.data.validation, config.evaluation.validation_samples
         self.window = config.data.window
-        self.samples: Split | Batch
-        if not isinstance(validation, Tokens):
-            self.samples = validation.only(even(len(validation), most).tolist())
-        else:
-            self.samples = even_windows(validation, most, self.window, base.context_token)
+        self.samples = validation.few(most, self.window, base.context_token)
         dpo = config.training.dpo or DPOSpec()
-        self.is_reference = isinstance(validation, Pairs) and dpo.reference == "base"
+        self.is_reference = config.data.preferences is not None and dpo.reference == "base"
         """Whether the base as it came is what pairs' rewards are measured from."""
         self.best: Best | None = None
         """None before the client's first round."""

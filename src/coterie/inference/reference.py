@@ -13,12 +13,14 @@ from coterie.bases import Base
 from coterie.bases.devices import available
 from coterie.bases.precision import Precision
 from coterie.config.run import RunConfig
-from coterie.data.kinds.preferences import Pairs, Reference
-from coterie.data.tokens import ClientData, Split
+from coterie.data.kinds.preferences import Pairs
+from coterie.data.split import Split
+from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
-from coterie.evaluation.answers import pair_logprobs
+from coterie.evaluation.answers import answer_losses
 from coterie.federation.participants import Participant
 from coterie.inference.finished import model_of, recorded
+from coterie.losses.preferences import Reference
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 from coterie.training.spec import DPOSpec
@@ -35,19 +37,22 @@ def with_reference(config: RunConfig, base: Base, one: Participant) -> Participa
     Raises CoterieError if the reference is no run of this client's on the same base.
     """
     train = one.data.train
-    if not isinstance(train, Pairs) or train.reference is not None:
+    if not train.needs_reference:
         return one
     dpo = config.training.dpo or DPOSpec()
     model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, one.name)
     found: dict[int, Split] = {}  # a test may be a split
 
+    def reference(pairs: Pairs) -> Reference:
+        batch = 2 * config.evaluation.batch
+        logprobs = -answer_losses(base, model, pairs.both, batch).view(-1, 2)
+        lengths = pairs.both.lengths.view(-1, 2)
+        return reference_of(logprobs, lengths, base.precision, dpo)
+
     def known(split: Split) -> Split:
-        if isinstance(split, Pairs) and id(split) not in found:
-            logprobs = pair_logprobs(base, model, split, config.evaluation.batch)
-            lengths = split.both.lengths.view(-1, 2)
-            reference = reference_of(logprobs, lengths, base.precision, dpo)
-            found[id(split)] = replace(split, reference=reference)
-        return found.get(id(split), split)
+        if id(split) not in found:
+            found[id(split)] = split.referenced(reference)
+        return found[id(split)]
 
     data = ClientData(**{name: known(split) for name, split in vars(one.data).items()})
     return replace(one, data=data, tests={name: known(text) for name, text in one.tests.items()})

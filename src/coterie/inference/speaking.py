@@ -12,8 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from coterie.bases import Base, Tokenizer
 from coterie.data.chat import ChatTemplate
 from coterie.data.items import Turn
-from coterie.data.parts import PartEncoder
-from coterie.data.tokens import bare_encoder
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling, before_any, context_length, ends_of, generated
 from coterie.seeding import generator

@@ -1,20 +1,33 @@
-"""Direct preference optimisation (DPO, arXiv 2305.18290): a loss on pairs of answers.
-
-It needs no model of rewards: a policy's reward for an answer is beta times how much likelier the
-answer is than under a reference.
-"""
+"""The loss of direct preference optimisation (DPO, arXiv 2305.18290) on rewards of answers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
-from coterie.data.kinds.preferences import AnyBatch, PairBatch, Reference
-from coterie.losses.tokens import language_model_loss, sample_losses
+
+@dataclass(frozen=True)
+class Reference:
+    """What answers are compared with."""
+
+    logprobs: Tensor
+    """The reference's log-likelihood of each pair's chosen and rejected answer, ends included:
+    (n, 2) float64, in nats."""
+    beta: float
+    """Reward per nat that an answer is likelier than under the reference."""
+    label_smoothing: float
+    """The probability that a pair is the wrong way round."""
+    rounding: Tensor
+    """The largest difference between a pair's two rewards that may be due to rounding:
+    (n,) float64."""
+
+    def only(self, rows: Tensor | slice) -> Self:
+        """Return the reference of some pairs."""
+        return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
 class Rewards(NamedTuple):
@@ -39,15 +52,18 @@ class Rewards(NamedTuple):
         margins = self.margins
         return (1 + margins.sign() * (margins.abs() > self.rounding.to(margins.device))) / 2
 
-
-def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
-    """Return the mean over pairs of eq. 7, a scalar with a gradient, and the rewards without.
-
-    An answer's log-likelihood is the sum over its tokens, what ends it included.
-    """
-    found = rewards(-sample_losses(model, batch.both).view(-1, 2), batch.reference)
-    loss = preference_losses(found.values, batch.reference.label_smoothing).mean()
-    return loss, found._replace(values=found.values.detach())
+    @staticmethod
+    def figures(parts: "Sequence[Rewards]") -> dict[str, float]:
+        """Return the means of a step's rewards over its pairs; `parts`: those of its pieces."""
+        values = torch.cat([part.values.cpu().double() for part in parts])
+        whole = Rewards(values, torch.cat([part.rounding for part in parts]))
+        chosen, rejected = values.unbind(1)
+        return {
+            "chosen": fmean(chosen.tolist()),
+            "rejected": fmean(rejected.tolist()),
+            "margin": fmean(whole.margins.tolist()),
+            "accuracy": fmean(whole.preferred.tolist()),
+        }
 
 
 def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
@@ -65,26 +81,3 @@ def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
     """
     h, eps = rewards[:, 0] - rewards[:, 1], label_smoothing
     return -(1 - eps) * F.logsigmoid(h) - eps * F.logsigmoid(-h)
-
-
-def figures(parts: Sequence[Rewards]) -> dict[str, float]:
-    """Return the means of a step's rewards over its pairs; `parts`: those of its pieces."""
-    values = torch.cat([part.values.cpu().double() for part in parts])
-    whole = Rewards(values, torch.cat([part.rounding for part in parts]))
-    chosen, rejected = values.unbind(1)
-    return {
-        "chosen": fmean(chosen.tolist()),
-        "rejected": fmean(rejected.tolist()),
-        "margin": fmean(whole.margins.tolist()),
-        "accuracy": fmean(whole.preferred.tolist()),
-    }
-
-
-def batch_loss(model: PreTrainedModel, batch: AnyBatch) -> tuple[Tensor, Rewards | None]:
-    """Return the loss of a batch, a scalar with a gradient; and the rewards of pairs.
-
-    The loss of text and of samples is in nats per token, the loss of pairs is DPO's.
-    """
-    if isinstance(batch, PairBatch):
-        return dpo_loss(model, batch)
-    return language_model_loss(model, *batch), None

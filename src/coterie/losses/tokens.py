@@ -7,9 +7,9 @@ dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabular
 need 200 MB for each copy of the float32 logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coterie.adapters.padding import real_tokens
+from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
-from coterie.data.batch import Batch
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """Largest number of logits made at a time; 24 million are 96 MB in float32."""
@@ -28,6 +27,87 @@ LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 PIECE_PRICE = {"cpu": 50, "cuda": 1000}
 """Padding tokens that are rather read than one more piece of a batch, whose every operation has a
 cost of its own."""
+
+
+class Batch(NamedTuple):
+    """What a loss is taken of; tokens 0 .. time-1 are read, 1 .. time predicted."""
+
+    ids: Tensor
+    """(batch, time + 1) int64"""
+    counted: Tensor | None = None
+    """Which of ids[:, 1:] the loss counts, (batch, time) bool; None: all."""
+    real: Tensor | None = None
+    """Which of ids[:, :-1] are no padding, (batch, time) bool; None: all."""
+
+    @property
+    def terms(self) -> int:
+        """Of how many terms the loss is the mean: tokens."""
+        return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        return self._make(None if part is None else part.to(device) for part in self)
+
+    def by_length(self) -> Self:
+        """The same samples, the shortest first; as they are where nothing is padding."""
+        return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
+
+    def alike(self, price: int) -> Iterator[tuple[Tensor, Self]]:
+        """The same in pieces of similar lengths, each cut to its longest sample: the samples'
+        numbers, and the piece.
+
+        What all pieces read, padding included, and `price` tokens for each are least together. A
+        batch without masks is one piece.
+        """
+        everything = torch.arange(len(self.ids), device=self.ids.device)
+        if self.counted is None or self.real is None:
+            yield everything, self
+            return
+        lengths, order = self.real.sum(1).sort(stable=True)
+        longest = lengths.tolist()
+        ends = _ends(longest, price)
+        if len(ends) == 1:
+            order = everything
+        for start, end in zip([0, *ends], ends, strict=False):
+            rows, time = order[start:end], longest[end - 1]
+            counted, real = self.counted[rows, :time], self.real[rows, :time]
+            yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
+
+    def only(self, rows: Tensor | slice) -> Self:
+        """Some of the samples, by their numbers."""
+        return self._make(None if part is None else part[rows] for part in self)
+
+    def split(self, size: int) -> Iterator[Self]:
+        """The same in batches of at most `size`."""
+        for start in range(0, len(self.ids), size):
+            yield self.only(slice(start, start + size))
+
+    def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
+        """Return the mean cross-entropy in nats per token, a scalar with a gradient."""
+        return language_model_loss(model, *self), None
+
+    def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
+        """Return the loss, without a gradient, of samples read `at_once`."""
+        losses = [token_losses(model, *part.to(device)).cpu() for part in self.split(at_once)]
+        return torch.cat(losses).sum(dtype=torch.float64).item() / self.terms
+
+    @property
+    def read(self) -> "Batch":
+        """The samples whose tokens a model learns to write: all."""
+        return self
+
+
+def _ends(lengths: Sequence[int], price: int) -> list[int]:
+    """Where each piece ends of samples of ascending lengths, so that all pieces cost least."""
+    costs, starts = [0], [0]
+    for end, length in enumerate(lengths, start=1):
+        cost, start = min((costs[s] + (end - s) * length + price, s) for s in range(end))
+        costs.append(cost)
+        starts.append(start)
+    ends = [len(lengths)]
+    while starts[ends[0]]:
+        ends.insert(0, starts[ends[0]])
+    return ends
 
 
 def language_model_loss(

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from coterie.bases.precision import autocast
 from coterie.bases.sites import QUERY_VALUE
 from coterie.errors import CoterieError
-from coterie.losses.preferences import batch_loss
 from coterie.messages import Message, State
 from coterie.messages.names import FUSION
 from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, copied, copy
@@ -196,7 +195,7 @@ class FDLoraClient(AdapterClient[FDLora]):
             self.weights = [float(weight) for weight in weights]
             model = self.model()
             with autocast(context.base.precision, context.base.device.type):
-                loss = fmean(batch_loss(model, part)[0].item() for part in batches)
+                loss = fmean(part.loss(model)[0].item() for part in batches)
             return loss + SPARSITY * fmean(map(abs, self.weights))
 
         ng = _nevergrad()

@@ -22,7 +22,7 @@ from torch import nn
 
 from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance
-from coterie.data.kinds.preferences import AnyBatch, PairBatch
+from coterie.data.split import AnyBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss, top_logits
@@ -207,8 +207,7 @@ class PCLPredictions(PCL):
         count = self.public_batches * context.training.batch
         chance = generator(context.seed, "public", rounds)  # the same windows for all clients
         batch = sample_batch(context.public, count, context.window, chance)
-        assert not isinstance(batch, PairBatch), "preferences have no public set"
-        values, places = top_logits(context.base, batch, self.logits, context.training.batch)
+        values, places = top_logits(context.base, batch.read, self.logits, context.training.batch)
         return {"logits": {"values": values.half(), "places": places.int()}}
 
     def shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:

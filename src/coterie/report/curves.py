@@ -94,7 +94,7 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     means = means.iloc[:, evenly(len(means.columns), 10)]
 
     return Picture(
-        metric.key,
+        metric.name,
         f"{_title(experiment)} over rounds",
         f"Each model on its own {experiment.split} text after every evaluated round, at the "
         f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
@@ -134,7 +134,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
         return figure
 
     return Picture(
-        metric.key,
+        metric.name,
         f"{_title(experiment)} {end}",
         f"Each model on its own {experiment.split} text, at the point where the method "
         f"reports its results{scale_of(metric)}. {SPREAD} "
@@ -210,7 +210,7 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     for run in experiment.all:
         router = run.config["method"].get("router") or {}
         if run.result is not None and {"every", "steps"} <= router.keys():
-            score = metric.shown(mean_score([run.result], metric.key))
+            score = metric.shown(mean_score([run.result], metric.name))
             found.append((run.method, router["every"], router["steps"], score))
     runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
     methods = runs.groupby("method", sort=False)

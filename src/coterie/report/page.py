@@ -119,7 +119,7 @@ def _section(experiment: Experiment, found: Sequence[Picture | LeftOut]) -> Sect
         outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
         by_seed = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
         floor = [one for one in by_seed.values() if one["items"]["trained"]]
-        what = experiment.name, experiment.finished, experiment.split, experiment.metric.key
+        what = experiment.name, experiment.finished, experiment.split, experiment.metric.name
         tables.append(Comparison(*what, floor=floor).table())
     return Section(
         experiment.name,

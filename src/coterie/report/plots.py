@@ -18,12 +18,12 @@ SPREAD = "Bands and bars: one standard deviation over seeds."
 
 def scale_of(metric: Metric) -> str:
     """For a caption."""
-    return "" if metric.share else "; logarithmic scale"
+    return "; logarithmic scale" if metric.logarithmic else ""
 
 
 def scale(axes: Axes, way: str, metric: Metric) -> None:
-    """Make the x or y axis, which holds its data already, logarithmic, unless it is of a share."""
-    if not metric.share:
+    """Make the x or y axis, which holds its data already, logarithmic, if the metric asks."""
+    if metric.logarithmic:
         axes.set(**{f"{way}scale": "log"})
         plain_log(axes.xaxis if way == "x" else axes.yaxis)
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from coterie.data.batch import Batch
-from coterie.data.kinds.preferences import AnyBatch
-from coterie.data.kinds.text import Tokens
-from coterie.data.tokens import Split
+from coterie.data.split import AnyBatch
 from coterie.errors import CoterieError
+from coterie.losses.tokens import Batch
 from coterie.seeding import generator
 from coterie.training.context import ClientContext
 
@@ -25,7 +23,8 @@ def set_apart(
     train, size = context.data.train, context.window + 1
     if not len(train.ids):
         return context, Batch(torch.zeros(0, size, dtype=torch.int64))
-    whole = len(train.ids) // size if isinstance(train, Tokens) else len(train)
+    all_samples = train.samples(context.window, size)
+    whole = len(all_samples)
     count = min(whole if most is None else most, max(1, round(share * whole)))
     if count >= whole:
         raise CoterieError(
@@ -33,18 +32,6 @@ def set_apart(
             "and none is left to train on; give it more text."
         )
     order = torch.randperm(whole, generator=generator(context.seed, purpose, context.name))
-    rest, samples = _divided(train, size, order[:count], order[count:])
-    return replace(context, data=replace(context.data, train=rest)), samples
-
-
-def _divided(
-    train: Split, size: int, taken: torch.Tensor, left: torch.Tensor
-) -> tuple[Split, AnyBatch]:
-    """The rest of a split, in its order, and the samples taken, by their numbers."""
-    if not isinstance(train, Tokens):
-        return train.only(left.sort().values.tolist()), train.batch(taken)
-    inside = torch.zeros(len(train.ids), dtype=torch.bool)
-    inside.unfold(0, size, size)[taken] = True
-    rest = train.ids[~inside]
-    bytes = train.bytes * len(rest) // len(train.ids)  # about
-    return Tokens(rest, bytes), Batch(train.ids.unfold(0, size, size)[taken].long())
+    rest = train.without(order[:count], context.window)
+    data = replace(context.data, train=rest)
+    return replace(context, data=data), all_samples.batch(order[:count])

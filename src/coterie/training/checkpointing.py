@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie.adapters.dropout import repeating_masks
-from coterie.adapters.padding import keeping_nothing
 from coterie.bases.dropout import dropping_out
+from coterie.bases.padding import keeping_nothing
 from coterie.errors import CoterieError
 
 

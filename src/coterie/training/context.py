@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coterie.bases import Base
-from coterie.data.tokens import ClientData, Split
+from coterie.data.split import Split
+from coterie.data.tokens import ClientData
 from coterie.messages import Json
 from coterie.privacy.ledger import Ledger
 from coterie.training.spec import TrainingSpec

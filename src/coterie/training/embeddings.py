@@ -12,7 +12,7 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 from coterie.bases import Base
 from coterie.bases.precision import autocast
-from coterie.data.kinds.preferences import AnyBatch, PairBatch
+from coterie.data.split import AnyBatch
 from coterie.losses.tokens import hidden_states
 
 
@@ -54,9 +54,8 @@ def _sums(
     base: Base, adapter: AmoleAdapter, samples: AnyBatch, at_once: int
 ) -> tuple[dict[str, Tensor], Tensor]:
     """By layer, sums over each sample's tokens, and how many these are; see `Recording`."""
-    samples = samples.chosen if isinstance(samples, PairBatch) else samples
     model = adapter.attach(base.model)
     with adapter.recording() as seen, autocast(base.precision, base.device.type):
-        for part in samples.to(base.device).split(at_once):
+        for part in samples.read.to(base.device).split(at_once):
             hidden_states(model, part)
     return {path: tensor.cpu() for path, tensor in seen.sums.items()}, seen.counts.cpu()

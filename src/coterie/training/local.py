@@ -7,9 +7,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import Trainable
-from coterie.data.kinds.preferences import AnyBatch
+from coterie.data.split import AnyBatch, Measures
 from coterie.data.windows import epoch_batch, sample_batch
-from coterie.losses.preferences import Rewards, batch_loss, figures
 from coterie.messages import State
 from coterie.messages.names import LOSS, REWARDS
 from coterie.seeding import generator
@@ -55,10 +54,10 @@ class LocalTraining:
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
-        rewards: list[Rewards] = []
+        measured: list[Measures] = []
         pieces = [
             Piece(
-                partial(self._loss, model, part, (level.name, step, turn, number), rewards),
+                partial(self._loss, model, part, (level.name, step, turn, number), measured),
                 part.terms,
             )
             for number, part in enumerate(parts)
@@ -67,8 +66,8 @@ class LocalTraining:
             pieces, level.learning_rate(step), level.penalty, where=f"at step {step + 1}"
         )
         self.context.log(f"{LOSS}{level.name}", loss)
-        if rewards:
-            self.context.log(f"{REWARDS}{level.name}", figures(rewards))
+        if measured:
+            self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
         """What an update of a level learns from; it follows from the run's step count alone."""
@@ -84,12 +83,12 @@ class LocalTraining:
         return sample_batch(tokens, training.batch, context.window, chance)
 
     def _loss(
-        self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, rewards: list[Rewards]
+        self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """A piece's loss; the rewards of its pairs, if it has pairs, are added to `rewards`."""
+        """Return a piece's loss; add what it measured beside it, such as rewards."""
         with training_pass(self.context, *purpose):
-            loss, found = batch_loss(model, batch.to(self.context.base.device))
-        rewards += [] if found is None else [found]
+            loss, found = batch.to(self.context.base.device).loss(model)
+        measured += [] if found is None else [found]
         return loss
 
     def moments(self, parameter: Tensor) -> list[Tensor]:

@@ -182,11 +182,10 @@ class EvaluationSpec(Section):
     generate: Count | None = None
     """maximum tokens per generated answer (instructions and messages only); default: no answers
     are generated"""
-    metric: (
-        Literal["perplexity", "accuracy", "exact_match", "rouge_l", "reward_accuracy"] | None
-    ) = None
-    """metric in tables and plots; default: accuracy if answers are chosen from a list, else
-    rouge_l if they are generated, reward_accuracy of preferences, else perplexity"""
+    metric: str | None = None
+    """metric in tables and plots: perplexity, accuracy, exact_match, rouge_l, reward_accuracy, or
+    one from a plugin; default: accuracy if answers are chosen from a list, else rouge_l if they are
+    generated, reward_accuracy of preferences, else perplexity"""
 
     @model_validator(mode="after")
     def _settles(self) -> Self:

@@ -1,21 +1,30 @@
-"""Preferences: a prompt, the answer that was chosen, and one that was rejected."""
+"""Preferences: a prompt, the answer that was chosen, and one that was rejected.
 
-from collections.abc import Iterator, Sequence
+They are learnt by direct preference optimisation (DPO, arXiv 2305.18290), which needs no model of
+rewards: a policy's reward for an answer is beta times how much likelier the answer is than under a
+reference.
+"""
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from coterie.data.batch import Batch
 from coterie.data.chat import parts_of
-from coterie.data.examples import Encoding, Examples, Sample, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, Scorer, even, left_of, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Preference, Turn
 from coterie.data.kinds.conversations import turns_of
+from coterie.data.measured import Measured
 from coterie.data.parts import PartEncoder
 from coterie.data.spec import PreferenceSpec
 from coterie.errors import CoterieError
+from coterie.losses.preferences import Reference, Rewards, preference_losses, rewards
+from coterie.losses.tokens import Batch, sample_losses
 
 ANSWERS = ("chosen", "rejected")
 REMEDY = "Name the record's fields prompt, chosen and rejected: the run file cannot rename them."
@@ -107,26 +116,6 @@ def _text(record: Record, field: str) -> str:
     return record.text([field])
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What answers are compared with."""
-
-    logprobs: Tensor
-    """The reference's log-likelihood of each pair's chosen and rejected answer, ends included:
-    (n, 2) float64, in nats."""
-    beta: float
-    """Reward per nat that an answer is likelier than under the reference."""
-    label_smoothing: float
-    """The probability that a pair is the wrong way round."""
-    rounding: Tensor
-    """The largest difference between a pair's two rewards that may be due to rounding:
-    (n,) float64."""
-
-    def only(self, rows: Tensor | slice) -> Self:
-        """Return the reference of some pairs."""
-        return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
-
-
 class PairBatch(NamedTuple):
     """What a preference loss is taken of."""
 
@@ -143,6 +132,20 @@ class PairBatch(NamedTuple):
     def chosen(self) -> Batch:
         """The samples with the chosen answers."""
         return self.both.only(slice(None, None, 2))
+
+    def loss(self, model: PreTrainedModel) -> tuple[Tensor, Rewards]:
+        """Return DPO's loss, a scalar with a gradient, and the rewards; see `dpo_loss`."""
+        return dpo_loss(model, self)
+
+    def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
+        """Return the loss, without a gradient, of pairs read `at_once`."""
+        parts = [(p.terms, dpo_loss(model, p.to(device))[0]) for p in self.split(at_once)]
+        return sum(terms * loss.item() for terms, loss in parts) / self.terms
+
+    @property
+    def read(self) -> Batch:
+        """The samples whose tokens a model learns to write: those with the chosen answers."""
+        return self.chosen
 
     @property
     def terms(self) -> int:
@@ -169,7 +172,14 @@ class PairBatch(NamedTuple):
             yield self.only(torch.arange(start, min(start + size, self.terms)))
 
 
-AnyBatch = Batch | PairBatch
+def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
+    """Return the mean over pairs of eq. 7, a scalar with a gradient, and the rewards without.
+
+    An answer's log-likelihood is the sum over its tokens, what ends it included.
+    """
+    found = rewards(-sample_losses(model, batch.both).view(-1, 2), batch.reference)
+    loss = preference_losses(found.values, batch.reference.label_smoothing).mean()
+    return loss, found._replace(values=found.values.detach())
 
 
 def both_rows(pairs: Tensor) -> Tensor:
@@ -204,6 +214,73 @@ class Pairs:
     def chosen(self) -> Examples:
         """The samples with the chosen answers."""
         return self.both.only(range(0, len(self.both), 2))
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the chosen answers."""
+        return self.chosen.bytes
+
+    @property
+    def questions(self) -> tuple[Instruction | Conversation, ...]:
+        """No pair is a question with a right answer."""
+        return ()
+
+    @property
+    def beginnings(self) -> Examples:
+        """The samples that are read as texts: those with the chosen answers."""
+        return self.chosen
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference's log-likelihoods are still to be computed."""
+        return self.reference is None
+
+    def referenced(self, make: "Callable[[Pairs], Reference]") -> "Pairs":
+        """Return the pairs with their reference."""
+        return replace(self, reference=make(self)) if self.reference is None else self
+
+    def samples(self, window: int, step: int) -> "Pairs":
+        """Return what a batch is drawn from: whole pairs, whatever the window."""
+        return self
+
+    def without(self, taken: Tensor, window: int) -> "Pairs":
+        """Return the pairs but those with the numbers `taken`, in their order."""
+        return self.only(left_of(taken, len(self)))
+
+    def few(self, most: int, window: int, context: int) -> "Pairs":
+        """Return at most so many pairs, evenly spaced."""
+        return self.only(even(len(self), most).tolist())
+
+    def sample_tokens(self, window: int) -> float:
+        """Return the tokens that a pair has, on average."""
+        return len(self.ids) / len(self)
+
+    def counts(self) -> dict[str, int]:
+        """Return what a run folder records of the split, beside its tokens."""
+        return {"samples": len(self), "too_long": self.too_long}
+
+    def compared(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return what is compared with other splits: the pairs."""
+        return self.items
+
+    def digested(self) -> Iterator[builtins.bytes]:
+        """Yield what identifies the split: tokens, and what makes pairs of them."""
+        yield self.ids.numpy().tobytes()
+        yield from list(self.both.digested())[1:]
+
+    def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
+        """Return what a model does with the pairs, and figures for reports."""
+        assert self.reference is not None, "engines compute it before anything is scored"
+        logprobs = -scorer.losses(self.both, 2 * scorer.batch).view(-1, 2)
+        found = rewards(logprobs, self.reference)
+        losses = preference_losses(found.values, self.reference.label_smoothing)
+        counts = {
+            "pairs": len(losses),
+            "dpo_loss": losses.mean().item(),
+            "reward_margin": found.margins.mean().item(),
+        }
+        preferred = found.preferred.tolist()
+        return Measured(-logprobs[:, 0], self.chosen.lengths, preferred=preferred), counts
 
     def only(self, chosen: Sequence[int]) -> "Pairs":
         """These pairs, in this order."""

@@ -4,17 +4,23 @@ Documents are encoded one at a time, long ones in chunks, and no further than a 
 text costs no more than what is kept of it.
 """
 
+import builtins
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.examples import Encoding, joined
+from coterie.data.examples import Encoding, Scorer, even, joined
+from coterie.data.items import Instruction
+from coterie.data.measured import Measured, finite
+from coterie.data.spec import PIECE
 from coterie.errors import CoterieError
+from coterie.losses.tokens import Batch
 
 CHUNK = 100_000
 """Characters of a document that are encoded at once."""
@@ -32,6 +38,97 @@ class Tokens:
 
     ids: Tensor
     bytes: int
+
+    @property
+    def questions(self) -> tuple[Instruction, ...]:
+        """No part of a stream is a question."""
+        return ()
+
+    @property
+    def beginnings(self) -> None:
+        """A stream is read as a whole."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """A stream is compared with nothing."""
+        return False
+
+    def referenced(self, make: Callable[[Any], Any]) -> "Tokens":
+        """Return the stream, which needs no reference."""
+        return self
+
+    def samples(self, window: int, step: int) -> "Windows":
+        """Return windows of window + 1 tokens, one every `step` tokens."""
+        if len(self.ids) <= window:
+            return Windows(self.ids.new_zeros(0, window + 1))
+        return Windows(self.ids.unfold(0, window + 1, step))
+
+    def without(self, taken: Tensor, window: int) -> "Tokens":
+        """Return the stream without some of its pieces of window + 1 tokens."""
+        inside = torch.zeros(len(self.ids), dtype=torch.bool)
+        inside.unfold(0, window + 1, window + 1)[taken] = True
+        rest = self.ids[~inside]
+        return Tokens(rest, self.bytes * len(rest) // len(self.ids))  # bytes are about right
+
+    def few(self, most: int, window: int, context: int) -> Batch:
+        """Return at most so many windows, evenly spaced."""
+        return even_windows(self, most, window, context)
+
+    def sample_tokens(self, window: int) -> float:
+        """Return the tokens of a window."""
+        return window
+
+    def counts(self) -> dict[str, int]:
+        """Return nothing: a stream has no samples."""
+        return {}
+
+    def compared(self, items: Sequence[Any]) -> Sequence[str]:
+        """Return what is compared with other splits: pieces of the documents that were read."""
+        found: list[str] = []
+        left = self.bytes
+        for document in items:
+            raw = document.encode()
+            parts = list(pieces(raw[:left].decode(errors="ignore"), PIECE))
+            found += parts if len(raw) <= left else parts[:-1]
+            left -= len(raw)
+            if left <= 0:
+                break
+        return [text for text in found if text.strip()]
+
+    def digested(self) -> Iterator[builtins.bytes]:
+        """Yield the tokens."""
+        yield self.ids.numpy().tobytes()
+
+    def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
+        """Return what a model does with the windows of the stream.
+
+        Windows do not overlap; the first token of the text is predicted from the base's context
+        token, the first of every other window from the token before it.
+        """
+        nats, counts = [], []
+        context = scorer.base.context_token
+        for ids, mask in evaluation_windows(self, scorer.window, context, scorer.batch):
+            losses = scorer.token_losses(Batch(ids))
+            nats.append((losses * mask).sum(1, dtype=torch.float64))
+            counts.append(mask.sum(1))
+        lengths = torch.cat(counts)
+        return Measured(finite(torch.cat(nats), lengths), lengths), {}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a stream, which may overlap."""
+
+    ids: Tensor
+    """(windows, window + 1) int32, a view."""
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return len(self.ids)
+
+    def batch(self, chosen: Tensor) -> Batch:
+        """Return the windows with these numbers."""
+        return Batch(self.ids[chosen].long())
 
 
 def stream(documents: Sequence[str], how: Encoding, split: str) -> Tokens:
@@ -121,3 +218,30 @@ def _cut(text: str, low: int, high: int) -> int:
     if line or high >= len(text):
         return line or len(text)
     return text.rfind(" ", low - 1, high) + 1 or high
+
+
+def evaluation_windows(
+    tokens: Tokens, window: int, context: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of windows that predict every token of a split exactly once, in order.
+
+    Yields ids (b, window + 1) int64 with b <= batch, and mask (b, window) bool, which is True where
+    ids[:, 1:] is a token of the split rather than padding. The token id `context` (beginning or end
+    of text) comes before the first token, and is the padding after the last; every later window's
+    first input is the last token of the window before. The split must not be empty.
+    """
+    count = len(tokens.ids)
+    rows = -(-count // window)
+    stream = torch.full((rows * window + 1,), context, dtype=torch.int64)
+    stream[1 : count + 1] = tokens.ids
+    ids = stream.unfold(0, window + 1, window)  # (rows, window + 1), overlapping by one token
+    mask = (torch.arange(rows * window) < count).view(rows, window)
+    yield from zip(ids.split(batch), mask.split(batch), strict=True)
+
+
+def even_windows(tokens: Tokens, most: int, window: int, context: int) -> Batch:
+    """At most so many windows of a stream, as of `evaluation_windows`, evenly spaced from its first
+    to its last."""
+    [(ids, mask)] = evaluation_windows(tokens, window, context, len(tokens.ids))
+    chosen = even(len(ids), most)
+    return Batch(ids[chosen], mask[chosen])

@@ -18,7 +18,7 @@ from coterie.adapters import Trainable, of_roles
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.transfer import SoftTargets, mixed, translated
 from coterie.data.examples import Examples
-from coterie.data.tokens import Split
+from coterie.data.split import Split
 from coterie.errors import Diverged
 from coterie.losses.tokens import soft_target_loss
 from coterie.methods.fedmkt.settings import FedMKTSettings
