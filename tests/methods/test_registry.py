@@ -97,7 +97,7 @@ def test_a_class_may_be_registered_again_after_a_change() -> None:
         (named("fedavg"), "A method named 'fedavg' already exists"),
         (named("centralized"), "A method named 'centralized' already exists"),
         (named("My Method"), "needs a `name` of lower-case letters"),
-        (int, "is not a method; it must be a subclass"),
+        (int, "cannot be registered; it must be a subclass"),
         (type("Nameless", (coterie.Method,), {}), "The method Nameless needs a `name`"),
         (type("Silent", (coterie.Method,), {"name": "silent"}), "'silent' needs a `summary`"),
     ],
