@@ -173,7 +173,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
 
     memory: see `costs_in_words`.
     """
-    method, schema, training = config.method, config.method.schema(), config.training
+    method, schema, training = config.method, config.aggregating().schema, config.training
     settings = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in flat(method.described())
