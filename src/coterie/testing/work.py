@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.config.run import RunConfig
-from coterie.engines import runtime as part
+from coterie.engines import runtime, server_part
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.inference.kept import Keeper
@@ -69,7 +69,7 @@ def worked(
             for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
-        for owner, name in ((part, "scored"), (Keeper, "_scored")):
+        for owner, name in ((runtime, "scored"), (server_part, "scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, work.evaluation()(getattr(owner, name)))
         bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
         if who.server is not None and who.server.base is not None:
