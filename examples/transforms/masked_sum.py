@@ -6,7 +6,8 @@ keys honestly: the protocol of the paper repairs both, this toy does not.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from coterie.aggregation.transform import Context, Contribution, Memory, Reduction, mapped
 from coterie.errors import CoterieError
-from coterie.messages import Groups, Json, Schema
+from coterie.messages import Groups, Json, MessageError, Schema
 from coterie.seeding import generator
 
 ONE = 2.0**32
@@ -40,8 +41,10 @@ class MaskedSum(Reduction):
         context.memory.values["key"] = key.hex()
         return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw().hex()
 
-    def collect(self, phase: str, answers: Mapping[str, Json], memory: Memory) -> None:
-        memory.values["keys"] = dict(answers)
+    def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
+        if not (isinstance(answer, str) and re.fullmatch("[0-9a-f]{64}", answer)):
+            raise MessageError(f"{client} sent no public key.")
+        memory.values["keys"] = {**memory.values.get("keys", {}), client: answer}
 
     def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
         keys = memory.values.get("keys", {})
@@ -59,9 +62,11 @@ class MaskedSum(Reduction):
                 masked = mapped(masked, add)
         return masked
 
-    def reduce(self, contributions: Iterable[Contribution], memory: Memory) -> Groups:
+    def reduce(
+        self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
+    ) -> Groups:
         uploads = list(contributions)
-        if {u.client for u in uploads} != set(memory.values["keys"]):
+        if [upload.client for upload in uploads] != sorted(clients):
             raise CoterieError("masked_sum needs the upload of every client of the round.")
         return {
             group: {n: self._mean([u.groups[group][n] for u in uploads]) for n in tensors}

@@ -4,7 +4,7 @@ Up to half of the clients can send anything, and every number of the result stil
 numbers that other clients sent. Memory grows with the number of clients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ class Median(Reduction):
     least: ClassVar[int] = 3
 
     def reduce(
-        self, contributions: Iterable[Contribution], memory: Memory
+        self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
     ) -> dict[str, dict[str, Tensor]]:
         held: dict[str, dict[str, list[Tensor]]] = {}
         for contribution in contributions:

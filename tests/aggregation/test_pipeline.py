@@ -136,7 +136,10 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload() -> None:
     ends = Ends(example("masked_sum").MaskedSum())
     assert ends.pipeline.stages[0].transform.before == ("keys",)
     ends.down(0, Message(), "keys")
-    ends.server.collect({n: c.answer("keys", 0) for n, c in ends.clients.items()})
+    for name, client in ends.clients.items():
+        ends.server.collect(name, client.answer("keys", 0))
+    with pytest.raises(MessageError, match="c0 sent no public key"):
+        ends.server.collect("c0", Message(0, values={"masked_sum": "00"}))
     before, uploads = adapter(0), {n: adapter(i + 1) for i, n in enumerate(ends.clients)}
     ends.down(1, before)
     arrived = ends.up(1, uploads, before)

@@ -106,6 +106,24 @@ def test_lost_replies_are_told_once(run, tmp_path) -> None:
     assert_as_local(run, tmp_path, local)
 
 
+def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) -> None:
+    run = config(
+        rounds=3,
+        deployment={"quorum": 3, "deadline": 60},
+        aggregation={"transforms": ["int8"], "largest_change": None},
+    )
+    seen: list[Any] = []
+
+    def wipe(loop: Loop) -> None:
+        worker = Worker(site(run, "poet", tmp_path / "anew"), seen=lambda *what: seen.append(what))
+        loop.again("poet", worker)
+
+    with pytest.raises(Killed):
+        deploy(run, tmp_path, events={4: wipe, 8: kill})
+    [why, *_] = [what[1] for what in seen if what[0] == "fault"]
+    assert "The state of round 1 is missing, and the downloads of this run are diff" in why
+
+
 def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None:
     def traffic(*transforms: Any) -> dict[str, int]:
         run = config(rounds=2, aggregation={"transforms": list(transforms)})
@@ -159,8 +177,8 @@ def test_median_and_trimmed_mean_are_their_definitions() -> None:
 
     rows = torch.randn(7, 9)
     stream = [Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows)]
-    found = Median().reduce(stream, Memory())["g"]["x"]
+    found = Median().reduce(stream, (), Memory())["g"]["x"]
     torch.testing.assert_close(found, torch.tensor([sorted(c)[3] for c in rows.T.tolist()]))
-    found = TrimmedMean(trim=0.3).reduce(stream, Memory())["g"]["x"]
+    found = TrimmedMean(trim=0.3).reduce(stream, (), Memory())["g"]["x"]
     naive = [sum(sorted(column)[2:5]) / 3 for column in rows.T.tolist()]
     torch.testing.assert_close(found, torch.tensor(naive))

@@ -141,17 +141,21 @@ class ServerTransforms:
         coming.memories |= {k: m for k, m in memories.items() if k.endswith(".up")}
         return replace(upload, groups=groups)
 
-    def collect(self, answers: Mapping[str, Message]) -> None:
-        """Note what clients answered in a phase of a transform's own."""
+    def collect(self, client: str, message: Message) -> None:
+        """Note what a client answered in a phase of a transform's own.
+
+        Raises:
+            MessageError: if the answer is wrong.
+        """
         stage = self.pipeline.stage_of(self.phase)
-        found = {client: m.values.get(stage.transform.name) for client, m in answers.items()}
-        stage.call("collect", self.phase, found, self.memories[stage.key], error=MessageError)
+        answer, memory = message.values.get(stage.transform.name), self.memories[stage.key]
+        stage.call("collect", self.phase, client, answer, memory, error=MessageError)
 
     def reduce(self, contributions: Iterable[Contribution]) -> Groups:
         """Return what the run's reduction makes of uploads."""
         stage = self.pipeline.reduction
         assert stage is not None, "the run has one"
-        groups = stage.call("reduce", contributions, self.memories[stage.key])
+        groups = stage.call("reduce", contributions, self.clients, self.memories[stage.key])
         check_finite(stage, "reduce", groups)
         return groups
 

@@ -4,7 +4,7 @@ Yin et al., arXiv 1803.01498, definitions 1 and 2, for each number over the clie
 Unlike the mean, they need all uploads in memory at once, and ignore weights.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,9 @@ class Median(Reduction):
     summary: ClassVar[str] = "coordinate-wise median of uploads in place of their mean"
     least: ClassVar[int] = 3
 
-    def reduce(self, contributions: Iterable[Contribution], memory: Memory) -> Groups:
+    def reduce(
+        self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
+    ) -> Groups:
         """Return the median of each number."""
         return reduced(contributions, lambda uploads: uploads.quantile(0.5, dim=0))
 
@@ -47,7 +49,9 @@ class TrimmedMean(Reduction):
                 f"{len(run.clients)} clients; lower trim, or take more clients."
             )
 
-    def reduce(self, contributions: Iterable[Contribution], memory: Memory) -> Groups:
+    def reduce(
+        self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
+    ) -> Groups:
         """Return the trimmed mean of each number."""
         return reduced(contributions, self._trimmed)
 

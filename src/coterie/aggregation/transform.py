@@ -225,10 +225,11 @@ class Transform(BaseModel):
         """Return what a client tells the server in the upload of a phase of the transform's."""
         return None
 
-    def collect(self, phase: str, answers: Mapping[str, Json], memory: Memory) -> None:
-        """Note at the server what clients answered in a phase of the transform's.
+    def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
+        """Note at the server what a client answered in a phase of the transform's.
 
-        Raises MessageError if an answer is wrong.
+        Clients are collected in the order of names. A client whose answer raises MessageError does
+        not count in the exchange.
         """
 
     def measure(self, update: Groups) -> Any:
@@ -256,8 +257,16 @@ class Reduction(Transform):
     A run has at most one. Contributions come in the order of names.
     """
 
-    def reduce(self, contributions: Iterable[Contribution], memory: Memory) -> Groups:
-        """Return one tensor for each group and name that a contribution holds."""
+    def reduce(
+        self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
+    ) -> Groups:
+        """Return one tensor for each group and name that a contribution holds.
+
+        Args:
+            contributions: the uploads that count.
+            clients: everybody who was asked for an upload.
+            memory: what the server remembers.
+        """
         raise NotImplementedError
 
 

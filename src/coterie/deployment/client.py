@@ -300,6 +300,11 @@ class SiteRun:
                 self._restore()
                 newest = self._about()
         if newest.round < counted:
+            if self.part.aggregation.pipeline.down:
+                raise CoterieError(
+                    f"The state of round {counted + 1} is missing, and the downloads of this run "
+                    "are differences from it; ask the operator to expel this client."
+                )
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
         return newest
 

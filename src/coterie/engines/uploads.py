@@ -11,7 +11,7 @@ from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.engines.server_part import contribution, decoded
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
-from coterie.messages import Message
+from coterie.messages import Message, MessageError
 from coterie.messages.envelope import TOLD
 from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.methods.contract import ServerSide
@@ -147,10 +147,15 @@ class Uploads:
 
         In a phase of a transform's own, the transform collects the answers and there is no mean.
         """
-        if (transforms := self.aggregation.transforms).phase != TRAIN:
-            transforms.collect({name: self.message(name) for name in self.counted})
-            return Message(round)
-        return self.aggregation.mean(round, self._contributions())
+        transforms = self.aggregation.transforms
+        if transforms.phase == TRAIN:
+            return self.aggregation.mean(round, self._contributions())
+        for name in self.counted:
+            try:
+                transforms.collect(name, self.message(name))
+            except MessageError as error:
+                self._refuse(name, error)
+        return Message(round)
 
     def _contributions(self) -> Iterator[Contribution]:
         self.refused |= self.aggregation.left_out(self._measures)
