@@ -127,7 +127,7 @@ def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkey
         lambda self, best, *rest: (found.append(best), keep(self, best, *rest)),
     )
     evaluation = {"validation_samples": 3}
-    done = coterie.run(run(method="local", evaluation=evaluation, rounds=4), out=tmp_path / "run")
+    done = coterie.run(run(method="local", evaluation=evaluation, rounds=8), out=tmp_path / "run")
     assert [(b.loss, b.accuracy) for b in found if b.round == 0] == 3 * [(math.log(2), 0.5)]
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] == 1.0
     assert "reward accuracy" in str(done.table().title)
