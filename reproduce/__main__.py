@@ -75,7 +75,7 @@ def reproduce(
     Finished runs are saved and reused: to continue after an interruption, or to add rows, columns
     or seeds, run the command again.
 
-    Example (see docs/tables.md for table files):
+    Example (see docs/research/tables.md for table files):
 
         python -m reproduce recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """

@@ -21,19 +21,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
 
 
 def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
-    page = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
 
 
 def test_the_example_of_rounds_by_hand_runs(config) -> None:
-    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
     [code] = [code for code in page.split("```")[1::2] if "one_round" in code]
     found: dict[str, Any] = {"config": config(method="fedavg", rounds=2)}
     exec(code.replace('"anna"', '"poet"'), found)
@@ -42,7 +42,7 @@ def test_the_example_of_rounds_by_hand_runs(config) -> None:
 
 
 def test_the_page_on_metrics_shows_the_example_and_runs(monkeypatch, capsys) -> None:
-    page = (ROOT / "docs" / "develop-metrics-and-data.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "metrics-and-data.md").read_text(encoding="utf-8")
     example, use = (part.split("```")[0] for part in page.split("```python\n")[1:])
     file = ROOT / "examples" / "distinct2.py"
     assert example == file.read_text(encoding="utf-8")
@@ -94,7 +94,7 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     method, values, tmp_path, monkeypatch, capsys
 ) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
-    page = (ROOT / "docs" / "loaded-models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "trained-models.md").read_text(encoding="utf-8")
     first, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     texts = ["The sea is wide", "Call me"]
 

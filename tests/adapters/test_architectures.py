@@ -230,7 +230,7 @@ def test_an_mlp_is_known_by_its_layers() -> None:
 
 
 def test_the_page_shows_where_adapters_stand() -> None:
-    page = Path(__file__).parents[2] / "docs" / "architectures.md"
+    page = Path(__file__).parents[2] / "docs" / "use" / "architectures.md"
     assert table() in page.read_text(encoding="utf-8"), (
-        "docs/architectures.md is behind; run scripts/document_architectures.py"
+        "docs/use/architectures.md is behind; run scripts/document_architectures.py"
     )

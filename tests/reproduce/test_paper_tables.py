@@ -372,7 +372,7 @@ def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
 
 
 def test_the_pages_example_is_a_table(tmp_path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "tables.md"
+    page = Path(__file__).parents[2] / "docs" / "research" / "tables.md"
     (example,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "table.yaml"
     path.write_text(example)

@@ -103,7 +103,7 @@ def _meaning(description: str, field: FieldInfo) -> str:
 
 
 def run_file_keys() -> str:
-    """The keys of a run file as Markdown, for docs/run-file.md."""
+    """The keys of a run file as Markdown, for docs/use/run-file.md."""
     rows = [
         (f"`{key}`", f"`{default}`" if default else "", meaning)
         for key, default, meaning in keys(RunFile)

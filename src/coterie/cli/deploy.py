@@ -93,7 +93,7 @@ def server(
         deployment: {quorum: 3, deadline: 600}
 
     With it, a round needs three clients and waits at most ten minutes for the others.
-    docs/deploy.md is a step-by-step guide.
+    docs/deploy/deployment.md is a step-by-step guide.
     """
     from coterie.config.deployed import check_start, load_deployment
     from coterie.config.values import read_values

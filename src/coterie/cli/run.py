@@ -78,7 +78,7 @@ def run(
 
         coterie run mine.yaml --set training.batch=8 --set seed=1
 
-    docs/run-file.md lists all keys, `coterie methods` all methods.
+    docs/use/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
     from coterie.config.read import load_here
