@@ -16,7 +16,7 @@ from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states
 
 SIMULATION = "flower-simulation"
@@ -58,8 +58,8 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     run = config(method=METHODS["pcl"], evaluation={"every": 1}, rounds=2)
     reachable: set[str] = set()
 
-    class Listening(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Listening(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             for process in family():
                 for socket in process.net_connections("inet"):
                     if socket.status == psutil.CONN_LISTEN:
@@ -67,7 +67,7 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
 
     expected = coterie.run(run, out=tmp_path / "local")
     monkeypatch.setattr(LocalClients, "step", None)  # no other engine does the work
-    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, watch=Listening)
+    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, callbacks=[Listening()])
     assert_same(RunFolder(done.path), RunFolder(expected.path))
     assert not (done.path / "states").exists()
     # A table for people, and a model to write with, as after any run.
@@ -97,17 +97,17 @@ def test_clients_keep_their_best_models_and_stop_as_in_the_local_engine(config, 
 STOPPED = """
 import os, signal, sys
 import coterie
-from coterie.runs import Watch
+from coterie.runs import Callback
 
-class Stop(Watch):
-    def worked(self, round, client):
+class Stop(Callback):
+    def on_client_end(self, round, client):
         if (round, client) == (1, "diarist"):  # the others are at work
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             number = int(sys.argv[3])
             os.kill(os.getpid() if number == signal.SIGKILL else 0, number)
 
 try:
-    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", watch=Stop)
+    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", callbacks=[Stop()])
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -160,14 +160,14 @@ def session(process: psutil.Process) -> int:
 def test_an_actor_that_dies_ends_the_run_with_a_sentence(config, local, tmp_path) -> None:
     run = config(method=METHODS["comigs"], evaluation={"every": 1})
 
-    class Kill(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Kill(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             for process in family():
                 if "ray::ClientAppActor" in " ".join(process.cmdline()):
                     process.kill()
 
     with pytest.raises(CoterieError, match=r"Client '\w+' failed; .*simulation\.log"):
-        coterie.run(run, out=tmp_path, engine=SIMULATION, watch=Kill)
+        coterie.run(run, out=tmp_path, engine=SIMULATION, callbacks=[Kill()])
     assert "died" in (tmp_path / "simulation.log").read_text()
     coterie.resume(tmp_path, engine="local")
     assert_same(RunFolder(tmp_path), local)

@@ -1,6 +1,6 @@
 """What several runs on the same base and data have in common, loaded once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -27,7 +27,7 @@ from coterie.federation.reading import Reading
 from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import is_installed
-from coterie.runs import RunFolder, Watch, describe
+from coterie.runs import Callback, RunFolder, describe
 
 Engine = Literal["local", "flower-simulation"]
 """Where clients work: in this process, one at a time; or in several processes of this machine."""
@@ -44,7 +44,6 @@ class Session:
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool, str], Federation] = {}
-        self._told: set[tuple[str, tuple[str, ...]]] = set()
         self.warnings: list[str] = []
         """What a person should know of the clients' texts, as they were first divided."""
 
@@ -93,15 +92,12 @@ class Session:
             public = clients[0].public is not None
             check(config, tuple(client.name for client in clients), public)
 
-    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds[Any]:
+    def start(
+        self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()
+    ) -> Rounds[Any]:
         """A run with this session's data, ready for its rounds."""
         who = self.federation(config)
-        run = self.rounds(config, self.base, who.clients, folder, watch, who.server)
-        for lines in sorted(run.clients.covered()):
-            if (config.label, lines) not in self._told:
-                watch.trains(config.label, lines)
-                self._told.add((config.label, lines))
-        return run
+        return self.rounds(config, self.base, who.clients, folder, callbacks, who.server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
@@ -114,7 +110,9 @@ class Session:
         more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
         return describe(config.as_dict(), clients, config.plugins, **earlier, **more)
 
-    def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
+    def finish(
+        self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
+    ) -> None:
         """Bring one run to its result, unless it has one."""
         if folder.result is not None:
             return
@@ -129,7 +127,7 @@ class Session:
                 f"The run that training.dpo.reference names has changed since the run in "
                 f"{folder.path} began; start a new run."
             )
-        self.start(config, folder, watch()).run()
+        self.start(config, folder, callbacks).run()
 
     def changed(self, folder: RunFolder, config: RunConfig) -> list[str]:
         """Those whose text is not what it was when the run in a folder began."""
