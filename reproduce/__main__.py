@@ -103,7 +103,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            callbacks=[progress()],
+            callbacks=progress(),
             report=terminal.say,
         )
     for table in shown(summary):

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from coterie.aggregation.transform import Transform
 from coterie.analysis import Comparison, Table, run_table
 from coterie.analysis.cells import Cells, Tuner
 from coterie.analysis.comparison import check_against, gains
@@ -69,6 +70,7 @@ def run(
     *,
     out: str | Path | None = None,
     method: Method | None = None,
+    transforms: Sequence[Transform] | None = None,
     force: bool = False,
     callbacks: Sequence[Callback] = (),
     engine: Engine = "local",
@@ -76,13 +78,17 @@ def run(
     """Run a method, after its baselines, into a new folder (default `runs/NAME`).
 
     `callbacks` follow the baselines and the run; see `Callback` for what they are told.
-    `method` replaces the configuration's, and need not be registered where `engine` is "local".
+    `method` and `transforms` replace the configuration's; their classes need not be registered
+    where `engine` is "local".
     Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
     `force`.
     """
     config = _config(config)
     if method is not None:
         config = config.model_copy(update={"method": method})
+    if transforms is not None:
+        aggregation = config.aggregation.model_copy(update={"transforms": tuple(transforms)})
+        config = config.model_copy(update={"aggregation": aggregation})
     path = Path(out) if out is not None else Path("runs") / config.name
     RunFolder(path).refuse(force)  # before a base is loaded
     session = Session(config, engine=engine)

@@ -129,4 +129,6 @@ def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
         put(values, key, value)
     if not any(key.startswith("method.") for key in settings):
         values["method"] = config.method  # it need not be registered
+    if "aggregation.transforms" not in settings:
+        put(values, "aggregation.transforms", config.transforms)  # nor do these
     return parse(values)

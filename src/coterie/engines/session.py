@@ -9,7 +9,7 @@ import torch
 
 from coterie.bases import Base, Bases
 from coterie.bases.devices import names_of
-from coterie.config.plugins import plugin_of
+from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.floor import as_result, floor_items
@@ -25,8 +25,7 @@ from coterie.federation.participants import (
 )
 from coterie.federation.reading import Reading
 from coterie.inference.reference import reference_digest
-from coterie.methods.contract import SERVER, Method
-from coterie.methods.registry import is_installed
+from coterie.methods.contract import SERVER
 from coterie.runs import Callback, RunFolder, describe
 
 Engine = Literal["local", "flower-simulation"]
@@ -40,7 +39,7 @@ class Session:
         self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
     ) -> None:
         self.config, self.engine = config, engine
-        self.rounds = _rounds(engine, config.method)
+        self.rounds = _rounds(engine, config)
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool, str], Federation] = {}
@@ -140,7 +139,7 @@ class Session:
         return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
-def _rounds(engine: Engine, method: Method) -> Callable[..., Rounds[Any]]:
+def _rounds(engine: Engine, config: RunConfig) -> Callable[..., Rounds[Any]]:
     """Return what makes the rounds; raises CoterieError for an engine that cannot."""
     if engine == "local":
         return local_run
@@ -152,10 +151,5 @@ def _rounds(engine: Engine, method: Method) -> Callable[..., Rounds[Any]]:
 
     with imports_for(f"The engine {engine}", "simulation"):
         from coterie.engines.simulation import SimulatedClients
-    if not (is_installed(type(method)) or plugin_of(type(method))):
-        raise CoterieError(
-            f"The engine {engine} runs clients in other processes, which cannot import the "
-            f"method {method.name!r}; define it in a file for --plugin, or use the engine "
-            "local."
-        )
+    check_importable(f"The engine {engine}", config.objects)
     return partial(Rounds, SimulatedClients)

@@ -14,7 +14,7 @@ from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Way
 from coterie.methods.contract import Method
-from coterie.methods.registry import is_installed, register
+from coterie.methods.registry import METHODS, register
 from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, one_round, step, take, up
@@ -42,7 +42,7 @@ class MethodContract:
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunConfig:
         """The run on which the method is tested: three clients, two rounds, a public text."""
-        if not is_installed(type(self.method)):
+        if not METHODS.is_installed(type(self.method)):
             register(type(self.method))
         (folder := tmp_path / "texts").mkdir()
         return small_run(folder, **{"method": self.method, **self.changes})
