@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.evaluation.metrics import METRICS
+from coterie.methods.adapter import copied
 from coterie.runs import RunFolder, RunStart
+from coterie.testing.rounds import joined, one_round
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,8 +28,36 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 def test_the_page_shows_the_example_as_it_is() -> None:
     page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    first, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert first == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    assert part in (ROOT / "examples" / "rolora.py").read_text(encoding="utf-8")
+
+
+def test_the_example_of_freezing_runs(config) -> None:
+    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    found: dict[str, Any] = {"__name__": "example"}
+    exec(code, found)
+    run = joined(config(method=found["OneStep"](), rounds=2))
+    client, server = run.clients["poet"], run.server
+    for exchange in range(2):
+        before = {name: copied(tensors) for name, tensors in tensors_of(client, server).items()}
+        server.start_round(exchange, sorted(run.clients))
+        expected = server.expects("poet")["adapter"]
+        uploads = one_round(run, exchange)
+        assert expected.keys() == uploads["poet"]["adapter"].keys()
+        parameters = server.parameters
+        assert {parameters[name].factor for name in expected} == {"B"}
+        after = tensors_of(client, server)
+        for name, parameter in parameters.items():
+            stays = parameter.factor == "A"
+            assert torch.equal(before["client"][name], after["client"][name]) == stays
+            stays = stays or (exchange == 0 and parameter.layer == 0)
+            assert torch.equal(before["server"][name], after["server"][name]) == stays
+
+
+def tensors_of(client: Any, server: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {"client": client.adapter.tensors(), "server": server.shared}
 
 
 def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
