@@ -60,7 +60,7 @@ class Rounds(ServerPart, Generic[C]):
     ) -> None:
         self.names = [p.name for p in participants]
         self.callbacks = callbacks
-        recorder = Recorder(self._logged)
+        recorder = Recorder(partial(_log, callbacks))  # without `self`: it would be a cycle
         super().__init__(config, base.model, self.names, own, folder, recorder, rule)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
@@ -150,10 +150,6 @@ class Rounds(ServerPart, Generic[C]):
         rounds, names = self.config.exchanges, tuple(self.names)
         return RunStart(self.config.label, rounds, done, names, self.tokens, adapters)
 
-    def _logged(self, round: int, client: ClientId | None, name: str, value: Json) -> None:
-        for callback in self.callbacks:
-            callback.on_metric(round, client, name, value)
-
     def _left(self, rounds: int) -> list[ClientId]:
         """Return the clients that still train after so many rounds."""
         if self.config.evaluation.patience is None:
@@ -173,6 +169,13 @@ class Rounds(ServerPart, Generic[C]):
             self.clients.restore()
             self.lost = _lost(self.folder)
         return done
+
+
+def _log(
+    callbacks: Sequence[Callback], round: int, client: ClientId | None, name: str, value: Json
+) -> None:
+    for callback in callbacks:
+        callback.on_metric(round, client, name, value)
 
 
 def _end(callback: Callback, _: object, error: BaseException | None, __: object) -> None:
