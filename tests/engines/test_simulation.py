@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import yaml
 
 import coterie
+from coterie.config.plugins import load_plugin
 from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import Callback, RunFolder
-from coterie.testing.loop import assert_same_states
+from coterie.testing.loop import assert_same_states, assert_same_tensors, sides
 
 SIMULATION = "flower-simulation"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 METHODS: dict[str, dict[str, Any]] = {
     "comigs": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
     "pcl": {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1},
@@ -77,6 +80,19 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     assert reachable == {"127.0.0.1"} or reachable == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert capfd.readouterr() == ("", "")
     assert [process for process in family() if "ray" in process.name()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["int8", "masked_sum"])
+def test_example_transforms_act_as_in_the_local_engine(transform, config, tmp_path) -> None:
+    load_plugin(EXAMPLES / f"{transform}.py")
+    aggregation = {"transforms": [transform], "largest_change": None}
+    run = config(rounds=2, evaluation={"every": 1}, aggregation=aggregation)
+    expected = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    done = RunFolder(coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION).path)
+    assert entries(done) == entries(expected)
+    for side in sides(expected):  # without clients' secrets, which differ in every run
+        assert_same_tensors(done.load(side), expected.load(side), side)
 
 
 @pytest.mark.slow
