@@ -8,7 +8,7 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_example_of_freezing_runs(config) -> None:
     found: dict[str, Any] = {"__name__": "example"}
     exec(code, found)
     run = joined(config(method=found["OneStep"](), rounds=2))
-    client, server = run.clients["poet"], run.server
+    client, server = run.clients["poet"], cast("Any", run.server)
     for exchange in range(2):
         before = {name: copied(tensors) for name, tensors in tensors_of(client, server).items()}
         server.start_round(exchange, sorted(run.clients))
