@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from coterie.errors import CoterieError
     from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
+    from coterie.runs.progress import Callback
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
+    "Callback",
     "CoterieError",
     "Method",
     "Metric",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "runs.progress",
     "CoterieError": "errors",
     "Method": "methods.contract",
     "Metric": "evaluation.metrics",

@@ -39,9 +39,10 @@ class Registry(Generic[T]):
         """Return every name, in the order in which tables show them."""
         return list(dict.fromkeys([*self.builtin, *self.entries, *self.registered]))
 
-    def is_installed(self, name: str) -> bool:
-        """Return whether every process on this machine finds the name without registering it."""
-        return name in self.builtin or name in self.entries
+    def is_installed(self, value: Any) -> bool:
+        """Return whether every process on this machine finds a class by its name."""
+        name = value.name
+        return (name in self.builtin or name in self.entries) and self.get(name) is value
 
     def check(self, name: str) -> None:
         """Raise CoterieError if no object has this name."""

@@ -19,7 +19,7 @@ from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
 
@@ -32,10 +32,10 @@ adapter has learnt alone by then."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
 
 
-class Stopped(Watch):
+class Stopped(Callback):
     """Ends a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -180,7 +180,7 @@ def test_a_resumed_run_and_a_deployment_have_the_same_bits(run, tmp_path) -> Non
     whole = run(method="comigs-1g1s", training=TRAINING | {"sampling": "epochs", "micro_batch": 3})
     local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(whole, out=tmp_path / "half", watch=Stopped)
+        coterie.run(whole, out=tmp_path / "half", callbacks=[Stopped()])
     half = RunFolder(coterie.resume(tmp_path / "half").path)
     for name in NAMES:
         one, two = (folder.load(f"client-{name}").encode() for folder in (local, half))

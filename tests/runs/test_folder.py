@@ -112,13 +112,14 @@ def test_a_torn_line_of_figures_is_left_out_and_then_gone(torn, folder) -> None:
 
 def test_a_recorder_writes_a_round_at_once(folder) -> None:
     seen = []
-    recorder = Recorder(lambda *figure: seen.append(figure))
+    recorder = Recorder(lambda *metric: seen.append(metric))
     recorder.log("poet", "loss", 4.0)
-    assert seen == [("poet", "loss", 4.0)]
+    recorder.log(None, "loss", 3.0, 7)
+    assert seen == [(0, "poet", "loss", 4.0), (7, None, "loss", 3.0)]
     assert list(folder.metrics()) == []
     folder.append(recorder.take())
     folder.append(recorder.take())
-    assert [found["value"] for found in folder.metrics()] == [4.0]
+    assert [found["value"] for found in folder.metrics()] == [4.0, 3.0]
 
 
 def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:

@@ -182,6 +182,24 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
             )
 
 
+def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
+    """Raise CoterieError unless other processes of this machine can import all classes.
+
+    Args:
+        where: What begins the error: "The engine ...".
+        kinds: Classes of objects that a run uses.
+    """
+    for kind in kinds:
+        registry = _registry(kind)
+        assert registry is not None, f"{kind} is of no kind in KINDS"
+        if plugin_of(kind) is None and not registry.is_installed(kind):
+            raise CoterieError(
+                f"{where} runs clients in other processes, which cannot import the "
+                f"{registry.noun} {kind.name!r}; define it in a file for --plugin, or use the "
+                "engine local."
+            )
+
+
 def version_of(kind: type) -> str:
     """Return a hash of the code of a class from outside the package; empty without its source."""
     if kind.__module__.startswith("coterie."):

@@ -16,7 +16,8 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
-from coterie.evaluation.metrics import METRICS
+from coterie.errors import CoterieError
+from coterie.evaluation.metrics import METRICS, Metric
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
@@ -165,24 +166,36 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     transforms = [
         validated(TRANSFORMS.get(spec.name), spec.settings, ("aggregation", "transforms", number))
         if isinstance(spec, TransformSpec)
-        else spec
+        else _transform(spec)
         for number, spec in enumerate(file.aggregation.transforms)
     ]
     aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
     return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
 
 
+def _transform(value: object) -> Transform:
+    if not isinstance(value, Transform):
+        raise CoterieError(f"aggregation.transforms: {value!r} is not a transform.")
+    return value
+
+
 def parse(values: Mapping[str, Any]) -> RunConfig:
     """Return a run from plain data.
 
     Args:
-        values: the keys of a run file. The method may be an object, whose class need not be
-            registered.
+        values: the keys of a run file. The method and each of `aggregation.transforms` may be an
+            object, whose class need not be registered; `evaluation.metric` may be an object, whose
+            class is registered.
 
     Raises:
         CoterieError: naming the first mistake.
     """
-    method = values.get("method")
+    method, evaluation = values.get("method"), values.get("evaluation")
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metric"), Metric):
+        metric = type(evaluation["metric"])
+        if not METRICS.is_installed(metric):
+            METRICS.accept(metric)  # scores and tables know metrics by their names
+        values = {**values, "evaluation": {**evaluation, "metric": metric.name}}
     if not isinstance(method, Method):
         return resolve(validated(RunFile, values))
     rest = {key: value for key, value in values.items() if key != "method"}

@@ -132,7 +132,8 @@ METRICS: Registry[type[Metric]] = Registry(
     group="coterie.metrics",
     accept=register,
     reserved=OF_SCORES,
-    advice=f"The metrics are {', '.join(_CLASSES)}; --plugin FILE.py adds your own.",
+    advice=f"The metrics are {', '.join(_CLASSES)}; --plugin FILE.py, or coterie.register, adds "
+    "your own.",
 )
 
 

@@ -360,7 +360,7 @@ class RunFolder:
 class Recorder:
     """Figures of the round in progress, kept until the round is complete."""
 
-    def __init__(self, seen: Callable[[str | None, str, Json], None]) -> None:
+    def __init__(self, seen: Callable[[int, str | None, str, Json], None]) -> None:
         self._seen = seen
         self._lines: list[dict[str, Json]] = []
         self.round = 0
@@ -376,7 +376,7 @@ class Recorder:
         of = self.round if round is None else round
         line = {"round": of, "client": client, "name": name, "value": value}
         self._lines.append(line if of == self.round else {**line, "during": self.round})
-        self._seen(client, name, value)
+        self._seen(of, client, name, value)
 
     @property
     def count(self) -> int:
