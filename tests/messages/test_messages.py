@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coterie.messages import Field, Groups, Message, MessageError, Schema, State, check_shapes
-from coterie.messages.formats import FORMAT, VERSION, FormatError, stamp
+from coterie.messages.formats import FORMAT, VERSION, FormatError, version_fields
 
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True)
 """Names of groups, peers and parts; those of tensors are any text."""
@@ -98,7 +98,7 @@ def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
 
 def raw(*keys: str, **header: Any) -> bytes:
     """Bytes with tensors under these keys; what is None is left out of the header."""
-    whole = stamp() | {"round": 0, "values": {}} | header
+    whole = version_fields() | {"round": 0, "values": {}} | header
     text = json.dumps({key: value for key, value in whole.items() if value is not None})
     return save({key: torch.ones(1) for key in keys}, {"coterie": text})
 

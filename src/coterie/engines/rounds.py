@@ -23,7 +23,7 @@ from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Recorder, RunFolder, Watch
 from coterie.training.context import ClientId
@@ -101,7 +101,9 @@ class Rounds(ServerPart, Generic[C]):
             if isinstance(upload, Diverged):
                 errors.append(upload)
                 self.uploads.diverge(name)
-                self.watch.warn(f"Round {round + 1} goes on without {name}: {TOLD['diverged']}.")
+                self.watch.warn(
+                    f"Round {round + 1} goes on without {name}: {FAULT_MESSAGES['diverged']}."
+                )
             else:
                 self.uploads.take(name, upload)
                 self.watch.worked(round, name)

@@ -31,7 +31,7 @@ Fault = Literal[
     "budget",
 ]
 """Why a client has no upload."""
-TOLD: dict[Fault, str] = {
+FAULT_MESSAGES: dict[Fault, str] = {
     "refused": "it rejected the message; see its log",
     "failed": "an error occurred on its machine; see its log",
     "diverged": "its loss or its upload is not finite; a lower training.learning_rate may help",
@@ -113,7 +113,7 @@ class Entry(BaseModel):
         return self
 
     @property
-    def is_a_client_s(self) -> bool:
+    def is_from_client(self) -> bool:
         """Whether it is of a client, and of nothing that the server records itself."""
         return self.client is not None and not self.name.startswith(OF_SERVER)
 

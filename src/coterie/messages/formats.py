@@ -20,12 +20,12 @@ class FormatError(CoterieError):
     """What is read was written in another format."""
 
 
-def stamp() -> dict[str, Any]:
+def version_fields() -> dict[str, Any]:
     """What is written beside the content: the format, and by which version."""
     return {"format": FORMAT, "coterie": VERSION}
 
 
-def check_stamp(what: str, header: Mapping[str, Any], remedy: str) -> None:
+def check_format(what: str, header: Mapping[str, Any], remedy: str) -> None:
     """Raise FormatError unless the header is stamped with this version's format.
 
     what: the subject of the sentence; remedy: how to go on.

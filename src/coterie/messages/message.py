@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages.formats import check_stamp, stamp
+from coterie.messages.formats import check_format, version_fields
 
 Json = Any
 Tensors = Mapping[str, Tensor]
@@ -200,7 +200,7 @@ def _pack(found: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) -> b
             assert all(map(NAME.fullmatch, (*path, group))), prefix
             for name, tensor in tensors.items():
                 whole[f"{prefix}/{name}"] = tensor.detach().cpu().contiguous()
-    text = json.dumps(stamp() | header, allow_nan=False, sort_keys=True)
+    text = json.dumps(version_fields() | header, allow_nan=False, sort_keys=True)
     return safetensors.torch.save(whole, {"coterie": text})
 
 
@@ -211,7 +211,7 @@ def _header_size(data: bytes) -> int:
 def _unpack(
     data: bytes, what: str, remedy: str
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
-    """Groups by path, and the header; raises MessageError, or FormatError as `check_stamp`."""
+    """Groups by path, and the header; raises MessageError, or FormatError as `check_format`."""
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
         metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
@@ -221,7 +221,7 @@ def _unpack(
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
         raise MessageError("The message's header lacks its values.")
-    check_stamp(what, header, remedy)
+    check_format(what, header, remedy)
     found: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
     for key, tensor in sorted(tensors.items()):  # safetensors has them in any order
         if tensor.ndim > MOST_DIMENSIONS:

@@ -23,7 +23,7 @@ class Field:
     """A group of tensors, or a value, that may travel."""
 
     name: str
-    what: str
+    description: str
     """What that is, in a few words for the reader of an audit."""
     dtype: str | Mapping[str, str] = "float32"
     """A torch dtype for the group's tensors; or the names that it may have, each with its dtype;

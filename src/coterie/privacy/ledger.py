@@ -25,7 +25,7 @@ class Budget(NamedTuple):
     epsilon: float
     """Infinite if something is sent without noise."""
     delta: float
-    what: str = ""
+    description: str = ""
     """What is sent under noise, such as `updates`."""
 
 
@@ -99,7 +99,7 @@ def together(budgets: Sequence[Budget]) -> Budget | None:
     if len(budgets) < 2:
         return budgets[0] if budgets else None
     delta = min(budget.delta for budget in budgets)
-    what = " and ".join(budget.what for budget in budgets)
+    what = " and ".join(budget.description for budget in budgets)
     if any(math.isinf(budget.epsilon) for budget in budgets):
         return Budget(math.inf, delta, what)
     return Budget(epsilon(sum(map(_most, budgets)) ** -0.5, 1, delta), delta, what)
