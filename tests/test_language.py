@@ -29,7 +29,6 @@ UNREAD = {
     "files.py",
     "inference",
     "losses",
-    "messages",
     "methods",
     "network",
     "privacy",

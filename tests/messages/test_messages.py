@@ -123,7 +123,7 @@ def test_a_tensor_of_no_group_is_refused(key) -> None:
 
 def test_peers_have_no_parts_and_states_do() -> None:
     data = raw("alice:training:exp_avg/x", "alice:training/x")
-    with pytest.raises(MessageError, match="parts of other clients' messages"):
+    with pytest.raises(MessageError, match="nested groups in another client's upload"):
         Message.decode(data)
     state = State.decode(data)
     assert list(state.parts["alice"].parts["training"]["exp_avg"]) == ["x"]
@@ -142,7 +142,7 @@ def test_peers_have_no_parts_and_states_do() -> None:
     ids=range(len(OUTSIDE) + 4),
 )
 def test_values_of_no_part_are_refused(values) -> None:
-    with pytest.raises(MessageError, match="values of unknown parts"):
+    with pytest.raises(MessageError, match="values of unknown nested states"):
         State.decode(raw(values=values))
 
 
