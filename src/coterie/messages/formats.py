@@ -1,4 +1,4 @@
-"""Versions of the file and wire formats; other versions are refused with a clear message.
+"""Versions of the file and wire formats, with which data of other versions are recognised.
 
 `FORMAT` is the version of messages, states and run folders. A change to any of them increments
 `FORMAT`, and CHANGELOG.md explains how to continue. `PROTOCOL` is the version that the server and

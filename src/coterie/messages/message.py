@@ -36,7 +36,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class MessageError(CoterieError):
-    """The bytes received are not a message, or the message is not one that the method declares."""
+    """The bytes received are not a message, or the message does not match the method's schema."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class State:
             A safetensors file whose header contains the values.
 
         Raises:
-            ValueError: A value contains NaN or infinity, or is no JSON.
+            ValueError: A value contains NaN or infinity, or is not JSON.
         """
         states = dict(self.walk())
         values = {":".join(path): dict(state.values) for path, state in states.items()}
@@ -165,7 +165,7 @@ def _assembled(
 
 @dataclass(frozen=True)
 class Message:
-    """A hello, a download or an upload: one download and one upload per client and exchange.
+    """A message between a client and the server: a hello, a download or an upload.
 
     Args:
         round: Number of exchanges completed before this message.
@@ -222,7 +222,7 @@ class Message:
             A safetensors file whose header contains the round and the values.
 
         Raises:
-            ValueError: A value contains NaN or infinity, or is no JSON.
+            ValueError: A value contains NaN or infinity, or is not JSON.
         """
         groups = {(): self.groups} | {(name,): groups for name, groups in self.peers.items()}
         return _pack(groups, {"round": self.round, "values": dict(self.values)})

@@ -1,7 +1,7 @@
-"""The ledger of a client's differentially private releases, and their budget.
+"""A client's ledger of differentially private releases, and privacy budgets.
 
-The server decides how often a round is repeated, so every client keeps its own account. An entry
-is never removed, even if the round that it belongs to is rolled back.
+The server decides how often a round is repeated, so every client keeps its own ledger. An entry is
+never removed, even if its round is rolled back.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """An (epsilon, delta) that a run spends, or that a client allows for all of its runs."""
+    """A privacy budget: spent by one run, or allowed by a client for all of its runs."""
 
     epsilon: float
     """Infinite if anything is sent without noise."""
