@@ -225,7 +225,7 @@ def test_an_mlp_is_known_by_its_layers() -> None:
     assert mlp_shape(nn.Linear(2, 2)) is None
     base = small_model("mixtral")
     assert [shape for _, shape in expert_sites(base).values()] == [None, None]
-    with pytest.raises(CoterieError, match="has no MLP that experts could stand on"):
+    with pytest.raises(CoterieError, match="has no MLP to which experts can be attached"):
         adapter_of(base, Layout(placement="inside"))
 
 
