@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair, pairs_in
-from coterie.bases.padding import kept, only_real
+from coterie.bases.padding import collected, only_real
 from coterie.bases.sites import StandIn
 from coterie.errors import CoterieError
 
@@ -71,7 +71,7 @@ class Router(StandIn):
     def _keep(self, scores: Tensor) -> None:
         """Store scores (tokens, n), with their graph if a load-balance loss has a gradient."""
         unpadded = only_real(scores if self.balances else scores.detach())
-        self._scores = kept(self._scores, unpadded)
+        self._scores = collected(self._scores, unpadded)
 
     def _last_scores(self) -> Tensor:
         if self._scores is None:

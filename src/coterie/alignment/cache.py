@@ -22,14 +22,14 @@ FORMAT = 1
 
 def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
     """Return the map from source to target from the cache; compute and cache it if necessary."""
-    mapping = kept_map(source, target)
+    mapping = load_map(source, target)
     if mapping is None:
         mapping = vocabulary_map(source, target)
-        keep_map(source, target, mapping)
+        save_map(source, target, mapping)
     return mapping
 
 
-def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
+def load_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
     """Read a map from the cache; return None if the file is missing or damaged."""
     try:
         state = State.decode(_path(source, target).read_bytes())
@@ -45,7 +45,7 @@ def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
     return mapping if is_valid else None
 
 
-def keep_map(source: Vocabulary, target: Vocabulary, mapping: VocabularyMap) -> None:
+def save_map(source: Vocabulary, target: Vocabulary, mapping: VocabularyMap) -> None:
     """Write a map to the cache; do nothing if the cache cannot be written."""
     state = State({"map": vars(mapping)}, {"checksum": _checksum(mapping)})
     try:

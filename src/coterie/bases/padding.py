@@ -46,7 +46,7 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
 
-def keeping_nothing() -> AbstractContextManager[None]:
+def repeating_batch() -> AbstractContextManager[None]:
     """Repeat a forward pass with the current mask; modules keep the statistics they already have.
 
     Gradient checkpointing recomputes forward passes in this way.
@@ -66,7 +66,7 @@ def only_real(rows: Tensor) -> Tensor:
     return rows if mask is None else rows[mask.flatten()]
 
 
-def kept(before: Tensor | None, now: Tensor) -> Tensor:
+def collected(before: Tensor | None, now: Tensor) -> Tensor:
     """Return the rows that a module keeps of a batch.
 
     Args:
