@@ -251,7 +251,7 @@ def sync_folder(path: Path) -> None:
 def _client_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
         raise ValueError(
-            f"the name {name!r} must consist of 1 to 64 letters (a to z, A to Z), digits, dots, "
+            f"the name {name!r} must be 1 to 64 letters (a to z, A to Z), digits, dots, "
             "dashes and underscores, and must not start with a dot or dash"
         )
     return name

@@ -143,7 +143,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "names have a prefix": (rename, r"incomplete: it lacks lm_head\.weight"),
     "another vocab_size": (
         lambda f: configure(f, vocab_size=1100),
-        r"wte\.weight has the shape \[1024, 32\] in the checkpoint, and \[1100, 32\]",
+        r"wte\.weight has shape \[1024, 32\] in the checkpoint, but \[1100, 32\]",
     ),
     "another width": (lambda f: configure(f, n_embd=16), r"does not match its config\.json"),
     "another context": (lambda f: configure(f, n_positions=33), r"transformer\.wpe\.weight has"),

@@ -17,7 +17,7 @@ from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
         (ClientSpec, {"name": "anna"}, "client anna needs either path .* or train .*has neither"),
         (ClientSpec, {"name": "anna", "path": "a", "train": "b"}, "has both"),
         (ClientSpec, {"name": "anna", "path": "a", "test": "b"}, "test together with path"),
-        (ClientSpec, {"name": ".anna", "path": "a"}, "'.anna' must consist of 1 to 64 letters"),
+        (ClientSpec, {"name": ".anna", "path": "a"}, "'.anna' must be 1 to 64 letters"),
         (ClientSpec, {"name": "a/b", "path": "a"}, "'a/b' must be"),
         (ClientSpec, {"name": "anna\n", "path": "a"}, "must be"),
         (ClientSpec, {"name": "a" * 65, "path": "a"}, "must be"),
@@ -42,11 +42,7 @@ from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
         ),
         (DivideSpec, {"by": "mixtures", "mixtures": {"anna": {}}}, "client anna .* sum to 0;"),
         (DivideSpec, {"by": "mixtures", "mixtures": {"a": {"de": 0}}}, "greater than 0"),
-        (
-            DivideSpec,
-            {"by": "mixtures", "mixtures": {"a/b": {"de": 1}}},
-            "'a/b' must consist of 1 to 64",
-        ),
+        (DivideSpec, {"by": "mixtures", "mixtures": {"a/b": {"de": 1}}}, "'a/b' must be 1 to 64"),
         (DivideSpec, {"by": "label", "source": {}}, "divide.source is empty; name a file"),
         (
             DivideSpec,
