@@ -13,7 +13,7 @@ from coterie.config.plugins import load_plugin
 from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.methods import registry
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller
@@ -98,8 +98,8 @@ def test_a_round_goes_on_without_a_client_that_diverges(method, last, broken, tm
     run = broken(method, last=last)
     folder = RunFolder(coterie.run(run, out=tmp_path / "run", callbacks=[Warned()]).path)
     assert folder.result is not None
-    assert folder.result["left_out"] == {WHO: {str(ROUND + 1): TOLD["diverged"]}}
-    assert warned == [f"Round {ROUND + 1} goes on without {WHO}: {TOLD['diverged']}."]
+    assert folder.result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
+    assert warned == [f"Round {ROUND + 1} goes on without {WHO}: {FAULT_MESSAGES['diverged']}."]
     for side in loop.sides(folder):
         assert folder.load(side).is_finite()
     scored = [m for m in folder.metrics() if (m["client"], m["name"]) == (WHO, "test/trained")]
@@ -234,7 +234,7 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
     monkeypatch.setattr(AdapterClient, "upload", upload)
     result = RunFolder(coterie.run(run, out=tmp_path / "run").path).result
     assert result is not None
-    assert result["left_out"] == {WHO: {str(ROUND + 1): TOLD["diverged"]}}
+    assert result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
 
 
 def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:

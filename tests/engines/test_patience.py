@@ -163,7 +163,7 @@ def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, m
 @pytest.mark.parametrize("value", [-1, 2.0, "3", True, None, {"round": 3}])
 def test_a_kept_round_that_a_client_tells_is_a_number_of_rounds(value) -> None:
     assert Entry(round=1, client="poet", name="kept", value=3)
-    with pytest.raises(ValueError, match="not an entry"):
+    with pytest.raises(ValueError, match="invalid for this metric"):
         Entry(round=1, client="poet", name="kept", value=value)
 
 

@@ -21,7 +21,7 @@ from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest
 from coterie.messages import Message, MessageError, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, LEAVES, Kind, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
@@ -306,7 +306,7 @@ class ServerRun(ServerPart):
                 seat.joined = False
                 seat.clear()
             elif reply.fault is not None and reply.fault != "diverged":
-                self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
+                self._note(f"{name} could not {reply.kind}: {FAULT_MESSAGES[reply.fault]}")
                 if reply.fault in LEAVES:
                     seat.again = math.inf  # until it connects anew
             elif reply.kind == "join":
@@ -341,7 +341,7 @@ class ServerRun(ServerPart):
 
     def _done(self, name: str, reply: Reply, body: bytes) -> None:
         if reply.fault is not None:
-            self._note(f"{name} diverged: {TOLD[reply.fault]}")
+            self._note(f"{name} diverged: {FAULT_MESSAGES[reply.fault]}")
             self.uploads.diverge(name)
         elif self.kind == "step":
             self.uploads.take(name, body)
@@ -356,7 +356,7 @@ class ServerRun(ServerPart):
         """Record what clients told of their last steps, each under its own name."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
-                if entry.is_a_client_s:
+                if entry.is_from_client:
                     # A score of the round before comes up in this one.
                     round = max(self.round - 1, min(entry.round, self._of))
                     self.recorder.log(name, entry.name, entry.value, round)

@@ -25,7 +25,7 @@ from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Callback, Recorder, RunFolder, RunStart
 from coterie.training.context import ClientId
@@ -109,7 +109,7 @@ class Rounds(ServerPart, Generic[C]):
                 self.uploads.diverge(name)
                 for callback in self.callbacks:
                     callback.on_warning(
-                        f"Round {round + 1} goes on without {name}: {TOLD['diverged']}."
+                        f"Round {round + 1} goes on without {name}: {FAULT_MESSAGES['diverged']}."
                     )
             else:
                 self.uploads.take(name, upload)

@@ -44,7 +44,7 @@ from coterie.files import (
     writing,
 )
 from coterie.messages import Json, State
-from coterie.messages.formats import check_stamp, stamp
+from coterie.messages.formats import check_format, version_fields
 from coterie.messages.schema import plain
 from coterie.runs import read
 
@@ -104,7 +104,7 @@ class RunFolder:
         with folder.lock():
             folder.refuse(force)  # another process may have begun meanwhile
             folder._clear()
-            write_json(path / "run.json", {**stamp(), **description})
+            write_json(path / "run.json", {**version_fields(), **description})
         return folder
 
     def refuse(self, force: bool) -> None:
@@ -149,7 +149,7 @@ class RunFolder:
         if "config" not in description:
             raise CoterieError(f"{self.path} is not a run folder (its run.json is no run's).")
         remedy = "Use the version that wrote it, or start a new run in another folder."
-        check_stamp(f"The run in {self.path}", description, remedy)
+        check_format(f"The run in {self.path}", description, remedy)
         read.check(self.path / "run.json", description, read.Description)
         return description
 
