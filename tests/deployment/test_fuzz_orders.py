@@ -27,7 +27,7 @@ def orders(seed: int, count: int) -> list[bytes]:
     clients = [{"name": "poet", "path": "-"}]
     header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
     good = [
-        {**header, "config": parse({"method": name, "clients": clients}).told_to("poet")}
+        {**header, "config": parse({"method": name, "clients": clients}).visible_to("poet")}
         for name in METHODS
     ]
     texts = []

@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
-    told = json.loads(json.dumps(run.told_to("poet")))
+    told = json.loads(json.dumps(run.visible_to("poet")))
     change(told)
     header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
     return Order.model_validate({**header, "config": told, **more})

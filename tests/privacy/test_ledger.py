@@ -119,7 +119,7 @@ def private(config) -> RunConfig:
 
 
 def join(run: RunConfig) -> bytes:
-    told = run.told_to("poet")
+    told = run.visible_to("poet")
     return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=PROTOCOL, config=told))
 
 

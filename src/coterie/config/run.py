@@ -24,7 +24,7 @@ from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
 NOT_IN_DIGEST = ("name", "baselines", "deployment", "device")
-NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
+HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
 """What a client of a deployment learns nothing of: others' names, paths and devices."""
 
 
@@ -129,10 +129,10 @@ class RunConfig(Sections[Method]):
         found = plugins_of([*self.objects, *baselines])
         return {name: plugin._asdict() for name, plugin in found.items()}
 
-    def told_to(self, client: str) -> dict[str, Any]:
+    def visible_to(self, client: str) -> dict[str, Any]:
         """As a client of a deployment may know it: without names, paths, bases and limits of
         others."""
-        values = {key: value for key, value in self.as_dict().items() if key not in NOT_TOLD}
+        values = {key: value for key, value in self.as_dict().items() if key not in HIDDEN_KEYS}
         training = self.training_of(client).model_dump(mode="json")
         data = self.data.of(client).model_dump(mode="json") | {"public": None}
         base = self.base_of(client).model_dump()

@@ -52,7 +52,7 @@ def machine_memory() -> int:
 
 def too_costly(config: RunConfig) -> str | None:
     """Return which setting of a run no machine like this one can handle; None if there is none."""
-    for key, value in _numbers(config.told_to("")):
+    for key, value in _numbers(config.visible_to("")):
         most = MOST.get(key, MOST_OF_OTHERS)
         if value > most and not key.startswith(FREE):
             return f"sets {key} to {value:,}, where at most {most:,} is accepted; {REMEDY}"

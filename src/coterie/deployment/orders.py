@@ -37,7 +37,7 @@ def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any
         key: PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
         for key, plugin in used.items()
     }
-    return {"public": public, "config": config.told_to(client), "plugins": files or None}
+    return {"public": public, "config": config.visible_to(client), "plugins": files or None}
 
 
 def check_round(order: Order, exchanges: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coterie.bases import is_folder
 from coterie.bases.devices import Device
-from coterie.config.run import NOT_TOLD, RunConfig, parse
+from coterie.config.run import HIDDEN_KEYS, RunConfig, parse
 from coterie.data.templates import SHIPPED, is_text
 from coterie.deployment.terms import Terms
 from coterie.errors import CoterieError
@@ -52,7 +52,7 @@ class Site:
             not isinstance(data, dict)
             or not isinstance(base, dict)
             or not isinstance(name := base.get("name"), str)
-            or not described.keys().isdisjoint(NOT_TOLD)
+            or not described.keys().isdisjoint(HIDDEN_KEYS)
         ):
             raise MessageError("The server sent no run.")
         if order.public is not None and self.public is None:

@@ -20,7 +20,7 @@ NOWHERE = "nothing"
 
 def agreed_in(config: RunConfig, client: str) -> Terms:
     """What whoever has the run file can agree to before a server asks."""
-    return _of(config.told_to(client))
+    return _of(config.visible_to(client))
 
 
 def asked_by(order: Order) -> Terms:
