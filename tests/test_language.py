@@ -19,7 +19,6 @@ UNREAD = {
     "api.py",
     "bases",
     "cli",
-    "config",
     "data",
     "deployment",
     "engines",

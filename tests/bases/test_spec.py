@@ -68,7 +68,7 @@ def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
 )
 def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
     assert parse({**CLIENTS, **bases})
-    with pytest.raises(CoterieError, match=r"precision is fp32, but a base's weights are to be"):
+    with pytest.raises(CoterieError, match=r"precision is fp32, but a base has `weights: bf16`"):
         parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
 
 

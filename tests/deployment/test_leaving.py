@@ -312,7 +312,7 @@ def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
     assert [client.name for client in config.clients] == ["diarist", "whaler"]
     with pytest.raises(CoterieError, match="or leave it out with --without poet"):
         check_start(load_deployment(read_values(path), ["diarist"]), ["diarist", "whaler"])
-    with pytest.raises(CoterieError, match="no client left"):
+    with pytest.raises(CoterieError, match="no clients left"):
         load_deployment(read_values(path), [], NAMES)
 
 
