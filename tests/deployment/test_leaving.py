@@ -236,8 +236,8 @@ def done(config, tmp_path) -> RunFolder:
 def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
     told = forget(done, "poet")
-    assert told == Forgotten(figures=told.figures, lines=4, rounds=[1, 2, 3])
-    assert told.figures > 10
+    assert told == Forgotten(metrics=told.metrics, log_lines=4, rounds=[1, 2, 3])
+    assert told.metrics > 10
     named = {
         path.relative_to(done.path).as_posix()
         for path in done.path.rglob("*")

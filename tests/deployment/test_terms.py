@@ -15,7 +15,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
-from coterie.deployment.terms import agreed_in, asked_by, differences
+from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
 from coterie.messages import MessageError
@@ -75,7 +75,7 @@ CHANGES: dict[Change, str] = {
 def test_what_was_agreed_is_all_that_a_client_takes_part_in(change, config, tmp_path) -> None:
     run = config()
     place = site(run, "poet", tmp_path)
-    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_in(run, "poet"))
+    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_terms(run, "poet"))
     worker, [reply] = asked(run, agreed, order(run, change))
     assert reply.fault == "terms"
     assert CHANGES[change] in worker.declined
@@ -106,7 +106,10 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.declined
     assert len(questions) == 1
-    narrow = {**agreed_in(run, "poet"), "share_metrics": True}  # a run file that says other things
+    narrow = {
+        **agreed_terms(run, "poet"),
+        "share_metrics": True,
+    }  # a run file that says other things
     pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
     worker, replies = asked(run, pinned, order(run))
     assert "share_metrics: agreed true, asked false" in worker.declined
@@ -226,9 +229,9 @@ def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path
     del run["name"]  # then it is that of the file, which may differ
     path = tmp_path / "from-the-server.yaml"
     path.write_text(yaml.safe_dump({**run, "clients": [{"name": n} for n in ("poet", "zed")]}))
-    agreed = agreed_in(load_agreed(path, "poet"), "poet")
+    agreed = agreed_terms(load_agreed(path, "poet"), "poet")
     there = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})
-    assert differences(agreed, asked_by(order(there))) == []
+    assert differences(agreed, requested_terms(order(there))) == []
     path.write_text(yaml.safe_dump({k: v for k, v in run.items() if k != "clients"}))
     assert load_agreed(path, "poet").deployment.anyone  # for all that have a key
 

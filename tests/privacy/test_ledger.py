@@ -134,7 +134,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
         return private_mean(samples, **how)  # pyright: ignore
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
-    monkeypatch.setattr("coterie.deployment.orders.TIMES", 25)
+    monkeypatch.setattr("coterie.deployment.orders.MAX_TRAININGS", 25)
     local = joined(private)
     local.server.start_round(0, sorted(local.clients))
     download, schema = down(local, "poet"), private.method.schema()

@@ -24,7 +24,14 @@ from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import asked_by, not_agreed, other_text, surplus, too_much, unlike
+from coterie.deployment.terms import (
+    budget_excess,
+    disagreement,
+    extra_plugin,
+    public_text_mismatch,
+    requested_terms,
+    version_mismatch,
+)
 from coterie.engines.runtime import ClientPart, result
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
@@ -99,20 +106,20 @@ class Worker:
         return self._reply(order, entries=entries)
 
     def _join(self, order: Order) -> bytes:
-        if why := unlike(order):
+        if why := version_mismatch(order):
             return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
         config = self.site.config(order)
-        if why := surplus(order, config):
+        if why := extra_plugin(order, config):
             return self._unlike(order, "plugin", why)
         folder = run_folder(self.site, order.run, config)
         if why := self._disagrees(order, config, folder):
             return self._unlike(order, "terms", why)
-        if why := other_text(order, config):
+        if why := public_text_mismatch(order, config):
             return self._unlike(order, "public", why)
         ledger = ledger_of(self.site, order.run)
-        if why := too_much(config.budgets, ledger):
+        if why := budget_excess(config.budgets, ledger):
             return self._unlike(order, "budget", why)
-        if why := self.orders.begins(order, config, folder):
+        if why := self.orders.refusal(order, config, folder):
             return self._unlike(order, "terms", why)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
@@ -130,7 +137,7 @@ class Worker:
         kept = folder.description.get("agreed") if folder.is_run else None
         agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
         for terms in agreements:
-            if why := not_agreed(terms, order):
+            if why := disagreement(terms, order):
                 return why
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
@@ -217,7 +224,11 @@ class SiteRun:
     def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
         folder, config = run_folder(site, self.id, self.config), self.config
         if not folder.is_run:
-            more = {"run": self.id, "agreed": asked_by(order), "device": names_of(config.device)}
+            more = {
+                "run": self.id,
+                "agreed": requested_terms(order),
+                "device": names_of(config.device),
+            }
             more |= described_templates(config, {config.base: base.tokenizer})
             clients = {site.name: participant.described()}
             description = describe(config.as_dict(), clients, config.plugins, **more)
@@ -235,7 +246,7 @@ class SiteRun:
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.trains(order, self.folder)
+        orders.count_training(order, self.folder)
         with self._whole(order.round) as began:
             counted = order.counted == order.round - 1
             upload = self.part.step(order.round, download, counted=counted)

@@ -30,7 +30,7 @@ TOKENS_AT_ONCE = 2**24
 """Tokens in one pass of a training step or of an evaluation."""
 STEPS = 10**8
 """Training steps of a whole run."""
-MOST_DISK = 32 * 2**30
+MAX_DISK = 32 * 2**30
 """Bytes of all run folders of a client in one --out folder."""
 MOST_OF_OTHERS = 10**6
 """The highest number in the method's settings and in the rest of training and evaluation."""

@@ -23,14 +23,15 @@ DRAWN = ("report", "table.md")
 class Forgotten:
     """What was deleted of a client, and what stays."""
 
-    figures: int
-    lines: int
-    """Of logs."""
+    metrics: int
+    """The number of deleted lines of metrics.jsonl."""
+    log_lines: int
+    """The number of deleted lines of logs."""
     rounds: list[int]
-    """In which its uploads counted; the first is 1."""
+    """The rounds, counted from 1, whose aggregates contain an upload of the client."""
 
 
-def known(folder: RunFolder, client: str) -> None:
+def check_participant(folder: RunFolder, client: str) -> None:
     """Raise CoterieError unless a folder is of a server whose run a client may take part in."""
     description = folder.description
     names = sorted(description["clients"])
@@ -47,7 +48,7 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
 
     Raises CoterieError if the server is working, or if a checkpoint is damaged.
     """
-    known(folder, client)
+    check_participant(folder, client)
     with folder.lock():
         folder.expel(client)
         if folder.checkpoints():

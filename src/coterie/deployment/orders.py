@@ -7,7 +7,7 @@ from typing import Any
 
 from coterie.config.plugins import plugins_of
 from coterie.config.run import RunConfig
-from coterie.deployment.costs import MOST_DISK, too_costly
+from coterie.deployment.costs import MAX_DISK, too_costly
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError, plural
 from coterie.files import write_json
@@ -15,19 +15,19 @@ from coterie.messages import MessageError
 from coterie.messages.envelope import Order, PluginFile
 from coterie.runs import RunFolder, read
 
-TIMES = 5
+MAX_TRAININGS = 5
 """How often a client trains in one round. A round is opened again when the server was killed, lost
 too many uploads, expelled a client, or went back to an earlier checkpoint."""
-NEW_RUNS = 3
+MAX_NEW_RUNS = 3
 """How many new runs a client begins between its start and its end."""
-UNFINISHED = 8
+MAX_UNFINISHED = 8
 """How many unfinished runs a client keeps in its folder; each takes disk space."""
 TRAINED = "trained.json"
 """In a client's run folder: how often each round was trained, by round."""
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
 
 
-def joining(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
+def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
     """Return what an order to join says of the run, beside what every order does.
 
     public: the digest of the run's public text, if it has one.
@@ -67,13 +67,13 @@ class Orders:
         self.runs: set[str] = set()
         """The ids of the runs that were begun since somebody was last asked about them."""
 
-    def begins(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
+    def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Note a run; return why this client does not begin it, or None if it does, or goes on."""
         if why := too_costly(config):
             return why
         if folder.is_run or order.run in self.runs:
             return None
-        if len(self.runs) >= NEW_RUNS:
+        if len(self.runs) >= MAX_NEW_RUNS:
             if not (self.site.asks and self.site.agrees(order, config)):
                 return (
                     f"is the server's new run number {len(self.runs) + 1} since this client "
@@ -83,14 +83,14 @@ class Orders:
         out = self.site.out
         pattern = f"*-{self.site.name}-*/run.json"
         unfinished = [p for p in out.glob(pattern) if not p.with_name("result.json").exists()]
-        if len(unfinished) >= UNFINISHED:
+        if len(unfinished) >= MAX_UNFINISHED:
             return f"comes after {len(unfinished)} unfinished runs in {out}; {DELETE}"
         if why := self.too_large():
             return f"comes after {why}"
         self.runs.add(order.run)
         return None
 
-    def trains(self, order: Order, folder: RunFolder) -> None:
+    def count_training(self, order: Order, folder: RunFolder) -> None:
         """Note a training in the run's folder, where it outlives this process.
 
         Raises:
@@ -99,10 +99,10 @@ class Orders:
         path = folder.path / TRAINED
         counts = read.read_json(folder.path, TRAINED, read.Trained) if os.path.lexists(path) else {}
         count = counts.get(str(order.round), 0)
-        if count >= TIMES:
+        if count >= MAX_TRAININGS:
             raise CoterieError(
-                f"The server has ordered round {order.round + 1} more than {TIMES} times with "
-                f"different downloads; ask its operator why. To go on, delete {path}."
+                f"The server has ordered round {order.round + 1} more than {MAX_TRAININGS} times "
+                f"with different downloads; ask its operator why. To go on, delete {path}."
             )
         if why := self.too_large():
             raise CoterieError(f"This client has {why}.")
@@ -113,6 +113,6 @@ class Orders:
         folders = self.site.out.glob(f"*-{self.site.name}-*")
         files = (p for folder in folders if not folder.is_symlink() for p in folder.rglob("*"))
         total = sum(p.lstat().st_size for p in files if p.is_file() and not p.is_symlink())
-        if total <= MOST_DISK:
+        if total <= MAX_DISK:
             return None
         return f"runs of {total / 2**30:.0f} GiB in {self.site.out}; {DELETE}"

@@ -12,7 +12,7 @@ from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import joining
+from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
 from coterie.engines.runtime import result
@@ -281,7 +281,7 @@ class ServerRun(ServerPart):
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.joins.base,
-            **(joining(self.config, name, self.public) if kind == "join" else {}),
+            **(join_fields(self.config, name, self.public) if kind == "join" else {}),
         )
         body = self.download(name) if downloads else b""
         data = seal(order, body)

@@ -13,7 +13,7 @@ import torch
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
-from coterie.deployment.forgetting import known
+from coterie.deployment.forgetting import check_participant
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
@@ -90,7 +90,7 @@ def serve_again(
     config = config.model_copy(update={"deployment": now.deployment, "device": now.device})
     for name in without:
         if name not in folder.without():  # else the same command as before
-            known(folder, name)
+            check_participant(folder, name)
     with folder.lock():
         if from_round is not None:
             folder.go_back(from_round)

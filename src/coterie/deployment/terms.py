@@ -18,12 +18,12 @@ NOWHERE = "nothing"
 """Stands in a difference for a setting that is not there."""
 
 
-def agreed_in(config: RunConfig, client: str) -> Terms:
+def agreed_terms(config: RunConfig, client: str) -> Terms:
     """What whoever has the run file can agree to before a server asks."""
     return _of(config.visible_to(client))
 
 
-def asked_by(order: Order) -> Terms:
+def requested_terms(order: Order) -> Terms:
     """What an order to join asks."""
     terms = _of(order.config or {})
     plugins = {key: plugin.sha256 for key, plugin in (order.plugins or {}).items()}
@@ -37,21 +37,21 @@ def _of(told: Mapping[str, Any]) -> dict[str, Any]:
     return {**terms, "share_metrics": told.get("deployment", {}).get("share_metrics", False)}
 
 
-def not_agreed(agreed: Terms, order: Order) -> str | None:
+def disagreement(agreed: Terms, order: Order) -> str | None:
     """How the run is not what was agreed to; None if it is."""
-    if found := differences(agreed, asked_by(order)):
+    if found := differences(agreed, requested_terms(order)):
         return f"is not what was agreed ({'; '.join(found)})"
     return None
 
 
-def other_text(order: Order, config: RunConfig) -> str | None:
+def public_text_mismatch(order: Order, config: RunConfig) -> str | None:
     """How the run's public text is not the one of this machine; None if it is."""
     if public_digest(config) == order.public:
         return None
     return f"has a different public text than {config.data.public}"
 
 
-def too_much(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
+def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
     """Return how a run would spend more than this client allows; None if it would not."""
     if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
@@ -66,7 +66,7 @@ def too_much(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
     )
 
 
-def unlike(order: Order) -> str | None:
+def version_mismatch(order: Order) -> str | None:
     """How the run is not what is installed here; None if it is."""
     if order.protocol != PROTOCOL:
         return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
@@ -81,7 +81,7 @@ def unlike(order: Order) -> str | None:
     return None
 
 
-def surplus(order: Order, config: RunConfig) -> str | None:
+def extra_plugin(order: Order, config: RunConfig) -> str | None:
     """Return which plugin this machine would use and the server does not; None if there is none."""
     if more := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
         return f"uses {more[0]!r} without a plugin; start this client without --plugin"
