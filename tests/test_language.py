@@ -20,7 +20,6 @@ UNREAD = {
     "bases",
     "cli",
     "data",
-    "deployment",
     "engines",
     "errors.py",
     "evaluation",

@@ -64,10 +64,10 @@ def deadline(told: dict[str, Any]) -> None:
 
 
 CHANGES: dict[Change, str] = {
-    steps: "training.steps: agreed 2, asked 500",
-    shares: "share_metrics: agreed false, asked true",
-    other_method: 'method.name: agreed "comigs-1g1s", asked "fedavg"',
-    rank: "method.mlp.rank: agreed 8, asked 16",
+    steps: "training.steps: agreed 2, requested 500",
+    shares: "share_metrics: agreed false, requested true",
+    other_method: 'method.name: agreed "comigs-1g1s", requested "fedavg"',
+    rank: "method.mlp.rank: agreed 8, requested 16",
 }
 
 
@@ -112,7 +112,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     }  # a run file that says other things
     pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
     worker, replies = asked(run, pinned, order(run))
-    assert "share_metrics: agreed true, asked false" in worker.declined
+    assert "share_metrics: agreed true, requested false" in worker.declined
 
 
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
@@ -271,5 +271,5 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
 def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
     place = site(config(), "poet", tmp_path)
     for told in ({}, {"data": []}, None):
-        with pytest.raises(MessageError, match="sent no run"):
+        with pytest.raises(MessageError, match="contains no valid run"):
             place.config(Order(run=RUN, client="poet", kind="join", round=0, config=told))

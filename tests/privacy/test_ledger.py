@@ -177,7 +177,11 @@ def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
     ("limit", "noise", "why"),
     [
         (8.0, True, None),
-        (7.9, True, "with an epsilon of 8; the limit of all its runs is 7.9, of which 0 is spent"),
+        (
+            7.9,
+            True,
+            "with an epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent",
+        ),
         (7.9, False, "of this client's samples without noise"),
         (None, False, None),
     ],
