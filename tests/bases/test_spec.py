@@ -68,7 +68,9 @@ def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
 )
 def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
     assert parse({**CLIENTS, **bases})
-    with pytest.raises(CoterieError, match=r"precision is fp32, but a base has `weights: bf16`"):
+    with pytest.raises(
+        CoterieError, match=r"precision: fp32` contradicts `weights: bf16` of a base"
+    ):
         parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
 
 

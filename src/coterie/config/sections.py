@@ -197,7 +197,7 @@ class Sections(BaseModel, Generic[M]):
             raise ValueError("`clients` and `divide` are mutually exclusive; remove one of them")
         if self.divide is not None and self.divide.public and self.data.public is not None:
             raise ValueError(
-                "divide.public and data.public both define a public set; remove one of them"
+                "`divide.public` and `data.public` both define a public set; remove one of them"
             )
         names = [client.name for client in self.clients]
         for name in names:
@@ -212,7 +212,8 @@ class Sections(BaseModel, Generic[M]):
             base.weights == "bf16" for base in (self.base, *self.bases.values(), *server)
         ):
             raise ValueError(
-                "training.precision is fp32, but a base has `weights: bf16`; remove one of the two"
+                "`training.precision: fp32` contradicts `weights: bf16` of a base; remove one "
+                "of the two"
             )
         return self
 
@@ -221,14 +222,14 @@ class Sections(BaseModel, Generic[M]):
         if self.data.preferences is None:
             if self.training.dpo is not None:
                 raise ValueError(
-                    "training.dpo has no effect without data.preferences; set data.preferences or "
-                    "remove training.dpo"
+                    "`training.dpo` has no effect without data.preferences; set data.preferences "
+                    "or remove training.dpo"
                 )
         elif self.server is not None or (self.divide is not None and self.divide.public):
             key = "divide.public" if self.server is None else "server"
             raise ValueError(
-                f"data.preferences cannot be combined with {key}, as preferences are learnt from "
-                "clients' own pairs only; remove one of the two"
+                f"`data.preferences` and `{key}` are mutually exclusive, as preferences are learnt "
+                "from clients' own pairs only; remove one of the two"
             )
         return self
 
@@ -238,10 +239,10 @@ class Sections(BaseModel, Generic[M]):
         needs = "nothing" if name is None else metric_named(name).needs
         for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
             if (key != "generate" or generate is not None) and need not in self.data.offers:
-                raise ValueError(f"evaluation.{key} needs {REQUIREMENTS[need]}")
+                raise ValueError(f"`evaluation.{key}` needs {REQUIREMENTS[need]}")
         if needs == "answers" and generate is None:
             raise ValueError(
-                f"evaluation.metric: {name} scores generated answers; set evaluation.generate to "
+                f"`evaluation.metric: {name}` scores generated answers; set evaluation.generate to "
                 "their maximum number of tokens"
             )
         return self
