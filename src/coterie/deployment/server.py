@@ -77,7 +77,7 @@ class ServerRun(ServerPart):
             raise
 
     def _rounds(self) -> None:
-        for name in self.folder.without():
+        for name in self.folder.expelled():
             self._expel(name)
         done = self._restore()
         self.watch.start(self.config.label, self.config.exchanges, done)
@@ -240,7 +240,7 @@ class ServerRun(ServerPart):
         self.link.wait()
 
     def _check_expelled(self) -> None:
-        for name in sorted(self.folder.without() - self.quorum.expelled):
+        for name in sorted(self.folder.expelled() - self.quorum.expelled):
             self._note(f"{name} was expelled")
             self._expel(name)
 

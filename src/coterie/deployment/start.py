@@ -106,7 +106,7 @@ def serve_again(
         )
     config = config.model_copy(update={"deployment": update.deployment, "device": update.device})
     for name in without:
-        if name not in folder.without():  # a repeated command may expel the client again
+        if name not in folder.expelled():  # a repeated command may expel the client again
             check_participant(folder, name)
     with folder.lock():
         if from_round is not None:
@@ -114,7 +114,7 @@ def serve_again(
         for name in without:
             folder.expel(name)
     without_key = {client.name for client in config.clients} - keys.clients().keys()
-    for name in sorted(without_key - folder.without()):
+    for name in sorted(without_key - folder.expelled()):
         watch.note(
             f"{name} has no key; create one with `coterie keys add {name}`, or leave the client "
             f"out with --without {name}"
