@@ -294,7 +294,7 @@ class SiteRun:
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client takes part in no round after the round of an order."""
+        """Return whether this client stops after the round of an order."""
         return self.part.stops(order.round + 1)
 
     @contextmanager

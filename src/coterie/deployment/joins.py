@@ -52,7 +52,7 @@ class Joins:
         wait([future], INITIAL_WAIT)
 
     def ended(self) -> Iterator[tuple[str, Exception | None]]:
-        """Yield each client whose preparation has ended, once; it has joined unless it failed.
+        """Yield each client whose preparation has ended, once. Without an error, it has joined.
 
         Yields:
             The client's name, and the error or None.
@@ -70,7 +70,7 @@ class Joins:
                 yield name, None
 
     def restore(self, name: str, hello: bytes) -> None:
-        """Join a client again that had joined before the server was restarted."""
+        """Restore a client that had joined before the server was restarted."""
         message = self.part.schema.receive("hello", hello)
         self.part.server.prepare(name, message)
         self._join(name, message, hello)

@@ -38,7 +38,7 @@ class Seat:
         self.retry_at, self.failed = 0.0, False
 
     def fail(self) -> None:
-        """Record a failure: the client is asked again later, and no quorum waits for it."""
+        """Record a failure: the client is asked again later, and a quorum does not wait for it."""
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:

@@ -51,7 +51,7 @@ class ServerRun(ServerPart):
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []
-        """Expelled clients that the server side of the method still has data of."""
+        """Expelled clients whose data the server side of the method still holds."""
         self.public = public_digest(config)
         self.joins = Joins(self)
         self.kind: Kind = "step"
@@ -199,7 +199,7 @@ class ServerRun(ServerPart):
         for name in sorted(self.waiting):
             self._note(f"{name} did not receive the result; use --resume once {name} is connected")
         self._record_entries(self.joins.hellos.keys() - self.waiting)
-        lines = list(self.folder.metrics())  # not empty if an earlier process was killed here
+        lines = list(self.folder.metrics())  # a killed process may have appended some of them
         self.folder.append([line for line in self.recorder.take() if line not in lines])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
@@ -211,7 +211,7 @@ class ServerRun(ServerPart):
     def _poll(self) -> None:
         """Process connections and replies, send each client its next order, and sleep briefly."""
         self._check_expelled()
-        present = self.link.present()  # before replies: who disconnects may have replied
+        present = self.link.present()  # before replies: clients reply, then disconnect
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
             if ticket in tickets:

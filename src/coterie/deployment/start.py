@@ -82,7 +82,7 @@ def serve_again(
     without: Sequence[str] = (),
     update: RunConfig | None = None,
 ) -> RunFolder:
-    """Resume a run whose server has stopped; connected clients continue by themselves.
+    """Resume a run whose server has stopped; waiting clients continue by themselves.
 
     Args:
         out: The run folder.
