@@ -248,7 +248,7 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
         kept, was = done.load("server").parts[name], before["server.safetensors"].parts[name]
         assert all(torch.equal(t, was["adapter"][n]) for n, t in kept["adapter"].items())
     assert set(done.result["trained"]) == {"diarist", "whaler"}
-    assert forget(done, "poet").figures == 0
+    assert forget(done, "poet").metrics == 0
 
 
 @pytest.mark.slow
