@@ -16,9 +16,7 @@ UNREAD = {
     "analysis",
     "api.py",
     "cli",
-    "config",
     "data",
-    "deployment",
     "engines",
     "evaluation",
     "federation",
@@ -29,7 +27,6 @@ UNREAD = {
     "report",
     "runs",
     "testing",
-    "training",
 }
 """Packages whose English was not gone through; the network is about to be replaced."""
 PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")} - UNREAD)
@@ -66,6 +63,8 @@ def test_a_method_is_documented_where_it_is_declared(package: str) -> None:
         for name, function in vars(kind).items():
             function = inspect.unwrap(getattr(function, "fget", None) or function)
             if not inspect.isfunction(function) or name.startswith("_"):
+                continue
+            if function.__name__ == "<lambda>":  # the default of a field
                 continue
             above = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
             ours = [f for f in above if getattr(f, "__module__", "").startswith("coterie")]

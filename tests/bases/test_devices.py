@@ -28,7 +28,7 @@ def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
     assert run.as_dict()["device"] == device
     assert parse(run.as_dict()) == run
     assert run.digest() == plain.digest()
-    assert "device" not in run.told_to("poet")
+    assert "device" not in run.visible_to("poet")
 
 
 @pytest.mark.parametrize(

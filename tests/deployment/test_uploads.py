@@ -222,7 +222,10 @@ def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypat
         worker.seen = lambda what, value: told.append((what, value))
     with pytest.raises(Killed), caplog.at_level("ERROR", "coterie"):
         server(run, tmp_path / "server", loop, notes).rounds()
-    sentence = f"the run uses protocol version {PROTOCOL + 1}, and this client {PROTOCOL}"
+    sentence = (
+        f"the run uses protocol version {PROTOCOL + 1}, but this client uses version {PROTOCOL}; "
+        "install the same version of Coterie on both sides"
+    )
     assert told == [("fault", sentence)] * 3
     assert sentence in caplog.text
     for name in NAMES:

@@ -186,5 +186,5 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
 
 
 def test_patience_needs_a_best_model() -> None:
-    with pytest.raises(ValueError, match="needs keep: best"):
+    with pytest.raises(ValueError, match="has no effect with `keep: last`"):
         EvaluationSpec(keep="last", patience=1)

@@ -219,7 +219,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
     described["clients"] = [{"name": name} for name in NAMES]
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(described))
-    with pytest.raises(CoterieError, match=r"training\.dpo\.reference names a run"):
+    with pytest.raises(CoterieError, match=r"training\.dpo\.reference is the folder of a run"):
         load_deployment(read_values(file), NAMES)
 
 
@@ -229,7 +229,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
         ({"data": {"window": 48}, "training": {"dpo": {}}}, "no effect without data.preferences"),
         ({"training": {"dpo": {"beta": 0}}}, "greater than 0"),
         ({"training": {"dpo": {"label_smoothing": 0.5}}}, "less than 0.5"),
-        ({"server": {}}, "remove a server"),
+        ({"server": {}}, "`data.preferences` and `server` are mutually exclusive"),
         ({"evaluation": {"generate": 5}}, "needs answers"),
         (
             {"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}},

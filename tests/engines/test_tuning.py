@@ -182,9 +182,9 @@ def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("training.learning_rate", "--tune takes a key and its values, such as"),
-        ("training.learning_rate=", "--tune takes a key and its values"),
-        ("training.learning_rate=[1,", "--tune takes a key and its values"),
+        ("training.learning_rate", "is not a key with values, such as"),
+        ("training.learning_rate=", "is not a key with values"),
+        ("training.learning_rate=[1,", "is not a key with values"),
         ("training.lerning_rate=1", r"Did you mean 'training\.learning_rate'\?"),
         ("training.learning_rate=1,fast", r"training\.learning_rate should be a number"),
         ("data.window=8,16", r"data\.window cannot be tuned"),

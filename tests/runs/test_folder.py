@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie import CoterieError
-from coterie.deployment.forgetting import known
+from coterie.deployment.forgetting import check_participant
 from coterie.files import write_json, write_text
 from coterie.messages import State
 from coterie.messages.formats import version_fields
@@ -206,7 +206,7 @@ def test_a_configuration_that_does_not_say_who_may_take_part_is_damaged(folder) 
     described = {**DESCRIPTION, "run": "0", "config": CONFIG | {"deployment": {}}}
     write_json(folder.path / "run.json", {**version_fields(), **described})
     with pytest.raises(CoterieError, match=r"damaged: config.deployment.anyone: Field required;"):
-        known(folder, "poet")
+        check_participant(folder, "poet")
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:

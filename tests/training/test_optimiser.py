@@ -93,7 +93,10 @@ def test_every_optimiser_can_be_chosen_by_its_name_alone(name) -> None:
         (3, "training.optimiser: give a name, such as sgd, or a mapping"),
         ({"name": "sgd", "momentun": 1}, "Did you mean 'training.optimiser.momentum'?"),
         ({"name": "sgd", "betas": [1, 1]}, "Unknown key 'training.optimiser.betas'. Known keys:"),
-        ({"name": "sgd", "lr": 1}, "Set training.learning_rate instead of"),
+        (
+            {"name": "sgd", "lr": 1},
+            "training.optimiser.lr is not supported; set training.learning_rate",
+        ),
         ({"name": "sgd", "params": []}, "Unknown key 'training.optimiser.params'."),
         (
             {"name": "sgd", "nesterov": True},

@@ -130,7 +130,7 @@ def test_what_contradicts_itself_is_refused(training, sentence, values) -> None:
 def test_a_schedule_reaches_a_deployed_client_as_it_is(config) -> None:
     rates = {"learning_rates": {"poet": 4e-3}, "schedule": "one-cycle", "warmup": 0.1}
     run = config(training={**BASICS, **rates, "initial_learning_rate": 2e-4})
-    told = parse({**run.told_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
+    told = parse({**run.visible_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
     assert told.training == run.training_of("poet")
     assert told.training.initial_learning_rate == pytest.approx(4e-4)
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
-from coterie.deployment.costs import MOST_DISK
+from coterie.deployment.costs import MAX_DISK
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.deployment.terms import flat
 from coterie.errors import plural
@@ -222,5 +222,5 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
         f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
-        f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
+        f"most {MAX_DISK / 2**30:.0f} GiB for all runs in one folder",
     }

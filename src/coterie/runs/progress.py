@@ -1,4 +1,4 @@
-"""What follows a run while it works."""
+"""Log files and callbacks, which follow a run while it is in progress."""
 
 import logging
 from collections.abc import Iterator
@@ -12,9 +12,13 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Append what loggers get to a file within the block, a line each.
+    """Write the records of loggers to a log file in the block, and not to the terminal.
 
-    It goes nowhere else, except to handlers that somebody has given to loggers of Coterie.
+    Handlers that users have added to loggers of Coterie also receive the records.
+
+    Args:
+        path: The log file, to which lines are appended.
+        names: The names of the loggers.
     """
     handler = LogFile(path)
     loggers = [logging.getLogger(name) for name in names]
