@@ -1,5 +1,6 @@
 """Objects by name: built in, from installed packages, and registered while a process runs."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,25 @@ class Registry(Generic[T]):
                 f"The {self.noun} {entry.name!r} of an installed package ({entry.value}) cannot be "
                 f"imported: {error}"
             ) from error
+
+
+def check_named(kind: type[Any], noun: str, key: str, what: str) -> None:
+    """Raise CoterieError if a class lacks a proper name, or its class variable `key`.
+
+    Args:
+        kind: The class, which is about to be registered.
+        noun: What it is, for the error.
+        key: A class variable that it needs beside `name`.
+        what: What the variable is for.
+    """
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+        raise CoterieError(
+            f"The {noun} {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
+            "dashes and underscores."
+        )
+    if not hasattr(kind, key):
+        raise CoterieError(f"The {noun} {name!r} needs a `{key}`{what}.")
 
 
 def _home(value: Any) -> tuple[str, str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coterie.config.run import RunConfig
 
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
-OF_SAMPLES = ("instructions", "messages", "preferences", "chat_template")
+OF_SAMPLES = ("instructions", "messages", "preferences", "kind", "chat_template")
 """Keys of `data` that a text of the demo does not fit."""
 
 

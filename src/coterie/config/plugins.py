@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from coterie.aggregation.registry import TRANSFORMS
+from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
 from coterie.methods.registry import METHODS
@@ -23,6 +24,7 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
     "coterie.aggregation.transform:Transform": TRANSFORMS,
     "coterie.evaluation.metrics:Metric": METRICS,
+    "coterie.data.kind:DataKind": DATA_KINDS,
 }
 """What a plugin may define: the base class (module and name) and the registry of each kind.
 

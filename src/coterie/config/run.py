@@ -16,6 +16,8 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
+from coterie.data.kind import DATA_KINDS
+from coterie.data.spec import KindSpec
 from coterie.evaluation.metrics import METRICS
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
@@ -120,7 +122,8 @@ class RunConfig(Sections[Method]):
     def objects(self) -> list[type[Any]]:
         """The classes that the run uses by name, first its method's; without its baselines."""
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
-        return [type(self.method), *map(type, self.transforms), *metrics]
+        kinds = [] if self.data.kind is None else [self.data.declared]
+        return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
@@ -168,8 +171,14 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
         else spec
         for number, spec in enumerate(file.aggregation.transforms)
     ]
-    aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
-    return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
+    sections: dict[str, Any] = {
+        "method": method,
+        "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
+    }
+    if isinstance(given := file.data.kind, KindSpec):
+        kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
+        sections["data"] = file.data.model_copy(update={"kind": kind})
+    return RunConfig.model_construct(**dict(file) | sections)
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:

@@ -215,18 +215,19 @@ class Sections(BaseModel, Generic[M]):
         return self
 
     @model_validator(mode="after")
-    def _preferences_are_learnt(self) -> Self:
-        if self.data.preferences is None:
-            if self.training.dpo is not None:
-                raise ValueError(
-                    "the section training.dpo has no effect without data.preferences; add that or "
-                    "remove training.dpo"
-                )
-        elif self.server is not None or (self.divide is not None and self.divide.public):
+    def _comparisons_are_learnt(self) -> Self:
+        kind = self.data.declared
+        if self.training.dpo is not None and not kind.referenced:
+            raise ValueError(
+                "the section training.dpo has no effect without data.preferences; add that or "
+                "remove training.dpo"
+            )
+        shared = self.server is not None or (self.divide is not None and self.divide.public)
+        if kind.compares and shared:
             what = "divide.public" if self.server is None else "a server with a model of its own"
             raise ValueError(
-                f"preferences are learnt by clients, from their own pairs; remove {what} or "
-                "data.preferences"
+                f"{kind.name} are learnt by clients, from their own samples; remove {what} or "
+                f"{self.data.key}"
             )
         return self
 
@@ -234,8 +235,9 @@ class Sections(BaseModel, Generic[M]):
     def _can_be_measured(self) -> Self:
         name, generate = self.evaluation.metric, self.evaluation.generate
         needs = "nothing" if name is None else metric_named(name).needs
+        offers = self.data.declared.offers
         for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
-            if (key != "generate" or generate is not None) and need not in self.data.offers:
+            if (key != "generate" or generate is not None) and need not in offers:
                 raise ValueError(f"evaluation.{key} needs {LACKING[need]}")
         if needs == "answers" and generate is None:
             raise ValueError(
