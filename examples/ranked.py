@@ -47,8 +47,9 @@ class Rankings(DataKind):
 
 def _ranking(record: Record) -> Ranking:
     prompt, given = record.text(["prompt"]), record["answers"]
-    texts = [text.strip() for text in given if isinstance(text, str)] * isinstance(given, list)
-    if len(texts) < 2 or not all(texts) or len(texts) < len(given):
+    listed = given if isinstance(given, list) else []
+    texts = [text.strip() for text in listed if isinstance(text, str)]
+    if len(texts) < 2 or not all(texts) or len(texts) < len(listed):
         wanted = "a list of at least two texts, the best first; fix or remove the record"
         raise record.unfit("answers", given, wanted)
     return Ranking(tuple(Instruction(prompt, text, where=record.where) for text in texts))
