@@ -75,9 +75,10 @@ def test_the_example_of_rounds_by_hand_runs(config) -> None:
     assert "poet" in found["uploads"]
 
 
-def test_the_page_on_metrics_shows_the_example_and_runs(monkeypatch, capsys) -> None:
+def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:
     page = (ROOT / "docs" / "develop" / "metrics-and-data.md").read_text(encoding="utf-8")
-    example, use = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    example, use, kind = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    assert kind == (ROOT / "examples" / "ranked.py").read_text(encoding="utf-8")
     file = ROOT / "examples" / "distinct2.py"
     assert example == file.read_text(encoding="utf-8")
     monkeypatch.setattr(METRICS, "registered", {})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coterie.config.plugins import load_plugin, register
     from coterie.config.read import load_config
     from coterie.config.run import RunConfig
+    from coterie.data.kind import DataKind
     from coterie.errors import CoterieError
     from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
@@ -29,6 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __all__ = [
     "Callback",
     "CoterieError",
+    "DataKind",
     "Method",
     "Metric",
     "Reduction",
@@ -48,6 +50,7 @@ __all__ = [
 _HOMES = {
     "Callback": "runs.progress",
     "CoterieError": "errors",
+    "DataKind": "data.kind",
     "Method": "methods.contract",
     "Metric": "evaluation.metrics",
     "Reduction": "aggregation.transform",

@@ -1,5 +1,6 @@
 """Registries of named objects: built-in, from installed packages, or registered at run time."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -79,6 +80,28 @@ class Registry(Generic[T]):
                 f"The {self.noun} {entry.name!r} of an installed package ({entry.value}) cannot be "
                 f"imported: {error}"
             ) from error
+
+
+def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
+    """Check that a class can be registered: that it has a valid name, and a class variable.
+
+    Args:
+        kind: The class, which is about to be registered.
+        noun: The word for such classes in error messages, such as "metric".
+        key: The class variable that it needs beside `name`.
+        purpose: The end of the error message for a missing class variable.
+
+    Raises:
+        CoterieError: The name or the class variable is missing or invalid.
+    """
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+        raise CoterieError(
+            f"The {noun} {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
+            "dashes and underscores."
+        )
+    if not hasattr(kind, key):
+        raise CoterieError(f"The {noun} {name!r} needs a `{key}`{purpose}.")
 
 
 def _origin(value: Any) -> tuple[str, str]:

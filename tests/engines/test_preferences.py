@@ -114,7 +114,7 @@ def test_the_reference_is_the_base_without_its_adapter(run) -> None:
     assert test is part.participant.data.test
     assert test.reference is not None
     assert test.reference.logprobs.shape == (5, 2)
-    alone = -answer_losses(part.base, bare(part.base), test.both, 1)
+    alone = -answer_losses(part.base, bare(part.base), test.rows, 1)
     torch.testing.assert_close(test.reference.logprobs.flatten(), alone, rtol=0, atol=1e-4)
 
 
@@ -199,7 +199,7 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None
     base = local.clients.part("poet").base
-    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.both, 1)
+    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.rows, 1)
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] >= 0

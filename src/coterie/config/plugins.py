@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from coterie.aggregation.registry import TRANSFORMS
+from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
 from coterie.methods.registry import METHODS
@@ -24,6 +25,7 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
     "coterie.aggregation.transform:Transform": TRANSFORMS,
     "coterie.evaluation.metrics:Metric": METRICS,
+    "coterie.data.kind:DataKind": DATA_KINDS,
 }
 """Registries by the base class (module and name) of the objects that they accept.
 

@@ -16,6 +16,8 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
+from coterie.data.kind import DATA_KINDS
+from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
 from coterie.methods.contract import SERVER, Method
@@ -134,9 +136,10 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the run's method, transforms and metric; baselines are left out."""
+        """The classes of the run's method, transforms, metric and data kind; without baselines."""
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
-        return [type(self.method), *map(type, self.transforms), *metrics]
+        kinds = [] if self.data.kind is None else [self.data.declared]
+        return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
@@ -186,8 +189,14 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
         else _transform(spec)
         for number, spec in enumerate(file.aggregation.transforms)
     ]
-    aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
-    return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
+    sections: dict[str, Any] = {
+        "method": method,
+        "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
+    }
+    if isinstance(given := file.data.kind, KindSpec):
+        kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
+        sections["data"] = file.data.model_copy(update={"kind": kind})
+    return RunConfig.model_construct(**dict(file) | sections)
 
 
 def _transform(value: object) -> Transform:
