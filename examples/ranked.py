@@ -7,7 +7,7 @@ needs no reference: beta times the mean log-probability of an answer's tokens.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from pydantic import PositiveFloat
@@ -47,7 +47,7 @@ class Rankings(DataKind):
 
 def _ranking(record: Record) -> Ranking:
     prompt, given = record.text(["prompt"]), record["answers"]
-    listed = given if isinstance(given, list) else []
+    listed = cast("list[object]", given) if isinstance(given, list) else []
     texts = [text.strip() for text in listed if isinstance(text, str)]
     if len(texts) < 2 or not all(texts) or len(texts) < len(listed):
         wanted = "a list of at least two texts, the best first; fix or remove the record"

@@ -33,7 +33,7 @@ if __name__ == "__main__":
     for place, (folder, label, colour) in enumerate(RUNS.values()):
         scores = perplexities(run / folder)
         xs = [client + 0.27 * (place - 1) for client in range(len(scores))]
-        bars = axis.bar(xs, scores.values(), 0.25, label=label, color=colour)
+        bars = axis.bar(xs, [*scores.values()], 0.25, label=label, color=colour)
         axis.bar_label(bars, fmt="%.0f", fontsize=9)
         axis.set_xticks(range(len(scores)), scores)
     axis.set_ylabel("test perplexity\n(lower is better)")

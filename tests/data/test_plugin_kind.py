@@ -19,9 +19,9 @@ from coterie.config.run import parse
 from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import DataSpec
 from coterie.deployment.client import Worker
-from coterie.deployment.orders import joining
+from coterie.deployment.orders import join_fields
 from coterie.evaluation.evaluate import evaluate
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, server, site, workers
 from coterie.testing.rounds import joined
 
@@ -30,10 +30,10 @@ NAMES = ("diarist", "poet", "whaler")
 ANSWERS = ("yes, always", "maybe", "no", "never")
 
 
-class Stopped(Watch):
+class Stopped(coterie.Callback):
     """Ends a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -148,7 +148,7 @@ def test_killed_resumed_and_deployed_runs_have_the_same_bits(run, tmp_path) -> N
     whole = run(deployment={"quorum": 3, "deadline": 60})
     local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(whole, out=tmp_path / "half", watch=Stopped)
+        coterie.run(whole, out=tmp_path / "half", callbacks=[Stopped()])
     assert_same_states(RunFolder(coterie.resume(tmp_path / "half").path), local)
 
     def kill(loop: Loop) -> None:
@@ -170,7 +170,7 @@ def test_hash_and_settings_are_part_of_the_run_and_of_what_clients_agree_to(
     digest = run().digest()
     gentle = run(data={"window": 40, "kind": {"name": "rankings", "beta": 1.0}})
     assert gentle.digest() != digest
-    sent: Any = joining(run(), "poet", None)
+    sent: Any = join_fields(run(), "poet", None)
     assert sent["plugins"].keys() == {"data kind rankings"}
     assert sent["config"]["data"]["kind"] == {"name": "rankings", "beta": 2.0}
     changed = tmp_path / "mine.py"
