@@ -8,7 +8,7 @@ import typer
 
 from coterie.cli import main, terminal
 from coterie.cli.options import Command, Settings, listed
-from coterie.cli.run import Against, Tune, watch
+from coterie.cli.run import Against, Tune, progress
 from coterie.errors import CoterieError
 
 Methods = Annotated[
@@ -103,7 +103,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            watch=watch,
+            callbacks=progress(),
             report=terminal.say,
         )
     for table in shown(summary):

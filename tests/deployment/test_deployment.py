@@ -22,7 +22,7 @@ from coterie.config.run import parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.messages import MessageError
-from coterie.messages.envelope import TOLD, Order, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, unseal
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
@@ -305,7 +305,7 @@ def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -
     room = filled(here.folder / f"site-{name}", here.programs[name])
     try:
         rope.unlink()
-        fault = f"{name} could not train: {TOLD['failed']}"
+        fault = f"{name} could not train: {FAULT_MESSAGES['failed']}"
         here.wait(lambda: fault in here.log(before))
         here.rounds_more(1)
         assert here.counted(name)[-1] == last

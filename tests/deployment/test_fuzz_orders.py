@@ -14,7 +14,7 @@ from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
-from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, Reply, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.testing.loop import RUN
 
@@ -57,7 +57,7 @@ def check(folder: Path, seed: int, count: int) -> None:
         try:
             reply, body = unseal(Reply, Worker(site).answer(data))
             assert body == b""
-            assert reply.fault in TOLD
+            assert reply.fault in FAULT_MESSAGES
             found[str(reply.fault)] += 1
             if reply.fault == "terms":  # it got so far as to be shown to somebody
                 differences(agreed, requested_terms(unseal(Order, data)[0]))

@@ -19,7 +19,7 @@ from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
 from coterie.messages import MessageError
-from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed
 from coterie.messages.formats import PROTOCOL
 from coterie.runs import RunFolder
@@ -217,7 +217,7 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
     other = Site(place.name, place.texts, tmp_path / "other", place.base, str(texts / "poet.txt"))
     _, [reply] = asked(run, other, order(run, public=digest))
     assert reply.fault == "public"
-    assert TOLD[reply.fault].startswith("it has no copy of")
+    assert FAULT_MESSAGES[reply.fault].startswith("the run's public text is missing")
     loop = deploy(run, tmp_path / "whole")
     told = [one for _, one in loop.orders if one.kind == "join"]
     assert {one.public for one in told} == {digest}
@@ -250,7 +250,7 @@ def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
             notes.append(text)
 
     server(run, tmp_path / "server", Loop(clients), Notes()).rounds()
-    assert f"poet could not join: {TOLD['terms']}" in notes
+    assert f"poet could not join: {FAULT_MESSAGES['terms']}" in notes
     assert RunFolder(tmp_path / "server").result is not None
 
 

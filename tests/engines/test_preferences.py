@@ -19,7 +19,7 @@ from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
 
@@ -32,10 +32,10 @@ adapter has learnt alone by then."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
 
 
-class Stopped(Watch):
+class Stopped(Callback):
     """Ends a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -114,7 +114,7 @@ def test_the_reference_is_the_base_without_its_adapter(run) -> None:
     assert test is part.participant.data.test
     assert test.reference is not None
     assert test.reference.logprobs.shape == (5, 2)
-    alone = -answer_losses(part.base, bare(part.base), test.both, 1)
+    alone = -answer_losses(part.base, bare(part.base), test.rows, 1)
     torch.testing.assert_close(test.reference.logprobs.flatten(), alone, rtol=0, atol=1e-4)
 
 
@@ -180,7 +180,7 @@ def test_a_resumed_run_and_a_deployment_have_the_same_bits(run, tmp_path) -> Non
     whole = run(method="comigs-1g1s", training=TRAINING | {"sampling": "epochs", "micro_batch": 3})
     local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(whole, out=tmp_path / "half", watch=Stopped)
+        coterie.run(whole, out=tmp_path / "half", callbacks=[Stopped()])
     half = RunFolder(coterie.resume(tmp_path / "half").path)
     for name in NAMES:
         one, two = (folder.load(f"client-{name}").encode() for folder in (local, half))
@@ -199,7 +199,7 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None
     base = local.clients.part("poet").base
-    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.both, 1)
+    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.rows, 1)
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] >= 0

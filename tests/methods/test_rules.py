@@ -17,7 +17,7 @@ from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Groups, Message, MessageError
 from coterie.methods.fedamole.server import FedAMoLEServer
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
 
@@ -49,7 +49,7 @@ def median(contributions: Iterable[Contribution]) -> Groups:
 def finished(run: RunConfig, folder: RunFolder, rule: Rule) -> RunFolder:
     session = Session(run)
     who = session.federation(run)
-    local_run(run, session.base, who.clients, folder, Watch(), who.server, rule).run()
+    local_run(run, session.base, who.clients, folder, (), who.server, rule).run()
     return folder
 
 

@@ -11,7 +11,7 @@ import coterie
 from coterie import CoterieError
 from coterie.config.read import load_config
 from coterie.config.run import parse
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_state
 from coterie.training.optimiser import REFUSED, build, classes
 from coterie.training.spec import ADAMW, OptimiserSpec
@@ -24,8 +24,8 @@ OTHERS = {
 }
 
 
-class StopAfterFirstRound(Watch):
-    def round_over(self, round: int, note: str) -> None:
+class StopAfterFirstRound(Callback):
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -51,7 +51,7 @@ def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> 
     run = make(optimiser=OTHERS[name])
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
     resumed = RunFolder(coterie.resume(tmp_path / "run").path)
     for client in ("client-diarist", "client-poet", "client-whaler"):
         theirs, ours = whole.load(client), resumed.load(client)

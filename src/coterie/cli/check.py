@@ -102,7 +102,7 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
     with _checking("step", "not tried, as it needs the other side, too"):
         step = trial.tried(session, config)
         _line("memory", "ok", f"{size(step.peak)} at most, in a step")
-        fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
+        fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
         _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")
         round = step.step * config.training.steps
         run = timedelta(seconds=int(round * config.exchanges))

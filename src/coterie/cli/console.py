@@ -115,7 +115,7 @@ class ClientBoard(LiveDisplay[Status]):
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):
                     for field in fields:
-                        self._say(f"  leaves this machine {when}: {field.what}")
+                        self._say(f"  leaves this machine {when}: {field.description}")
             case "warning":
                 self._say(value)
             case "fault":
@@ -187,11 +187,11 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         f"{plural(training.batch, 'sample')}",
         **costs_in_words(config, memory),
         "base": str(config.base),
-        "sent once": "; ".join(field.what for field in schema.hello),
-        "every round": "; ".join(field.what for field in schema.up),
+        "sent once": "; ".join(field.description for field in schema.hello),
+        "every round": "; ".join(field.description for field in schema.up),
         "transforms": "; ".join(f"{t.name}: {t.summary}" for t in config.transforms),
         "privacy": "; ".join(
-            f"{budget.what}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
+            f"{budget.description}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
             for budget in config.budgets
         ),
         "losses": "sent, with all other metrics"

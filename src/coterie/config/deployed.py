@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coterie.config.run import RunConfig
 
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
-SAMPLE_KEYS = ("instructions", "messages", "preferences", "chat_template")
+SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template")
 """Keys of `data` that require structured records; the demo's text is plain."""
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from coterie.aggregation.registry import TRANSFORMS
+from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
 from coterie.methods.registry import METHODS
@@ -24,6 +25,7 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
     "coterie.aggregation.transform:Transform": TRANSFORMS,
     "coterie.evaluation.metrics:Metric": METRICS,
+    "coterie.data.kind:DataKind": DATA_KINDS,
 }
 """Registries by the base class (module and name) of the objects that they accept.
 
@@ -191,6 +193,24 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
             raise CoterieError(
                 f"{where} uses the {described} from the plugin {file}, which has changed since "
                 f"the run began (loaded now: {loaded.file}); undo the changes, or start a new run."
+            )
+
+
+def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
+    """Raise CoterieError unless other processes of this machine can import all classes.
+
+    Args:
+        where: What begins the error: "The engine ...".
+        kinds: Classes of objects that a run uses.
+    """
+    for kind in kinds:
+        registry = _registry(kind)
+        assert registry is not None, f"{kind} is of no kind in KINDS"
+        if plugin_of(kind) is None and not registry.is_installed(kind):
+            raise CoterieError(
+                f"{where} runs clients in other processes, which cannot import the "
+                f"{registry.noun} {kind.name!r}; define it in a file for --plugin, or use the "
+                "engine local."
             )
 
 

@@ -16,7 +16,10 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
-from coterie.evaluation.metrics import METRICS
+from coterie.data.kind import DATA_KINDS
+from coterie.data.spec import KindSpec
+from coterie.errors import CoterieError
+from coterie.evaluation.metrics import METRICS, Metric
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
@@ -133,9 +136,10 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the run's method, transforms and metric; baselines are left out."""
+        """The classes of the run's method, transforms, metric and data kind; without baselines."""
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
-        return [type(self.method), *map(type, self.transforms), *metrics]
+        kinds = [] if self.data.kind is None else [self.data.declared]
+        return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
@@ -182,24 +186,42 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     transforms = [
         validated(TRANSFORMS.get(spec.name), spec.settings, ("aggregation", "transforms", number))
         if isinstance(spec, TransformSpec)
-        else spec
+        else _transform(spec)
         for number, spec in enumerate(file.aggregation.transforms)
     ]
-    aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
-    return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
+    sections: dict[str, Any] = {
+        "method": method,
+        "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
+    }
+    if isinstance(given := file.data.kind, KindSpec):
+        kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
+        sections["data"] = file.data.model_copy(update={"kind": kind})
+    return RunConfig.model_construct(**dict(file) | sections)
+
+
+def _transform(value: object) -> Transform:
+    if not isinstance(value, Transform):
+        raise CoterieError(f"aggregation.transforms: {value!r} is not a transform.")
+    return value
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
     """Create a run from the plain data of a run file.
 
     Args:
-        values: The data of a run file. `method` may also be a `Method` object, whose class need
-            not be registered.
+        values: The data of a run file. `method` and each of `aggregation.transforms` may also be
+            objects, whose classes need not be registered. `evaluation.metric` may be an object,
+            whose class is then registered.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.
     """
-    method = values.get("method")
+    method, evaluation = values.get("method"), values.get("evaluation")
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metric"), Metric):
+        metric = type(evaluation["metric"])
+        if not METRICS.is_installed(metric):
+            METRICS.accept(metric)  # scores and tables know metrics by their names
+        values = {**values, "evaluation": {**evaluation, "metric": metric.name}}
     if not isinstance(method, Method):
         return resolve(validated(RunFile, values))
     rest = {key: value for key, value in values.items() if key != "method"}

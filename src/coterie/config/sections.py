@@ -218,18 +218,19 @@ class Sections(BaseModel, Generic[M]):
         return self
 
     @model_validator(mode="after")
-    def _check_preferences(self) -> Self:
-        if self.data.preferences is None:
-            if self.training.dpo is not None:
-                raise ValueError(
-                    "`training.dpo` has no effect without data.preferences; set data.preferences "
-                    "or remove training.dpo"
-                )
-        elif self.server is not None or (self.divide is not None and self.divide.public):
+    def _check_comparisons(self) -> Self:
+        kind = self.data.declared
+        if self.training.dpo is not None and not kind.referenced:
+            raise ValueError(
+                "`training.dpo` has no effect without data.preferences; set data.preferences "
+                "or remove training.dpo"
+            )
+        shared = self.server is not None or (self.divide is not None and self.divide.public)
+        if kind.compares and shared:
             key = "divide.public" if self.server is None else "server"
             raise ValueError(
-                f"`data.preferences` and `{key}` are mutually exclusive, as preferences are learnt "
-                "from clients' own pairs only; remove one of the two"
+                f"`{self.data.key}` and `{key}` are mutually exclusive, as {kind.name} are learnt "
+                "from clients' own samples only; remove one of the two"
             )
         return self
 
@@ -237,8 +238,9 @@ class Sections(BaseModel, Generic[M]):
     def _check_metric(self) -> Self:
         name, generate = self.evaluation.metric, self.evaluation.generate
         needs = "nothing" if name is None else metric_named(name).needs
+        offers = self.data.declared.offers
         for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
-            if (key != "generate" or generate is not None) and need not in self.data.offers:
+            if (key != "generate" or generate is not None) and need not in offers:
                 raise ValueError(f"`evaluation.{key}` needs {REQUIREMENTS[need]}")
         if needs == "answers" and generate is None:
             raise ValueError(

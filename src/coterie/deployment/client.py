@@ -219,7 +219,7 @@ class SiteRun:
         self.folder = self._folder(order, site, participant, base)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
-        self.recorder = Recorder(lambda _, name, value: seen(name, value))
+        self.recorder = Recorder(lambda _, __, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder, ledger)
         if self.folder.checkpoints():
             self._restore()

@@ -18,7 +18,7 @@ from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest
 from coterie.messages import Message, MessageError, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, LEAVES, Kind, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
@@ -304,7 +304,7 @@ class ServerRun(ServerPart):
                 seat.clear()
             elif reply.fault is not None and reply.fault != "diverged":
                 action = "train" if reply.kind == "step" else reply.kind
-                self._note(f"{name} could not {action}: {TOLD[reply.fault]}")
+                self._note(f"{name} could not {action}: {FAULT_MESSAGES[reply.fault]}")
                 if reply.fault in LEAVES:
                     seat.retry_at = math.inf  # until the client reconnects
             elif reply.kind == "join":
@@ -339,7 +339,7 @@ class ServerRun(ServerPart):
 
     def _complete_order(self, name: str, reply: Reply, body: bytes) -> None:
         if reply.fault is not None:
-            self._note(f"{name} diverged: {TOLD[reply.fault]}")
+            self._note(f"{name} diverged: {FAULT_MESSAGES[reply.fault]}")
             self.uploads.diverge(name)
         elif self.kind == "step":
             self.uploads.take(name, body)
@@ -354,7 +354,7 @@ class ServerRun(ServerPart):
         """Record the metrics that clients sent with their last steps."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
-                if entry.is_a_client_s:
+                if entry.is_from_client:
                     # Clients send scores of the previous round with this round's upload.
                     round = max(self.round - 1, min(entry.round, self._metric_round))
                     self.recorder.log(name, entry.name, entry.value, round)

@@ -44,7 +44,7 @@ from coterie.files import (
     writing,
 )
 from coterie.messages import Json, State
-from coterie.messages.formats import check_stamp, stamp
+from coterie.messages.formats import check_format, version_fields
 from coterie.messages.schema import plain
 from coterie.runs import read
 
@@ -104,7 +104,7 @@ class RunFolder:
         with folder.lock():
             folder.refuse(force)  # another process may have created a run meanwhile
             folder._clear()
-            write_json(path / "run.json", {**stamp(), **description})
+            write_json(path / "run.json", {**version_fields(), **description})
         return folder
 
     def refuse(self, force: bool) -> None:
@@ -149,7 +149,7 @@ class RunFolder:
         if "config" not in description:
             raise CoterieError(f"{self.path} is not a run folder (run.json describes no run).")
         remedy = "Use the version that wrote it, or start a new run in another folder."
-        check_stamp(f"The run in {self.path}", description, remedy)
+        check_format(f"The run in {self.path}", description, remedy)
         read.check(self.path / "run.json", description, read.Description)
         return description
 
@@ -360,7 +360,7 @@ class RunFolder:
 class Recorder:
     """The metrics of the round in progress, held in memory until the round is complete."""
 
-    def __init__(self, seen: Callable[[str | None, str, Json], None]) -> None:
+    def __init__(self, seen: Callable[[int, str | None, str, Json], None]) -> None:
         self._seen = seen
         self._lines: list[dict[str, Json]] = []
         self.round = 0
@@ -376,7 +376,7 @@ class Recorder:
         of = self.round if round is None else round
         line = {"round": of, "client": client, "name": name, "value": value}
         self._lines.append(line if of == self.round else {**line, "during": self.round})
-        self._seen(client, name, value)
+        self._seen(of, client, name, value)
 
     @property
     def count(self) -> int:

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie.adapters.dropout import repeating_masks
 from coterie.bases.dropout import dropping_out
-from coterie.bases.padding import keeping_nothing
+from coterie.bases.padding import repeating_batch
 from coterie.errors import CoterieError
 
 
@@ -61,7 +61,7 @@ def _checkpointed(
     """Return the output of a layer's forward pass without storing its activations."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    recomputing = _entered(repeating_masks(), keeping_nothing(), dropping_out(model, base_dropout))
+    recomputing = _entered(repeating_masks(), repeating_batch(), dropping_out(model, base_dropout))
     return checkpoint(
         forward,
         *args,
