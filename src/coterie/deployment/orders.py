@@ -85,7 +85,8 @@ class Orders:
             if not (self.site.asks and self.site.agrees(order, config)):
                 return (
                     f"is the server's new run number {len(self.runs) + 1} since this client "
-                    "started; ask the server's operator why, and restart this client to take part"
+                    "started; ask the server's operator why, and start this client again to take "
+                    "part"
                 )
             self.runs.clear()
         out = self.site.out
