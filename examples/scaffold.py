@@ -12,9 +12,11 @@ from torch import Tensor
 
 from coterie.errors import CoterieError
 from coterie.messages import Field, Message, Schema
-from coterie.methods.adapter import AdapterClient, AdapterServer, zeros_like
+from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.averaging import FedAvg
-from coterie.methods.contract import ClientContext, Holders, RunFacts, ServerContext
+from coterie.methods.contract import ClientContext, RunFacts, ServerContext
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import zeros_like
 from coterie.training.schedule import Penalty
 
 

@@ -30,7 +30,6 @@ UNREAD = {
     "inference",
     "losses",
     "messages",
-    "methods",
     "network",
     "privacy",
     "registry.py",
