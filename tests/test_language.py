@@ -28,7 +28,6 @@ UNREAD = {
     "federation",
     "files.py",
     "inference",
-    "losses",
     "messages",
     "network",
     "privacy",
