@@ -165,7 +165,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     training = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd"}
     sides: Any = joined(run_with(config, method=scaffold(), training=training))
     change = means_of(one_round(sides, 0), "change")
-    for name, control in sides.server.kept["control"].items():
+    for name, control in sides.server.buffers["control"].items():
         torch.testing.assert_close(control.double(), change[name], rtol=1e-5, atol=1e-8)
 
 

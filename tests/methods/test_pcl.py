@@ -73,7 +73,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
     poet, name = local.clients["poet"], "dense/transformer.h.0.attn.c_attn.B"
     mixed = adapter(poet)[name]
     poet.train(1)
-    assert torch.equal(poet.kept["start"][name], mixed)
+    assert torch.equal(poet.buffers["start"][name], mixed)
     assert not torch.equal(adapter(poet)[name], mixed)
 
 

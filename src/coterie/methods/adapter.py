@@ -219,8 +219,8 @@ class AdapterClient(ClientSide, Generic[M]):
         parameters = self.adapter.parameters()
         self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
         """The tensors of the shared parameters, by name."""
-        self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups of tensors, other than the adapter, that must survive a restart.
+        self.buffers: dict[str, dict[str, Tensor]] = {}
+        """Buffers: groups of tensors, other than the adapter, that must survive a restart.
 
         A group in `Schema.down` is overwritten by every download, and a group in `Schema.up` is
         uploaded; the tensors of either have the names and shapes of the shared parameters.
@@ -234,7 +234,7 @@ class AdapterClient(ClientSide, Generic[M]):
     def receive(self, download: Message) -> None:
         shapes, residual = shapes_of(self.shared), download["residual"]
         down = {field.name for field in self.method.schema().down}
-        received = {"adapter": self.shared, **{g: t for g, t in self.kept.items() if g in down}}
+        received = {"adapter": self.shared, **{g: t for g, t in self.buffers.items() if g in down}}
         for group in received:
             check_shapes(download[group], shapes)
         check_shapes(residual, residual_shapes(self.parameters(), shapes, residual))
@@ -252,7 +252,7 @@ class AdapterClient(ClientSide, Generic[M]):
         parameters, method = self.parameters(), self.method
         sent = [name for name in self.shared if method.sends(parameters[name], exchange)]
         up = {field.name for field in method.schema().up}
-        groups = {g: t for g, t in {"adapter": self.shared, **self.kept}.items() if g in up}
+        groups = {g: t for g, t in {"adapter": self.shared, **self.buffers}.items() if g in up}
         return Message(exchange, {g: copied({n: t[n] for n in sent}) for g, t in groups.items()})
 
     def model(self) -> PreTrainedModel:
@@ -263,15 +263,15 @@ class AdapterClient(ClientSide, Generic[M]):
 
     def state(self) -> State:
         groups = {"adapter": copied(self.adapter.tensors())}
-        groups |= {group: copied(tensors) for group, tensors in self.kept.items()}
+        groups |= {group: copied(tensors) for group, tensors in self.buffers.items()}
         if self.method.averages_exactly:
             groups["residual"] = copied(self.adapter.residual())
         return State(groups, parts={"training": self.training.state()})
 
     def restore(self, state: State) -> None:
         copy(state["adapter"], self.adapter.tensors())
-        for group in self.kept:
-            self.kept[group] = {n: self._on_device(n, t) for n, t in state[group].items()}
+        for group in self.buffers:
+            self.buffers[group] = {n: self._on_device(n, t) for n, t in state[group].items()}
         self.training.restore(state.parts["training"])
         if self.method.averages_exactly:
             self.adapter.set_residual(state["residual"])
@@ -300,8 +300,8 @@ class AdapterServer(ServerSide, Generic[M]):
                 if method.shared(parameter) and name not in self.parameters:
                     self.parameters[name] = parameter
                     self.shared[name] = parameter.tensor.detach()
-        self.kept: dict[str, dict[str, Tensor]] = {}
-        """Groups of tensors, other than the shared parameters, that must survive a restart.
+        self.buffers: dict[str, dict[str, Tensor]] = {}
+        """Buffers: groups of tensors, beside the shared parameters, that must survive a restart.
 
         A group in `Schema.down` is sent to the clients; its tensors have the names of the shared
         parameters.
@@ -368,7 +368,7 @@ class AdapterServer(ServerSide, Generic[M]):
         held, down = self.held[client], {field.name for field in self.method.schema().down}
         groups = {
             group: {name: tensors[name] for name in held}
-            for group, tensors in {"adapter": self.shared, **self.kept}.items()
+            for group, tensors in {"adapter": self.shared, **self.buffers}.items()
             if group in down
         }
         return Message(self.exchange, {**groups, **self.residuals.groups(held)})
@@ -390,11 +390,11 @@ class AdapterServer(ServerSide, Generic[M]):
         super().end_round(mean, held)
 
     def state(self) -> State:
-        groups = {"adapter": self.shared, **self.kept, **self.residuals.groups(self.shared)}
+        groups = {"adapter": self.shared, **self.buffers, **self.residuals.groups(self.shared)}
         return State(groups, {"round": self.exchange})
 
     def restore(self, state: State) -> None:
         super().restore(state)
         self.shared = dict(state["adapter"])
-        self.kept = {group: dict(state[group]) for group in self.kept}
+        self.buffers = {group: dict(state[group]) for group in self.buffers}
         self.residuals.tensors = dict(state["residual"])

@@ -207,14 +207,14 @@ class FDLoraServer(AdapterServer[FDLora]):
 
     def __init__(self, method: FDLora, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.kept["momentum"] = {}
+        self.buffers["momentum"] = {}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         lr, mu = self.method.outer_learning_rate, self.method.outer_momentum
         if self.exchange == 0:
             super().end_round(mean, held)
             return
-        momentum = self.kept["momentum"]
+        momentum = self.buffers["momentum"]
         for name, tensor in mean["adapter"].items():
             delta = self.shared[name] - tensor
             m = momentum[name] = mu * momentum[name] + delta if name in momentum else delta

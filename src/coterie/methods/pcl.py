@@ -289,7 +289,7 @@ class PCLClient(AdapterClient[PCL]):
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.kept["start"] = copied(self.shared)  # values after the last exchange
+        self.buffers["start"] = copied(self.shared)  # values after the last exchange
 
     def receive(self, download: Message) -> None:
         if not download.peers:
@@ -311,7 +311,7 @@ class PCLClient(AdapterClient[PCL]):
 
     def _exchanged(self, rounds: int) -> Message:
         """Return the client's upload of the exchange after this many rounds."""
-        start = self.kept["start"]
+        start = self.buffers["start"]
         update = {n: p.detach() - start[n] for n, p in self.shared.items()}
         groups: dict[str, Tensors] = {"adapter": copied(self.shared), "update": update}
         self.model()  # attach the adapter
@@ -321,7 +321,7 @@ class PCLClient(AdapterClient[PCL]):
     @torch.no_grad()
     def _mix(self, row: Row, uploads: Uploads) -> None:
         """Add the mean of all updates weighted by trust (released: adopt the mean of weights)."""
-        paper, start = self.method.form == "paper", self.kept["start"]
+        paper, start = self.method.form == "paper", self.buffers["start"]
         for name, parameter in self.shared.items():
             total = start[name].clone() if paper else torch.zeros_like(parameter)
             for peer, weight in row.items():
