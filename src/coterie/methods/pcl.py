@@ -39,11 +39,7 @@ from coterie.messages import (
     check_shapes,
 )
 from coterie.messages.names import TRUST
-from coterie.methods.adapter import (
-    AdapterClient,
-    AdapterMethod,
-    AdapterServer,
-)
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
 from coterie.methods.sides import Holders
@@ -133,7 +129,7 @@ class PCL(AdapterMethod):
 
 
 class PCLWeights(PCL):
-    """Strategy 1: the cosine similarity of LoRA weights, concatenated to one vector.
+    """Strategy 1: the cosine similarity of adapters, each flattened to one vector.
 
     (Released: the mean cosine similarity of rows.)
     """
