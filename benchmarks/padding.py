@@ -33,7 +33,7 @@ from coterie.data.examples import Examples, with_choices
 from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
 from coterie.federation.participants import participants_of
-from coterie.losses.tokens import PIECE_PRICE, Batch, language_model_loss
+from coterie.losses.tokens import PIECE_COST, Batch, language_model_loss
 from coterie.seeding import generator
 
 RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"
@@ -78,7 +78,7 @@ def counted(base: Base, count: Count, real: int, price: int | None = None) -> It
     hook = base.model.get_input_embeddings().register_forward_pre_hook(add)
     start = time.process_time()
     try:
-        with patch.dict(PIECE_PRICE, {} if price is None else {"cpu": price}):
+        with patch.dict(PIECE_COST, {} if price is None else {"cpu": price}):
             yield
     finally:
         count.seconds += time.process_time() - start

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from coterie.errors import CoterieError
 from coterie.messages import Field, Message, Schema
-from coterie.methods.adapter import AdapterClient, AdapterServer, zeros_like
+from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.averaging import FedAvg
-from coterie.methods.contract import ClientContext, Holders, RunFacts, ServerContext
+from coterie.methods.contract import ClientContext, RunFacts, ServerContext
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import zeros_like
 from coterie.training.schedule import Penalty
 
 
@@ -36,7 +38,7 @@ class Scaffold(FedAvg):
 
     def penalty(self, client: AdapterClient) -> Penalty:
         def correction() -> Tensor:  # linear, so that its gradient is c - c_i
-            c, c_i = client.kept["control"], client.kept["own"]
+            c, c_i = client.buffers["control"], client.buffers["own"]
             return torch.stack(
                 [((c[n] - c_i[n]) * p).sum() for n, p in client.shared.items()]
             ).sum()
@@ -53,13 +55,13 @@ class Scaffold(FedAvg):
 class ScaffoldClient(AdapterClient):
     def __init__(self, method: Scaffold, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.kept = {group: zeros_like(self.shared) for group in ("control", "own", "change")}
+        self.buffers = {group: zeros_like(self.shared) for group in ("control", "own", "change")}
 
     def train(self, exchange: int) -> None:
         super().train(exchange)
         [level] = self.training.levels
         way = sum(map(level.learning_rate, self.training.steps(exchange)))
-        c, c_i, change = (self.kept[group] for group in ("control", "own", "change"))
+        c, c_i, change = (self.buffers[group] for group in ("control", "own", "change"))
         for n, after in self.shared.items():
             change[n] = (self.training.start[n] - after.detach()) / way - c[n]
             c_i[n] = c_i[n] + change[n]
@@ -68,10 +70,10 @@ class ScaffoldClient(AdapterClient):
 class ScaffoldServer(AdapterServer):
     def __init__(self, method: Scaffold, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.kept = {"control": zeros_like(self.shared)}
+        self.buffers = {"control": zeros_like(self.shared)}
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        c = self.kept["control"]
+        c = self.buffers["control"]
         for n, change in mean["change"].items():  # a mean over all clients, not over the round's
             c[n] = c[n] + change * held["change"][n] / len(self.held)
         super().end_round(mean, held)

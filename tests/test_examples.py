@@ -118,7 +118,9 @@ def test_scaffold_is_algorithm_1(config) -> None:
         c = {n: c[n] + sum(changes[name][n] for name in present) / len(names) for n in x}
         for n in x:
             torch.testing.assert_close(sides.server.shared[n], x[n], rtol=1e-4, atol=1e-6)
-            torch.testing.assert_close(sides.server.kept["control"][n], c[n], rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                sides.server.buffers["control"][n], c[n], rtol=1e-3, atol=1e-6
+            )
     assert any(change.abs().max() > 1e-4 for change in c.values())
 
 

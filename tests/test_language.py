@@ -21,8 +21,6 @@ UNREAD = {
     "evaluation",
     "federation",
     "inference",
-    "losses",
-    "methods",
     "network",
     "report",
     "runs",

@@ -165,7 +165,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     training = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd"}
     sides: Any = joined(run_with(config, method=scaffold(), training=training))
     change = means_of(one_round(sides, 0), "change")
-    for name, control in sides.server.kept["control"].items():
+    for name, control in sides.server.buffers["control"].items():
         torch.testing.assert_close(control.double(), change[name], rtol=1e-5, atol=1e-8)
 
 
@@ -212,10 +212,13 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     [
         ("local", "has no effect with the method 'local', in which the server takes no mean"),
         ("pcl-2", "has no effect with the method 'pcl-2'"),
-        ({"name": "hetlora", "attention": None}, "`attention: null`: the server takes no mean"),
-        ({"name": "flexlora", "attention": None}, "`attention: null`: the server takes no mean"),
+        ({"name": "hetlora", "attention": None}, "because no parameter is replaced by a mean"),
+        ({"name": "flexlora", "attention": None}, "because no parameter is replaced by a mean"),
         ("fdlora", "'fdlora' has a server optimiser of its own"),
-        ({"name": "fedavg", "exact": True}, "`exact: true` sends what makes means exact"),
+        (
+            {"name": "fedavg", "exact": True},
+            "`exact: true` and aggregation.optimiser are incompatible",
+        ),
     ],
 )
 def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:

@@ -176,7 +176,7 @@ def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -
     local = joined(run)
     hello = local.clients["poet"].hello()
     shapes = dict(list(hello.values["shapes"].items())[:1])
-    with pytest.raises(MessageError, match="declares no"):
+    with pytest.raises(MessageError, match="does not declare the shared tensor"):
         local.server.join("poet", Message(values={**hello.values, "shapes": shapes}))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.transfer import SoftTargets
 from coterie.bases import Base
-from coterie.methods.fedmkt.distillation import NOBODY, Distiller
+from coterie.methods.fedmkt.distillation import NO_TEACHER, Distiller
 
 TOP = 4
 """Tokens that are sent per position."""
@@ -53,7 +53,7 @@ def naive(
     def said(by: Knowledge, sample: int, place: int, ids: Tensor | None) -> Tensor:
         there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
         found = {} if there is None else as_dict(by, there, ids, method.temperature)
-        found = found or {int(distiller.targets[place]): 1.0}
+        found = found or {int(distiller.labels[place]): 1.0}
         return spread(found, size)
 
     keys = own.samples.tolist()
@@ -61,14 +61,14 @@ def naive(
         key = int(distiller.positions.samples[sample])
         loss = own.losses[keys.index(key)].item() if key in keys else math.inf
         for place in range(*distiller.positions.starts[sample : sample + 2].tolist()):
-            label = spread({int(distiller.targets[place]): 1.0}, size)
+            label = spread({int(distiller.labels[place]): 1.0}, size)
             mine = label if method.own == "labels" else said(own, sample, place, None)
-            if teacher == NOBODY:
+            if teacher == NO_TEACHER:
                 rows.append(mine)
                 continue
             theirs = said(offers[teacher], sample, place, ids)
             if method.own == "mean":
-                a, b = math.exp(-loss), math.exp(-distiller.best[sample].item())
+                a, b = math.exp(-loss), math.exp(-distiller.best_losses[sample].item())
                 theirs = (a * mine + b * theirs) / (a + b)
             rows.append(theirs)
     return torch.stack(rows)

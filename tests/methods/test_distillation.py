@@ -22,7 +22,7 @@ from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss, soft_target_loss
 from coterie.methods.contract import ClientContext
-from coterie.methods.fedmkt.distillation import NOBODY, Distiller
+from coterie.methods.fedmkt.distillation import NO_TEACHER, Distiller
 from coterie.methods.fedmkt.method import FedMKT
 from coterie.seeding import generator
 from coterie.training.schedule import learning_rate
@@ -108,11 +108,11 @@ def test_of_each_sample_the_best_teaches_if_it_is_better(base, make) -> None:
         distiller.begin(own)
         for number in order:
             distiller.offer(number, offers[number])
-        assert distiller.teachers.tolist() == [2, NOBODY, 1, NOBODY, 2]
-        assert distiller.best.tolist() == pytest.approx([0.9, 2.0, 1.4, 2.0, 0.4])
-        assert distiller.own.tolist() == [2.0] * 5
-        expected = naive(distiller, [2, NOBODY, 1, NOBODY, 2], offers, own)
-        torch.testing.assert_close(dense(distiller.learns, base), expected)
+        assert distiller.teachers.tolist() == [2, NO_TEACHER, 1, NO_TEACHER, 2]
+        assert distiller.best_losses.tolist() == pytest.approx([0.9, 2.0, 1.4, 2.0, 0.4])
+        assert distiller.own_losses.tolist() == [2.0] * 5
+        expected = naive(distiller, [2, NO_TEACHER, 1, NO_TEACHER, 2], offers, own)
+        torch.testing.assert_close(dense(distiller.targets, base), expected)
 
 
 def test_of_equals_the_first_teaches(base, make) -> None:
@@ -131,11 +131,11 @@ def test_teachers_may_know_other_samples_in_another_order(base, make) -> None:
     own = made_up(base, 0, [2.0, 2.0, 2.0], [ITEMS[4], ITEMS[0], ITEMS[3]])
     other = made_up(base, 1, [1.0, 9.0, 1.5, 3.0], [ELSE, ITEMS[2], ITEMS[0], ITEMS[4]])
     distiller.begin(own)
-    assert distiller.own.tolist() == [2, math.inf, math.inf, 2, 2]
+    assert distiller.own_losses.tolist() == [2, math.inf, math.inf, 2, 2]
     distiller.offer(0, other)
-    assert distiller.teachers.tolist() == [0, NOBODY, 0, NOBODY, NOBODY]
+    assert distiller.teachers.tolist() == [0, NO_TEACHER, 0, NO_TEACHER, NO_TEACHER]
     expected = naive(distiller, distiller.teachers.tolist(), {0: other}, own)
-    torch.testing.assert_close(dense(distiller.learns, base), expected)
+    torch.testing.assert_close(dense(distiller.targets, base), expected)
 
 
 def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
@@ -143,8 +143,8 @@ def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
     distiller = make(items)
     distiller.begin(made_up(base, 0, [2.0, 2.0], items[:2]))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0], items[:2]))
-    assert distiller.teachers.tolist() == [0, NOBODY, 0]
-    learns, starts = dense(distiller.learns, base), distiller.positions.starts
+    assert distiller.teachers.tolist() == [0, NO_TEACHER, 0]
+    learns, starts = dense(distiller.targets, base), distiller.positions.starts
     assert torch.equal(learns[: starts[1]], learns[starts[2] :])
 
 
@@ -164,11 +164,13 @@ def test_targets_are_those_of_each_position_alone(base, make, own, temperature, 
     distiller.begin(mine)
     for number, theirs in offers.items():
         distiller.offer(number, theirs, ids if mapped else None)
-    teachers = [0, 1, 1, NOBODY, 1]
+    teachers = [0, 1, 1, NO_TEACHER, 1]
     assert distiller.teachers.tolist() == teachers
     expected = naive(distiller, teachers, offers, mine, ids if mapped else None)
-    torch.testing.assert_close(dense(distiller._with_own(), base), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(distiller._with_own().probs.sum(-1), torch.ones(len(expected)))
+    torch.testing.assert_close(
+        dense(distiller._mixed_targets(), base), expected, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(distiller._mixed_targets().probs.sum(-1), torch.ones(len(expected)))
 
 
 def test_quality_counts_what_was_taken_over(base, make) -> None:
@@ -227,7 +229,7 @@ def test_targets_are_the_answers_tokens(make) -> None:
     distiller = make()
     batch = distiller.samples.batch(range(len(ITEMS)))
     assert batch.counted is not None
-    assert torch.equal(distiller.targets, batch.ids[:, 1:][batch.counted])
+    assert torch.equal(distiller.labels, batch.ids[:, 1:][batch.counted])
 
 
 @pytest.fixture
@@ -251,7 +253,7 @@ def test_what_is_not_finite_is_left_out_and_named(poisoned, caplog) -> None:
     assert "ada has no finite predictions for 1 public samples" in caplog.text
     assert caplog.text.rstrip().endswith("window: 3")
     distiller.begin(known)
-    assert distiller.own.isinf().tolist() == [False, False, True, False, False]
+    assert distiller.own_losses.isinf().tolist() == [False, False, True, False, False]
 
 
 def test_a_side_that_knows_nothing_is_told_what_may_help(make) -> None:
@@ -300,7 +302,7 @@ def test_distillation_is_plain_training_on_both_losses(
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
     loss = distiller.distil(1)
     other = make(training=training)
-    model, wanted = other.model(), dense(distiller.learns, base)
+    model, wanted = other.model(), dense(distiller.targets, base)
     parameters = list(other.adapter.tensors().values())
     other.adapter.require_grad(lambda _: True)
     optimiser = torch.optim.AdamW(
@@ -321,7 +323,7 @@ def test_distillation_is_plain_training_on_both_losses(
                 taught = -(wanted[rows] * logprobs).sum(-1)
                 if own == "none":
                     sizes = distiller.positions.starts.diff()[chosen]
-                    by = (distiller.teachers[chosen] != NOBODY).repeat_interleave(sizes)
+                    by = (distiller.teachers[chosen] != NO_TEACHER).repeat_interleave(sizes)
                     taught = taught[by] if by.any() else 0 * taught
                 found = task * found + (1 - task) * taught.mean()
             found.backward()
@@ -342,7 +344,7 @@ def test_distillation_brings_the_model_nearer_to_its_teachers(base, make, own) -
     distiller = make(task_weight=0.0, epochs=8, own=own)
     distiller.begin(made_up(base, 0, [2.0] * 5))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
-    learns, everything = distiller._with_own(), distiller.samples.batch(range(5))
+    learns, everything = distiller._mixed_targets(), distiller.samples.batch(range(5))
 
     @torch.no_grad()
     def loss() -> float:

@@ -20,7 +20,7 @@ from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, Tensors
 from coterie.methods.fedmkt.client import FedMKTClient
 from coterie.methods.fedmkt.server import FedMKTServer
-from coterie.methods.fedmkt.vocabulary import read, spelt
+from coterie.methods.fedmkt.vocabulary import decode_vocabulary, encode_vocabulary
 from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined, one_round, step
 
@@ -97,13 +97,13 @@ def test_clients_are_told_in_their_own_tokens(teachers) -> None:
         "knowledge"
     ]  # before the first round there is nothing to tell
     both.a_round()
-    assert server.known is not None
+    assert server.knowledge is not None
     source = Vocabulary.of(server.own.base.tokenizer)
     for name, client in clients.items():
         target = Vocabulary.of(client.context.base.tokenizer)
         ids = vocabulary_map(source, target).ids
         told = server.download(name)["knowledge"]["tokens"]
-        assert torch.equal(told, ids[server.known.tokens.long()])
+        assert torch.equal(told, ids[server.knowledge.tokens.long()])
     assert len(server.own.base.tokenizer) != len(clients["diarist"].context.base.tokenizer)
 
 
@@ -235,7 +235,7 @@ def test_a_run_scores_and_keeps_the_server_s_model(teachers, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"server": None}, "a model of the server's own: set server.base"),
+        ({"server": None}, "a server with a model of its own: set server.base"),
         ({"data": {"window": 48, "instructions": {"template": "{{ instruction }}"}}}, "public"),
         ({"data": {"window": 8, "public": "whaler.jsonl", "text": "output"}}, "instructions"),
     ],
@@ -297,21 +297,21 @@ def test_another_public_text_is_noticed(teachers, caplog) -> None:
     others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
         clients["poet"].receive(others)
-    assert "none of which it has: is the public set the same?" in caplog.text
+    assert "none of which is in its public set" in caplog.text
 
 
 def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:
     server = sides(teachers()).server  # whose test text is the public one
     with caplog.at_level(logging.WARNING):
         server.start_round(0, ["poet"])
-    assert "the server learns 4 of the samples that it is scored on" in caplog.text
+    assert "the server is trained on 4 of the samples that it is scored on" in caplog.text
 
 
 def test_a_vocabulary_survives_its_message() -> None:
     vocabulary = Vocabulary.of(load_tokenizer("tiny-gpt2"))
-    assert read(spelt(vocabulary), dict(vocabulary.roles)) == vocabulary
+    assert decode_vocabulary(encode_vocabulary(vocabulary), dict(vocabulary.roles)) == vocabulary
     odd = Vocabulary((b"", None, b"\xff\0"), {"eos": 1})
-    assert read(spelt(odd), {"eos": 1}) == odd
+    assert decode_vocabulary(encode_vocabulary(odd), {"eos": 1}) == odd
 
 
 LENGTHS = {"lengths": torch.tensor([1, -1], dtype=torch.int32)}
@@ -340,4 +340,4 @@ SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
 )
 def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:
     with pytest.raises(MessageError):
-        read(tensors, roles)
+        decode_vocabulary(tensors, roles)

@@ -15,7 +15,7 @@ from coterie.bases import load_tokenizer
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.losses.tokens import language_model_loss
-from coterie.methods.adapter import copied
+from coterie.methods.tensors import copied
 from coterie.runs import RunFolder
 from coterie.testing.rounds import take
 

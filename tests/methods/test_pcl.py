@@ -73,7 +73,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
     poet, name = local.clients["poet"], "dense/transformer.h.0.attn.c_attn.B"
     mixed = adapter(poet)[name]
     poet.train(1)
-    assert torch.equal(poet.kept["start"][name], mixed)
+    assert torch.equal(poet.buffers["start"][name], mixed)
     assert not torch.equal(adapter(poet)[name], mixed)
 
 
@@ -188,7 +188,7 @@ def test_what_is_missing_is_said(config) -> None:
     with pytest.raises(CoterieError, match="public set"):
         Session(run).check(run)
     run = config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 1.0}}})
-    with pytest.raises(CoterieError, match="add diarist, whaler to its `mixtures`"):
+    with pytest.raises(CoterieError, match="add diarist, whaler to its setting `mixtures`"):
         Session(run).check(run)
     with pytest.raises(CoterieError, match=r"sum to 0\.9"):
         config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})

@@ -21,7 +21,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, State, Tensors
 from coterie.methods.hetlora import HetLora, HetLoraClient
-from coterie.methods.ranks import kept, present_rank
+from coterie.methods.ranks import present_rank, pruned_rank
 from coterie.methods.settings import SharedSets
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
@@ -265,7 +265,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
         else:
             expected += np.linalg.norm(B[:, 4:]) * np.linalg.norm(A[4:])
     assert penalty().item() == pytest.approx(0.01 * expected, rel=1e-5)
-    assert [kept(rank, 0.6) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
+    assert [pruned_rank(rank, 0.6) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
 
 
 def tails(client: HetLoraClient) -> dict[str, float]:

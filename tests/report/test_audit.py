@@ -11,8 +11,9 @@ from coterie.analysis.audit import NEVER, SHARED, STAYS, WAYS, WHOLE, _declared,
 from coterie.analysis.tables import Table
 from coterie.messages import Field, Message, MessageError, Schema
 from coterie.messages.envelope import Reply, unseal
-from coterie.methods.adapter import AdapterServer, copied
+from coterie.methods.adapter import AdapterServer
 from coterie.methods.averaging import FedAvg
+from coterie.methods.tensors import copied
 from coterie.testing.loop import deploy
 
 DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}

@@ -79,7 +79,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are read in pieces."""
-    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 3)
+    monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 3)
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
     dtype, eps, frozen, monkeypatch
 ) -> None:
     monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 200)
-    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 0)  # samples are read apart
+    monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 0)  # samples are read apart
     model, reference = waves(0.0).to(dtype), referred(waves(0.5).double())
     weight = only_the_mlp(model)
     model.lm_head.weight.requires_grad_(not frozen)

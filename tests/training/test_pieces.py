@@ -73,7 +73,7 @@ def attached(adapter: Any, base: Any) -> Any:
 
 
 def pieces(batch: Batch, price: int) -> list[list[int]]:
-    return [rows.tolist() for rows, _ in batch.alike(price)]
+    return [rows.tolist() for rows, _ in batch.pieces(price)]
 
 
 def cost(parts: list[list[int]], price: int) -> int:
@@ -103,7 +103,7 @@ def test_pieces_cost_least_of_all_ways_to_share_samples_out(batch: Batch, price:
 
 def test_pieces_hold_the_samples_and_no_more_padding_than_their_longest(batch: Batch) -> None:
     assert batch.counted is not None
-    for rows, part in batch.alike(5):
+    for rows, part in batch.pieces(5):
         time = max(LENGTHS[n] for n in rows)
         assert part.real is not None
         assert part.real.sum(1).tolist() == [LENGTHS[n] for n in rows]
@@ -113,7 +113,7 @@ def test_pieces_hold_the_samples_and_no_more_padding_than_their_longest(batch: B
 
 def test_a_batch_without_padding_is_one_piece(batch: Batch) -> None:
     assert pieces(Batch(batch.ids), 0) == [list(range(len(LENGTHS)))]
-    [(_, part)] = Batch(batch.ids, batch.counted).alike(0)
+    [(_, part)] = Batch(batch.ids, batch.counted).pieces(0)
     assert torch.equal(part.ids, batch.ids)
 
 
@@ -139,7 +139,7 @@ def test_figures_are_those_of_samples_alone_in_their_order(
     base: Any, batch: Batch, price: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, logits, hard and soft targets; with a soft prompt, too."""
-    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", price)
+    monkeypatch.setitem(loss_module.PIECE_COST, "cpu", price)
     assert batch.counted is not None
     targets = batch.ids[:, 1:][batch.counted]
     soft = torch.stack([targets, (targets + 7) % 61], 1)
@@ -171,7 +171,7 @@ def test_gradients_and_load_balance_do_not_change_with_pieces(
     wanted = [p for p in adapter.tensors().values() if p.requires_grad]
     found = []
     for price in (1000, 5, 0):
-        monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", price)
+        monkeypatch.setitem(loss_module.PIECE_COST, "cpu", price)
         loss = language_model_loss(model, *batch)
         balance = adapter.load_balance(*(["uniform"] if kind == "mixture" else []))
         grads = torch.autograd.grad(loss + 10 * balance, wanted)
@@ -181,7 +181,7 @@ def test_gradients_and_load_balance_do_not_change_with_pieces(
 
 
 def test_the_next_batch_begins_anew(base: Any, batch: Batch, monkeypatch: Any) -> None:
-    monkeypatch.setitem(loss_module.PIECE_PRICE, "cpu", 5)
+    monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 5)
     for adapter in (mixture(base), amole(base)):
         model = attached(adapter, base)
         language_model_loss(model, *batch.only(torch.arange(3)))

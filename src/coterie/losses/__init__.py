@@ -1,1 +1,1 @@
-"""Losses of tokens and of preferences, and their reductions."""
+"""Losses on tokens and on pairs of answers."""

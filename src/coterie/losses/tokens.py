@@ -1,10 +1,10 @@
-"""The language-model loss, without ever holding all logits.
+"""The language-model loss, computed without storing the logits of a whole batch.
 
-With a frozen output head the gradient at the hidden states is known as soon as a token's logits
-are: (softmax - one-hot) times the head's weight; or, where the target is soft, probabilities of
-several tokens, (softmax - probabilities). So logits are made, used for loss and gradient, and
-dropped, a few tokens at a time; a batch of 8 x 128 tokens and GPT-2's vocabulary would otherwise
-need 200 MB for each copy of the float32 logits.
+If the output head is frozen, the gradient with respect to a token's hidden state follows directly
+from the token's logits: it is (softmax - one-hot) times the head's weight, or, for soft targets,
+(softmax - probabilities) times the head's weight. Logits are therefore computed for a few tokens at
+a time, used for the loss and the gradient, and discarded. Otherwise a batch of 8 x 128 tokens with
+GPT-2's vocabulary would need 200 MB for each copy of the float32 logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,63 +22,70 @@ from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
-"""Largest number of logits made at a time; 24 million are 96 MB in float32."""
+"""The largest number of logits computed at a time; 24 million take 96 MB in float32."""
 
-PIECE_PRICE = {"cpu": 50, "cuda": 1000}
-"""Padding tokens that are rather read than one more piece of a batch, whose every operation has a
-cost of its own."""
+PIECE_COST = {"cpu": 50, "cuda": 1000}
+"""The cost of one more piece of a batch, as a number of padding tokens.
+
+Every operation has a fixed cost per piece, so some padding is cheaper than another piece.
+"""
 
 
 class Batch(NamedTuple):
-    """What a loss is taken of; tokens 0 .. time-1 are read, 1 .. time predicted."""
+    """Samples on which a loss is computed: tokens 0 .. time-1 are read, 1 .. time predicted."""
 
     ids: Tensor
-    """(batch, time + 1) int64"""
+    """The tokens: (batch, time + 1) int64."""
     counted: Tensor | None = None
-    """Which of ids[:, 1:] the loss counts, (batch, time) bool; None: all."""
+    """A mask of the tokens in ids[:, 1:] that the loss counts: (batch, time) bool; None: all."""
     real: Tensor | None = None
-    """Which of ids[:, :-1] are no padding, (batch, time) bool; None: all."""
+    """A mask of the tokens in ids[:, :-1] that are not padding: (batch, time) bool; None: all."""
 
     @property
     def terms(self) -> int:
-        """Of how many terms the loss is the mean: tokens."""
+        """The number of counted tokens, over which the loss is a mean."""
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return the batch on a device."""
         return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
-        """The same samples, the shortest first; as they are where nothing is padding."""
+        """Return the samples in ascending order of length; without padding, the batch itself."""
         return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
 
-    def alike(self, price: int) -> Iterator[tuple[Tensor, Self]]:
-        """The same in pieces of similar lengths, each cut to its longest sample: the samples'
-        numbers, and the piece.
+    def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
+        """Split the batch into pieces of similar lengths, each cut to its longest sample.
 
-        What all pieces read, padding included, and `price` tokens for each are least together. A
-        batch without masks is one piece.
+        The split minimises the total number of tokens in all pieces, padding included, plus `cost`
+        tokens per piece. A batch without masks is one piece.
+
+        Args:
+            cost: The cost of a piece, in tokens.
+
+        Yields:
+            The row numbers of a piece's samples, and the piece.
         """
-        everything = torch.arange(len(self.ids), device=self.ids.device)
+        all_rows = torch.arange(len(self.ids), device=self.ids.device)
         if self.counted is None or self.real is None:
-            yield everything, self
+            yield all_rows, self
             return
         lengths, order = self.real.sum(1).sort(stable=True)
-        longest = lengths.tolist()
-        ends = _ends(longest, price)
+        ascending = lengths.tolist()
+        ends = _cheapest_ends(ascending, cost)
         if len(ends) == 1:
-            order = everything
+            order = all_rows
         for start, end in zip([0, *ends], ends, strict=False):
-            rows, time = order[start:end], longest[end - 1]
+            rows, time = order[start:end], ascending[end - 1]
             counted, real = self.counted[rows, :time], self.real[rows, :time]
             yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Some of the samples, by their numbers."""
+        """Return some of the samples, selected by row numbers or a slice."""
         return self._make(None if part is None else part[rows] for part in self)
 
     def split(self, size: int) -> Iterator[Self]:
-        """The same in batches of at most `size`."""
+        """Split the batch into consecutive batches of at most `size` samples."""
         for start in range(0, len(self.ids), size):
             yield self.only(slice(start, start + size))
 
@@ -87,21 +94,30 @@ class Batch(NamedTuple):
         return language_model_loss(model, *self), None
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Return the loss, without a gradient, of samples read `at_once`."""
+        """Compute the mean cross-entropy without a gradient.
+
+        Args:
+            model: The model.
+            device: The device on which the model reads tokens.
+            at_once: The number of samples to process at a time.
+
+        Returns:
+            The mean over all counted tokens, in nats.
+        """
         losses = [token_losses(model, *part.to(device)).cpu() for part in self.split(at_once)]
         return torch.cat(losses).sum(dtype=torch.float64).item() / self.terms
 
     @property
     def read(self) -> "Batch":
-        """The samples whose tokens a model learns to write: all."""
+        """The samples whose text the model learns to generate: here, the batch itself."""
         return self
 
 
-def _ends(lengths: Sequence[int], price: int) -> list[int]:
-    """Where each piece ends of samples of ascending lengths, so that all pieces cost least."""
+def _cheapest_ends(lengths: Sequence[int], piece_cost: int) -> list[int]:
+    """Return the end of each piece in the cheapest split of samples with ascending lengths."""
     costs, starts = [0], [0]
     for end, length in enumerate(lengths, start=1):
-        cost, start = min((costs[s] + (end - s) * length + price, s) for s in range(end))
+        cost, start = min((costs[s] + (end - s) * length + piece_cost, s) for s in range(end))
         costs.append(cost)
         starts.append(start)
     ends = [len(lengths)]
@@ -116,10 +132,18 @@ def language_model_loss(
     counted: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross-entropy in nats per token: a scalar with a gradient.
+    """Compute the mean cross-entropy of the counted tokens.
 
-    ids: (batch, time + 1); tokens 0 .. time-1 are read, 1 .. time predicted. counted and real are
-    masks as in `Batch`; only counted tokens go through the output head.
+    Only counted tokens pass through the output head.
+
+    Args:
+        model: The model.
+        ids: (batch, time + 1) int64; tokens 0 .. time-1 are read, 1 .. time predicted.
+        counted: The mask `Batch.counted`.
+        real: The mask `Batch.real`.
+
+    Returns:
+        A scalar with a gradient, in nats per token.
     """
     return _hard_losses(model, Batch(ids, counted, real)).mean()
 
@@ -132,20 +156,32 @@ def soft_target_loss(
     temperature: float = 1.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean cross-entropy to soft targets, in nats per token: a scalar with a gradient.
+    """Compute the mean cross-entropy to soft targets.
 
-    For n counted tokens, targets: (n, k) int64; probs: (n, k) float32, which sum to one in each
-    row, or a scalar. -sum_j share_j log softmax(logits / temperature)_j takes k logits and their
-    log-sum-exp: nothing of size (n, vocabulary) outlives a few tokens. weights: (n,), by which
-    each token's loss is multiplied before the mean.
+    The loss of a token is -sum_j probs_j log softmax(logits / temperature)_j. It needs only the
+    logits of k targets and the log-sum-exp of all logits, so no tensor of the size (n, vocabulary)
+    is stored.
+
+    Args:
+        model: The model.
+        batch: Samples with n counted tokens.
+        targets: The target tokens: (n, k) int64.
+        probs: Their probabilities: (n, k) float32, where each row sums to 1; or a scalar.
+        temperature: The divisor of the model's logits.
+        weights: Factors of the tokens' losses before the mean: (n,); None: all are 1.
+
+    Returns:
+        A scalar with a gradient, in nats per token.
     """
     losses = _soft_target_losses(model, batch, targets, probs, temperature)
     return (losses if weights is None else losses * weights.to(losses.device)).mean()
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Negative log-likelihood of each sample's counted tokens, in nats: (samples,) with a
-    gradient."""
+    """Compute the negative log-likelihood of each sample's counted tokens: (samples,), in nats.
+
+    The result has a gradient.
+    """
     return _all_losses(model, batch).sum(1)
 
 
@@ -156,15 +192,22 @@ def token_losses(
     counted: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Negative log-likelihood of every token: (batch, time) float32, in nats, no gradient.
+    """Compute the negative log-likelihood of every token without a gradient.
 
-    Arguments as for `language_model_loss`; 0 where a token is not counted.
+    Args:
+        model: The model.
+        ids: (batch, time + 1) int64; tokens 0 .. time-1 are read, 1 .. time predicted.
+        counted: The mask `Batch.counted`.
+        real: The mask `Batch.real`.
+
+    Returns:
+        (batch, time) float32, in nats; 0 for tokens that are not counted.
     """
     return _all_losses(model, Batch(ids, counted, real)).float()
 
 
 def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Negative log-likelihood of every token, 0 where it is not counted: (batch, time)."""
+    """Compute each token's negative log-likelihood, 0 if it is not counted: (batch, time)."""
     losses = _hard_losses(model, batch)
     if batch.counted is None:
         return losses.view(batch.ids[:, 1:].shape)
@@ -172,15 +215,15 @@ def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Negative log-likelihood of each counted token, (n,)."""
-    targets = _counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
+    """Compute the negative log-likelihood of each counted token: (n,)."""
+    targets = _select_counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
     return _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
 
 
 def _soft_target_losses(
     model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """The cross-entropy of each counted token, (n,); see `soft_target_loss`."""
+    """Compute each counted token's cross-entropy: (n,). See `soft_target_loss` for arguments."""
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
@@ -189,15 +232,23 @@ def _soft_target_losses(
         return -(logprobs.gather(1, targets) * probs).sum(1)
     hidden = _divided(hidden_states(model, batch), temperature)
     weight = frozen_weight(head, hidden.dtype)
-    there = weight.device
-    losses = _HeadLosses.apply(hidden.to(there), weight, targets.to(there), probs.to(there))
+    device = weight.device
+    losses = _HeadLosses.apply(hidden.to(device), weight, targets.to(device), probs.to(device))
     assert isinstance(losses, Tensor)
     return losses.to(hidden.device)
 
 
 @torch.no_grad()
 def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
-    """Logits of the counted tokens, in their order, (some, vocabulary) float32 at a time."""
+    """Compute the logits of the counted tokens without a gradient, a few tokens at a time.
+
+    Args:
+        model: The model.
+        batch: The samples.
+
+    Yields:
+        The logits of consecutive counted tokens: (tokens, vocabulary), float32 or float64.
+    """
     head = _plain_head(model)
     if head is None:
         yield _at_least_float(_logits(model, batch))
@@ -209,8 +260,11 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
 
 
 class _HeadLosses(torch.autograd.Function):
-    """Cross-entropy, (tokens,), of (tokens, dim) hidden states through a frozen (vocabulary, dim)
-    head to probs (tokens, k) of the targets (tokens, k)."""
+    """The cross-entropy of tokens to soft targets, through a frozen output head.
+
+    Inputs: hidden states (tokens, dim), the head's weight (vocabulary, dim), and targets and their
+    probabilities, both (tokens, k). Output: (tokens,).
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor) -> Tensor:
@@ -230,10 +284,10 @@ class _HeadLosses(torch.autograd.Function):
 def _losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's loss and, if wanted, its gradient at that token's hidden state."""
+    """Compute each token's loss and, on request, its gradient w.r.t. the token's hidden state."""
     losses, grads = [], []
     pieces = _pieces(hidden, weight)
-    # Three buffers for all pieces: fresh memory of this size costs more than the arithmetic.
+    # All pieces share three buffers: allocating memory of this size costs more than the arithmetic.
     product = hidden.new_empty(ceil(len(hidden) / pieces), len(weight))
     logits = _at_least_float(product)
     p = torch.empty_like(logits)
@@ -245,7 +299,7 @@ def _losses(
         if logits is not product:
             logits[:n].copy_(product[:n])
         torch.softmax(logits[:n], -1, out=p[:n])
-        # log-sum-exp from the likeliest token, whose probability is at least 1/vocabulary.
+        # Log-sum-exp from the most likely token, whose probability is at least 1 / vocabulary.
         lse = logits[:n].amax(-1) - p[:n].amax(-1).log()
         losses.append(lse - (logits[:n].gather(1, target) * prob).sum(1))
         if with_grad:
@@ -256,19 +310,26 @@ def _losses(
 
 
 def _pieces(hidden: Tensor, weight: Tensor) -> int:
-    """In how many pieces the logits of (tokens, dim) are made."""
+    """Return the number of pieces in which to compute the logits of hidden states."""
     at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
     return min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
 
 
-def _counted(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Of (batch * time, ...) the rows that the loss counts."""
+def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
+    """Select the rows of (batch * time, ...) that belong to counted tokens."""
     return rows if counted is None else rows[counted.flatten()]
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Hidden states of the counted tokens that enter the output head, (tokens, dim), in the dtype
-    the head works in, where the ids are."""
+    """Compute the hidden states of the counted tokens, as inputs of the output head.
+
+    Args:
+        model: The model.
+        batch: The samples.
+
+    Returns:
+        (tokens, dim), in the dtype of the head's computation and on the device of the ids.
+    """
     decoder = decoder_of(model)
 
     def states(ids: Tensor) -> Tensor:
@@ -279,8 +340,10 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Logits of the counted tokens, (tokens, vocabulary); a prompt that the model puts first has
-    none."""
+    """Compute the model's own logits of the counted tokens: (tokens, vocabulary).
+
+    A soft prompt that the model places before the tokens gets no logits.
+    """
 
     def logits(ids: Tensor) -> Tensor:
         time = ids.shape[1]
@@ -289,41 +352,47 @@ def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     return _in_pieces(logits, batch)
 
 
-def _in_pieces(read: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """What a model makes of the counted tokens, in their order: (tokens, any).
+def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """Apply a function to a batch in pieces of similar lengths, so that little is padding.
 
-    `read` is of ids (samples, time), to (samples, time, any). Samples of similar lengths are read
-    together, so that little is padding.
+    Args:
+        compute: A function from ids (samples, time) to values (samples, time, dim).
+        batch: The samples.
+
+    Returns:
+        The values of the counted tokens in the order of the batch: (tokens, dim).
     """
     numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
     numbers = numbers.view_as(batch.ids[:, 1:])
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     places: list[Tensor] = []
-    price = PIECE_PRICE.get(batch.ids.device.type, PIECE_PRICE["cuda"])
-    for rows, piece in batch.alike(price):
-        with real_tokens(piece.real, goes_on=bool(found)):
-            made = read(piece.ids[:, :-1]).to(batch.ids.device)  # the last layer may be elsewhere
-        found.append(_counted(made.flatten(0, 1), piece.counted))
-        places.append(_counted(numbers[rows, : made.shape[1]].flatten(), piece.counted))
-    return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
+    cost = PIECE_COST.get(batch.ids.device.type, PIECE_COST["cuda"])
+    for rows, piece in batch.pieces(cost):
+        with real_tokens(piece.real, goes_on=bool(parts)):
+            values = compute(piece.ids[:, :-1])
+        values = values.to(batch.ids.device)  # the last layer may be on another device
+        parts.append(_select_counted(values.flatten(0, 1), piece.counted))
+        places.append(_select_counted(numbers[rows, : values.shape[1]].flatten(), piece.counted))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(places).argsort()]
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The output head, unless logits are more than `W h` of the tokens' own hidden states.
+    """Return the output head if a token's logits are exactly `W h` of its hidden state, else None.
 
-    Some models add a bias, a scale or a cap; a soft prompt (PEFT) stands before the tokens.
+    Some models add a bias, a scale or a cap, and PEFT models may place a soft prompt before the
+    tokens.
     """
     if not isinstance(model, PreTrainedModel):
         return None
     head = model.get_output_embeddings()
     plain = isinstance(head, nn.Linear) and head.bias is None
     config = model.config.get_text_config()
-    changed = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-    return head if plain and not any(getattr(config, name, None) for name in changed) else None
+    modifiers = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+    return head if plain and not any(getattr(config, name, None) for name in modifiers) else None
 
 
 def _divided(values: Tensor, temperature: float) -> Tensor:
-    """Without a copy where nothing changes."""
+    """Divide by the temperature; a temperature of 1 returns the values without a copy."""
     return values if temperature == 1 else values / temperature
 
 

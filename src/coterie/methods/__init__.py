@@ -1,1 +1,1 @@
-"""Ways of learning together: the contract, one file per family, and the registry of their names."""
+"""Methods: the interface, one file or sub-package per family, and the registry of names."""

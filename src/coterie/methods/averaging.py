@@ -1,7 +1,8 @@
-"""Local fine-tuning, federated averaging and its neighbours: what every method is compared with.
+"""The baselines: local fine-tuning, federated averaging and its variants.
 
-Local and FedAvg train two sets of LoRA pairs on every MLP whose outputs are averaged, so that they
-have as many trained values as a mixture of two experts (CoMiGS, arXiv 2409.13931, section 4.1).
+Local and FedAvg train two sets of LoRA pairs on every MLP and average the outputs of the two, so
+they have as many trained parameters as a mixture of two experts (CoMiGS, arXiv 2409.13931, section
+4.1).
 """
 
 from dataclasses import replace
@@ -14,15 +15,16 @@ from torch import Tensor, nn
 from coterie.adapters import Layout, Role
 from coterie.adapters.full import FullAdapter
 from coterie.bases.sites import QUERY_VALUE
-from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
+from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
+from coterie.methods.registry import fine_tuned
 from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
 from coterie.training.schedule import Penalty
 
 
 class Local(AdapterMethod):
-    """Every client fine-tunes alone."""
+    """Local fine-tuning: every client trains alone."""
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "each client trains alone; nothing is sent"
@@ -34,19 +36,18 @@ class Local(AdapterMethod):
 
 
 class LocalFull(AdapterMethod):
-    """Every client fine-tunes all weights of the base alone."""
+    """Full local fine-tuning: every client trains all weights of the base alone."""
 
     name: ClassVar[str] = "local-full"
     summary: ClassVar[str] = "each client trains all weights of the base alone; nothing is sent"
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> FullAdapter:
-        """Differences from the base's weights, which begin at zero."""
         return FullAdapter(base)
 
 
 class FedAvg(AdapterMethod):
-    """The server averages everything that is trained; the averaged model is the result."""
+    """Federated averaging of all trained parameters; the averaged model is the result."""
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "arXiv 1602.05629"
@@ -60,7 +61,11 @@ class FedAvg(AdapterMethod):
 
 
 class FedProx(FedAvg):
-    """Federated averaging with a proximal term that holds clients near the server's model."""
+    """Federated averaging with a proximal term that keeps clients close to the server's model.
+
+    The term is mu / 2 times the squared distance of the shared parameters from their values at the
+    start of the round.
+    """
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "arXiv 1812.06127"
@@ -70,7 +75,6 @@ class FedProx(FedAvg):
     """weight of the proximal term"""
 
     def penalty(self, client: AdapterClient) -> Penalty:
-        """mu / 2 times the squared distance from the round's first values."""
 
         def proximal() -> Tensor:
             start, trained = client.training.start, client.shared
@@ -82,7 +86,10 @@ class FedProx(FedAvg):
 
 
 class FFALora(AdapterMethod):
-    """Every A keeps its first value, the same for all, so that the mean of products is exact."""
+    """Federated averaging of B alone: A is frozen at an initial value that all clients have.
+
+    The product of A and the mean of B is therefore exactly the mean of the products.
+    """
 
     name: ClassVar[str] = "ffa-lora"
     paper: ClassVar[str] = "arXiv 2403.12313"
@@ -94,7 +101,6 @@ class FFALora(AdapterMethod):
     lora: Lora = Lora()
 
     def layout(self, client: ClientId) -> Layout:
-        """One set of pairs with frozen A."""
         return replace(super().layout(client), freeze_A=True)
 
 

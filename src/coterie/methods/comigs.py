@@ -1,13 +1,14 @@
 """CoMiGS: a mixture of shared generalist and private specialist experts (arXiv 2409.13931).
 
-Experts are trained on training text, and every `router.every` steps the routers for `router.steps`
-steps on validation text (the paper's bi-level problem, equation 1, and algorithm 1). Generalists
-and attention's pairs are averaged over clients; specialists and routers never leave.
+Experts are trained on training text. After every `router.every` steps, the routers are trained on
+validation text for `router.steps` steps (the paper's bi-level problem, equation 1, and algorithm
+1). Generalists and LoRA pairs on attention are averaged over clients; specialists and routers never
+leave their client.
 
-With it stand its ablations and the baselines nearest to it. Two choices make each of them: which
-experts are shared (one, both, none), and how the routers are trained: with the experts, or in
-phases of their own on fresh training batches ("-tr"), where CoMiGS has validation batches (tables
-1 and 4).
+This file also has CoMiGS's ablations and closest baselines. They differ in two choices: which
+experts are shared (one, both or none), and how the routers are trained: together with the experts,
+in separate phases on validation batches (CoMiGS), or in separate phases on new training batches
+("-tr"; tables 1 and 4).
 """
 
 from dataclasses import replace
@@ -33,17 +34,16 @@ ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):
-    """Experts on every MLP, weighed per token by a router that stays with its client."""
+    """A mixture of experts on every MLP, weighted per token by a router that is private."""
 
     paper: ClassVar[str] = "arXiv 2409.13931"
     routers_learn: ClassVar[Literal["validation", "train"]] = "validation"
-    """Which text the routers' phases see, where they have any."""
+    """The text on which routers with separate phases are trained."""
 
     attention: Attention | None = Attention()
     lora: Lora = Lora()
 
     def levels(self, client: AdapterClient) -> list[Level]:
-        """Experts on training text; the routers, in their turn, on fresh batches of their own."""
         router = self.part("router", Router)
         if not isinstance(router, PhasedRouter):
             return super().levels(client)
@@ -64,42 +64,42 @@ class Mixture(AdapterMethod):
         return [experts, routers]
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
-        """The load-balance loss, which stands in both levels of the problem (equation 2)."""
         router, adapter = self.part("router", Router), client.adapter
-        # When every expert is chosen for every token the penalty is constant: skip it.
+        # Both levels of the problem have the load-balancing loss (equation 2). It is constant, and
+        # therefore omitted, if every expert is chosen for every token.
         if router is None or (form := router.load_balance) == "none" or not adapter.balances:
             return None
-        assert isinstance(adapter, Adapter), "it was made from a layout"
+        assert isinstance(adapter, Adapter), "AdapterMethod.adapter creates it from a layout"
         return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 
 JOINT, PHASED = Router(), PhasedRouter()
 
 
-def _row(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
-    """Return what a preset has; experts of which none is averaged leave nothing to send."""
-    sent = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
-    return {"summary": summary, "mlp": mlp, "router": router, **sent}
+def _preset(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
+    """Return the values of a preset. If all experts are specialists, nothing is sent."""
+    sharing = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
+    return {"summary": summary, "mlp": mlp, "router": router, **sharing}
 
 
 AVERAGED, TOGETHER = "and attention averaged", "router trained with the experts"
 PRESETS = {
-    # Clients may have other numbers of experts, each its own (1GXS).
-    "comigs-1g1s": _row(
-        Experts(), PHASED, f"generalists {AVERAGED}; specialists and routers personal"
+    # Clients may have different numbers of experts (the paper's 1GXS).
+    "comigs-1g1s": _preset(
+        Experts(), PHASED, f"generalists {AVERAGED}; specialists and routers private"
     ),
-    "comigs-2g": _row(Generalists(), PHASED, f"two generalists {AVERAGED}; routers personal"),
-    "comigs-2s": _row(Specialists(), PHASED, "two specialists; nothing is sent"),
-    "pfedmoe": _row(Experts(), JOINT, f"one expert {AVERAGED}; {TOGETHER}"),
-    "fedavg-moe": _row(Generalists(), JOINT, f"two experts {AVERAGED}; {TOGETHER}"),
-    "local-moe": _row(Specialists(), JOINT, f"two experts; {TOGETHER}; nothing is sent"),
+    "comigs-2g": _preset(Generalists(), PHASED, f"two generalists {AVERAGED}; routers private"),
+    "comigs-2s": _preset(Specialists(), PHASED, "two specialists; nothing is sent"),
+    "pfedmoe": _preset(Experts(), JOINT, f"one expert {AVERAGED}; {TOGETHER}"),
+    "fedavg-moe": _preset(Generalists(), JOINT, f"two experts {AVERAGED}; {TOGETHER}"),
+    "local-moe": _preset(Specialists(), JOINT, f"two experts; {TOGETHER}; nothing is sent"),
 }
-"""Each mixture's experts, router and summary."""
+"""The experts, router and summary of every preset."""
 PRESETS["pfedmoe"]["paper"] = "arXiv 2402.01350"
-for name, like in (
+for name, original in (
     ("comigs-tr", "comigs-1g1s"),
     ("fedavg-moe-tr", "comigs-2g"),
     ("local-moe-tr", "comigs-2s"),
 ):
-    trained = {"summary": f"as {like}, with routers trained on training text"}
-    PRESETS[name] = {**PRESETS[like], **trained, "routers_learn": "train"}
+    summary = f"as {original}, with routers trained on training text"
+    PRESETS[name] = {**PRESETS[original], "summary": summary, "routers_learn": "train"}

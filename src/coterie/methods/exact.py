@@ -1,8 +1,9 @@
-"""Averages that are exact: the mean of `B A` is not the product of the means of B and of A.
+"""Exact averages of LoRA pairs: the mean of `B A` is not the product of the means of B and A.
 
-After FedEx-LoRA (arXiv 2410.09432): beside the means, the server sends what they miss of the mean
-update, `mean_i(B_i A_i) - B A`, and clients add it to the layer, frozen. FedEx-LoRA adds it to the
-base; here clients share their base with others, so it stays beside it, in low-rank factors.
+Follows FedEx-LoRA (arXiv 2410.09432). In addition to the means A and B, the server sends the
+residual of every pair, `mean_i(B_i A_i) - B A`, which clients add to the layer's output without
+training it. FedEx-LoRA adds residuals to the base's weights. In Coterie several clients may use one
+copy of the base, so residuals are stored separately, as low-rank factors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from torch import Tensor
 from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum, product_norm
 from coterie.aggregation.mean import TOKENS
-from coterie.messages import Field as Travels
+from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Message, Schema, Shapes, Tensors
 
 SETTING: Any = Field(
@@ -23,22 +24,41 @@ SETTING: Any = Field(
     description="average the products B A exactly, at more traffic (FedEx-LoRA); false: "
     "average A and B",
 )
-"""The setting `exact`. Presets add it, too, and have no class body to hold a docstring."""
+"""The setting `exact`, with a description because presets have no docstrings under fields."""
 NEGLIGIBLE = 1e-7
-"""Singular values of a residual, relative to the update, that float32 does not hold either."""
+"""The relative size below which a residual's singular values are dropped: float32's precision."""
 
 
 def with_residuals(averaged: Schema) -> Schema:
-    """What travels: the server needs each client's pairs too, and residuals go down."""
+    """Extend the schema of averaged pairs: residuals are sent down, and each client's pairs up.
+
+    Args:
+        averaged: The schema of a method that averages LoRA pairs.
+
+    Returns:
+        A schema in which the server also receives each client's pairs.
+    """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
-    residual = Travels("residual", "difference of the mean update from the averaged LoRA pairs")
+    residual = MessageField(
+        "residual", "difference of the mean update from the averaged LoRA pairs"
+    )
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))
 
 
 def residual_shapes(
     parameters: Mapping[str, Parameter], shared: Shapes, residual: Tensors
 ) -> Shapes:
-    """The shapes that residuals must have: any rank, but one, and the widths of a shared pair."""
+    """Return the shapes that the residuals in a download must have.
+
+    Args:
+        parameters: The parameters of the client's adapter, by name.
+        shared: The shapes of the shared tensors, by name.
+        residual: The residuals' factors. A and B of a residual must have equal ranks, but the rank
+            is arbitrary; their widths must be those of the shared pair.
+
+    Returns:
+        The shapes, by name.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs_of(parameters):
         A = residual.get(a.name)
@@ -49,29 +69,37 @@ def residual_shapes(
 
 
 class Residuals:
-    """A server's account, for every shared pair, of `R = sum over rounds of
-    (mean_i(B_i A_i) - B A)`, with B and A the means. R is common to all clients, so what they have
-    in a round is exactly the mean of what they had at the end of the round before.
+    """The residuals of all shared pairs, on the server.
+
+    The residual of a pair is R, the sum over rounds of `mean_i(B_i A_i) - B A`, where B and A are
+    the means. R is the same for all clients. A client therefore starts a round with the update
+    `B A + R`, which is exactly the mean of the clients' updates at the end of the previous round.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self.pairs = [(a.name, b.name) for a, b in pairs_of(parameters)]
         self.tensors: dict[str, Tensor] = {}
-        """R's factors, under the names of the pairs' A and B."""
+        """The factors of each R, by the names of the pair's A and B."""
         self.start_round()
 
     def start_round(self) -> None:
-        """A round begins: start the sums."""
+        """Reset the sums at the start of a round."""
         self.sums: dict[str, LowRankSum] = {}
 
     def groups(self, names: Iterable[str]) -> Groups:
-        """The group of a message or state with those of a client that holds these tensors; none
-        without pairs."""
-        found = {name: self.tensors[name] for name in names if name in self.tensors}
-        return {"residual": found} if self.pairs else {}
+        """Return the group of residuals for a message or a state.
+
+        Args:
+            names: The names of the tensors whose residuals are needed.
+
+        Returns:
+            The group `residual`, or no group if there are no pairs.
+        """
+        residuals = {name: self.tensors[name] for name in names if name in self.tensors}
+        return {"residual": residuals} if self.pairs else {}
 
     def receive(self, upload: Message) -> None:
-        """Count a client's products in, by its weight in the mean."""
+        """Add a client's products B A, multiplied by the client's weight in the mean."""
         adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
         for a, b in self.pairs:
             if a in adapter and b in adapter:
@@ -80,7 +108,7 @@ class Residuals:
                 total.weight += weight
 
     def end_round(self, means: Tensors) -> None:
-        """Add what the means of A and B miss."""
+        """Add this round's `mean_i(B_i A_i) - B A` to every R, as truncated low-rank factors."""
         for a, b in self.pairs:
             if a not in self.sums:
                 continue
@@ -91,8 +119,8 @@ class Residuals:
                 total.add(weight * self.tensors.pop(b).double(), self.tensors.pop(a))
             U, S, Vt = total.svd()
             S = S / weight
-            least = NEGLIGIBLE * max(S[0].item(), product_norm(B, A))
-            kept = int(S.gt(least).sum())
-            if kept:
-                self.tensors[a] = Vt[:kept].float().contiguous()
-                self.tensors[b] = (U * S)[:, :kept].float().contiguous()
+            threshold = NEGLIGIBLE * max(S[0].item(), product_norm(B, A))
+            rank = int(S.gt(threshold).sum())
+            if rank:
+                self.tensors[a] = Vt[:rank].float().contiguous()
+                self.tensors[b] = (U * S)[:, :rank].float().contiguous()

@@ -1,4 +1,4 @@
-"""HetLoRA (arXiv 2401.06432): ranks of the clients' own, which shrink by themselves."""
+"""HetLoRA (arXiv 2401.06432): client-specific ranks that shrink during training."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -11,30 +11,36 @@ from torch.nn import functional as F
 from coterie.aggregation.low_rank import PaddedMean, product_norm
 from coterie.messages import Message, Shapes, Tensors, check_shapes
 from coterie.messages.names import RANK
-from coterie.methods.adapter import AdapterClient, shapes_of
-from coterie.methods.contract import ClientContext, ClientId, Holders, ServerContext
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.ranks import (
     Pairs,
     RankClient,
     RankMethod,
     RankServer,
-    kept,
     present_rank,
+    pruned_rank,
     tail,
     weighted_tails,
 )
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import shapes_of
 from coterie.training.schedule import Penalty
 
 
 class HetLora(RankMethod):
-    """Zero-padded pairs, averaged by the size of the clients' updates; ranks shrink by themselves.
+    """The weighted mean of zero-padded pairs; clients prune their ranks.
 
-    The server pads A_k and g_k B_k with zeros to the largest rank and weighs them, for every linear
-    layer, by `||g_k B_k A_k||_F / sum_j ||g_j B_j A_j||_F`. With tail the rows of A and columns of
-    B from floor(gamma r) on, a client adds `penalty_weight * ||B_tail||_F ||A_tail||_F`, summed
-    over layers, to its loss; where that product has become smaller in a round, it drops the tail
-    for good. Its gain stays that of its first rank. (Released with CoMiGS: A_k and B_k are weighed
-    apart, each by its own norm, and g_k is 1 on the server.)
+    The server pads A_k and g_k B_k with zeros to the highest rank and averages them with the
+    weights `||g_k B_k A_k||_F / sum_j ||g_j B_j A_j||_F`, separately for every linear layer.
+
+    The tail of a pair is the rows of A and the columns of B from floor(gamma r) on. A client adds
+    `penalty_weight * ||B_tail||_F ||A_tail||_F`, summed over layers, to its loss. If the product of
+    norms of a pair decreases during a round, the client removes the pair's tail permanently. Its
+    gain remains the gain of its initial rank.
+
+    With `form: released` (CoMiGS's released comparison), A_k and B_k have separate weights, each
+    its own norm, and g_k is 1 on the server.
     """
 
     name: ClassVar[str] = "hetlora"
@@ -44,16 +50,23 @@ class HetLora(RankMethod):
     )
 
     gamma: float = Field(default=0.99, gt=0, le=1)
-    """fraction of the rank kept when pruning"""
+    """fraction of the rank that remains after pruning"""
     penalty_weight: float = Field(default=5e-4, ge=0)
     """weight of the pruning penalty in the loss"""
 
     def gain(self, client: ClientId) -> float:
-        """As released, pairs are averaged as they are."""
         return 1.0 if self.form == "released" else super().gain(client)
 
     def weights(self, B: Tensor, A: Tensor) -> tuple[float, float]:
-        """What a pair's B: (out, r) and A: (r, in) weigh in their means; never nothing."""
+        """Return the weights of a client's B and A in their means.
+
+        Args:
+            B: (out, r), multiplied by the client's gain.
+            A: (r, in).
+
+        Returns:
+            Two positive weights; if all clients' updates of a pair are zero, they have equal ones.
+        """
         if self.form == "released":
             norms = torch.linalg.norm(B).item(), torch.linalg.norm(A).item()
         else:
@@ -61,60 +74,57 @@ class HetLora(RankMethod):
         return max(norms[0], 1e-100), max(norms[1], 1e-100)
 
     def penalty(self, client: AdapterClient) -> Penalty:
-        """The weighted sum of the tails."""
         return weighted_tails(client, self.gamma, self.penalty_weight)
 
     def client(self, context: ClientContext) -> "HetLoraClient":
-        """Prunes its ranks."""
         return HetLoraClient(self, context)
 
     def server(self, context: ServerContext) -> "HetLoraServer":
-        """Pads and weighs."""
         return HetLoraServer(self, context)
 
 
 class HetLoraClient(RankClient[HetLora]):
-    """Prunes a tail by setting it to zero: a row of A and a column of B that are both zero have no
-    gradient, so they stay zero, and the present rank can be read off A."""
+    """A client that prunes a tail by setting it to zero.
+
+    A row of A and a column of B that are both zero have zero gradients, so they stay zero, and the
+    current rank can be derived from A.
+    """
 
     def receive(self, download: Message) -> None:
-        """Take pairs of the present rank in; a larger one, after a lost upload, is cut."""
         experts = dict(download["experts"])
         check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
         for a, b in self.pairs.items():
-            mine = self.shared[a]
-            present = present_rank(mine)
-            A, B = experts[a][:present], experts[b][:, :present]
-            missing = len(mine) - len(A)
+            # The server may send a higher rank than the current one if an upload was lost.
+            rank = present_rank(self.shared[a])
+            A, B = experts[a][:rank], experts[b][:, :rank]
+            missing = len(self.shared[a]) - len(A)
             experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
         super().receive(replace(download, groups={**download.groups, "experts": experts}))
 
     def train(self, exchange: int) -> None:
-        """As any client, then prune."""
         before = {a: self._tail(a) for a in self.pairs}
         super().train(exchange)
         for a in self.pairs:
             if self._tail(a) < before[a]:
-                self._zero_from(kept(present_rank(self.shared[a]), self.method.gamma), a)
+                self._zero_from(pruned_rank(present_rank(self.shared[a]), self.method.gamma), a)
         parameters = [self.parameters()[a] for a in self.pairs]
         ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.tensor) for p in parameters}
         self.context.log(RANK, ranks)
 
     def upload(self, exchange: int) -> Message:
-        """What was pruned is not uploaded."""
-        whole = super().upload(exchange)
-        experts = dict(whole["experts"])
+        upload = super().upload(exchange)
+        experts = dict(upload["experts"])
         for a, b in self.pairs.items():
             rank = present_rank(self.shared[a])
             experts[a], experts[b] = experts[a][:rank].clone(), experts[b][:, :rank].clone()
-        return replace(whole, groups={**whole.groups, "experts": experts})
+        return replace(upload, groups={**upload.groups, "experts": experts})
 
     def _tail(self, a: str) -> float:
         return tail(self.shared[a], self.shared[self.pairs[a]], self.method.gamma).item()
 
     @torch.no_grad()
     def _zero_from(self, rank: int, a: str) -> None:
-        """Values and moments."""
+        """Set a pair's values and optimiser moments to zero from a rank on."""
         A, B = self.shared[a], self.shared[self.pairs[a]]
         for tensor in (A, *self.training.moments(A)):
             tensor[rank:] = 0
@@ -123,21 +133,18 @@ class HetLoraClient(RankClient[HetLora]):
 
 
 class HetLoraServer(RankServer[HetLora]):
-    """Averages padded pairs by the norm of their update."""
+    """A server that averages zero-padded pairs, weighted by norms."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        """No pair has come in yet."""
         super().start_round(exchange, participants)
         self.means: dict[str, PaddedMean] = {}
-        """By the name of an A or a B."""
+        """The mean of each A and B, by name."""
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
-        """The first shapes, or lower ranks."""
         pairs = {a: self.pairs[a] for a in self.ranks[client]}
         return _shrunk(experts, self.held[client], pairs)
 
-    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        """Add a padded and weighted pair; if all updates of a pair are zero they weigh the same."""
+    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         tensors = {self.pairs[a]: B, a: A}
         for (name, tensor), weight in zip(tensors.items(), self.method.weights(B, A), strict=True):
             if name not in self.means:
@@ -145,18 +152,26 @@ class HetLoraServer(RankServer[HetLora]):
             self.means[name].add(tensor, weight)
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        """Replace what was uploaded; rows and columns that nobody sent stay."""
         super().end_round(mean, held)
         while self.means:
             name, padded = self.means.popitem()
             self.shared[name] = padded.result()
 
 
-def _shrunk(experts: Tensors, whole: Shapes, pairs: Pairs) -> Shapes:
-    """The shapes to expect of pairs that may have lower ranks, but not rank zero."""
+def _shrunk(experts: Tensors, initial: Shapes, pairs: Pairs) -> Shapes:
+    """Return the shapes that pruned pairs must have.
+
+    Args:
+        experts: The pairs of a message. A pair may have any rank from 1 to its initial rank.
+        initial: The shapes before pruning, by name.
+        pairs: The names of the pairs.
+
+    Returns:
+        The shapes, by name.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs.items():
-        (rank, columns), (rows, _) = whole[a], whole[b]
+        (rank, columns), (rows, _) = initial[a], initial[b]
         A = experts.get(a)
         if A is not None and A.dim() == 2 and 1 <= len(A) <= rank:
             rank = len(A)

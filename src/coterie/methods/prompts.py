@@ -1,8 +1,8 @@
-"""Federated soft prompts: the base is untouched, a few vectors before the text are averaged.
+"""Federated soft prompts: the base is frozen, and trained vectors precede the text.
 
-FedPrompt (arXiv 2208.12268) averages the vectors. Federated P-tuning averages the whole encoder
-that makes them; averaging only what it makes, as published comparisons do, would train encoders
-that never meet.
+FedPrompt (arXiv 2208.12268) averages the vectors. Federated P-tuning averages the encoder that
+computes the vectors. Published comparisons average only the computed vectors, so their clients'
+encoders are never aggregated.
 """
 
 from typing import ClassVar, Literal
@@ -13,21 +13,28 @@ from torch import nn
 from coterie.adapters import Role
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
-from coterie.methods.adapter import AdapterClient, AdapterMethod, fine_tuned
+from coterie.methods.adapter import AdapterClient, AdapterMethod
 from coterie.methods.contract import ClientContext, ClientId
+from coterie.methods.registry import fine_tuned
 
 STD = 0.02
-"""Of a prompt that begins with no text: that of most bases' embeddings before pretraining."""
+"""The standard deviation of a random prompt: the usual one for initialising embeddings."""
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided "
     "instruction and any given context."
 )
-"""With what FedAMoLE's comparison (arXiv 2411.19128, appendix D.1) begins a prompt for answers that
-are written; its prompt is as long as the text."""
+"""The initial prompt for written answers in FedAMoLE's comparison (arXiv 2411.19128, appendix D.1).
+
+In that comparison the prompt has as many vectors as the text has tokens.
+"""
 
 
 class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
-    """Trains a prompt; raises CoterieError if the base's context has no room for it."""
+    """A client that trains a soft prompt.
+
+    Raises:
+        CoterieError: The window and the prompt together exceed the base's context length.
+    """
 
     def __init__(self, method: "FedPrompt | FedPTuning", context: ClientContext) -> None:
         longest = getattr(
@@ -36,8 +43,8 @@ class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
         if longest is not None and context.window + method.virtual_tokens > longest:
             raise CoterieError(
                 f"data.window ({context.window} tokens) plus virtual_tokens "
-                f"({method.virtual_tokens}) exceeds the {longest} tokens that the base can "
-                "read; lower one of them."
+                f"({method.virtual_tokens}) exceeds the {longest} tokens of the base's context; "
+                "lower one of them."
             )
         super().__init__(method, context)
 
@@ -45,8 +52,9 @@ class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
 class FedPrompt(AdapterMethod):
     """Prompt tuning; the averaged prompt is the result.
 
-    What is trained, sent and averaged is the prompt's distance from the embeddings of `init_text`:
-    it begins as zero, so that a server without the base's weights has the same first values.
+    The trained parameter, which is uploaded and averaged, is the difference between the prompt and
+    the embeddings of `init_text`. It is initialised with zeros, so a server without the base's
+    weights has the same initial values as the clients.
     """
 
     name: ClassVar[str] = "fedprompt"
@@ -58,15 +66,14 @@ class FedPrompt(AdapterMethod):
     virtual_tokens: int = Field(default=23, ge=1)
     """number of soft-prompt vectors before the text"""
     init_text: str | None = Field(default=TEXT, min_length=1)
-    """text that initialises the prompt, repeated or cut to length; null: random vectors"""
+    """text that initialises the prompt, repeated or cut to its length; null: random vectors"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
-        """A soft prompt, still without its text."""
         return soft_prompt(base, self.virtual_tokens, seed, STD if self.init_text is None else 0.0)
 
     def client(self, context: ClientContext) -> AdapterClient:
-        """Gives the prompt its text, which takes a tokenizer and weights."""
         client = PromptClient(self, context)
+        # The server cannot embed the text: that takes the tokenizer and the base's weights.
         if self.init_text is not None:
             ids = context.base.tokenizer(self.init_text)["input_ids"]
             embeddings = context.base.model.get_input_embeddings()
@@ -77,7 +84,7 @@ class FedPrompt(AdapterMethod):
 
 
 class FedPTuning(AdapterMethod):
-    """P-tuning; the averaged encoder's prompt is the result."""
+    """P-tuning; the prompt that the averaged encoder computes is the result."""
 
     name: ClassVar[str] = "fedptuning"
     paper: ClassVar[str] = "arXiv 2103.10385"
@@ -88,14 +95,12 @@ class FedPTuning(AdapterMethod):
     virtual_tokens: int = Field(default=20, ge=1)
     """number of soft-prompt vectors before the text"""
     encoder_hidden_size: int | None = Field(default=None, ge=1)
-    """hidden size of the prompt encoder; null: the base's"""
+    """hidden size of the prompt encoder; null: hidden size of the base"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
-        """A prompt encoder."""
         return prompt_encoder(base, self.virtual_tokens, self.encoder_hidden_size, seed)
 
     def client(self, context: ClientContext) -> AdapterClient:
-        """An encoder and its training."""
         return PromptClient(self, context)
 
 

@@ -1,9 +1,10 @@
-"""FlexLoRA, and what HetLoRA shares with it: clients whose experts have ranks of their own.
+"""FlexLoRA, and the code that it shares with HetLoRA: experts with client-specific ranks.
 
-Ranks concern the MLPs' experts; attention's pairs have one rank and are averaged like any other, as
-in CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every pair at the largest rank,
-in units of the update: `g B` and A, with g the gain (alpha / sqrt(r), or alpha / r) of the client
-that sent it; B is divided by the gain of the client that receives it.
+Only the experts on MLPs have client-specific ranks. LoRA pairs on attention have one rank and are
+averaged as usual, as in CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every
+expert pair at the highest rank and in units of the update: it multiplies an uploaded B by the gain
+g of its sender (alpha / sqrt(r), or alpha / r), and divides a downloaded B by the gain of its
+receiver.
 """
 
 import math
@@ -19,50 +20,48 @@ from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
 from coterie.aggregation.mean import TOKENS
 from coterie.errors import CoterieError
-from coterie.messages import Field as Travels
+from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.methods.adapter import WHAT, AdapterClient, AdapterMethod, AdapterServer
-from coterie.methods.contract import ClientContext, ClientId, Holders, RunFacts, ServerContext
+from coterie.methods.adapter import DESCRIPTIONS, AdapterClient, AdapterMethod, AdapterServer
+from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
+from coterie.methods.sides import Holders
 from coterie.training.schedule import Penalty
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
-"""What FlexLoRA's loss has there, too, although it never prunes."""
+"""HetLoRA's gamma and penalty weight in FlexLoRA's released loss; FlexLoRA itself never prunes."""
 R = TypeVar("R", bound="RankMethod", default="RankMethod", covariant=True)
 Pairs = dict[str, str]
-"""Of the experts' pairs: the name of each A, and that of its B."""
+"""The name of B by the name of A, for the LoRA pairs of experts."""
 
 
 class RankClient(AdapterClient[R], Generic[R]):
-    """Takes and sends experts' pairs in a group of their own."""
+    """A client that receives and uploads the experts' pairs in a separate group."""
 
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parameters())}
 
     def receive(self, download: Message) -> None:
-        """Replace the shared parameters by the server's."""
-        together = {**download["adapter"], **download["experts"]}
-        super().receive(Message(download.round, {"adapter": together}))
+        shared = {**download["adapter"], **download["experts"]}
+        super().receive(Message(download.round, {"adapter": shared}))
 
     def upload(self, exchange: int) -> Message:
-        """The shared parameters, by group."""
         rest = dict(super().upload(exchange)["adapter"])
         experts = {name: rest.pop(name) for pair in self.pairs.items() for name in pair}
         return Message(exchange, {"adapter": rest, "experts": experts})
 
 
 class RankServer(AdapterServer[R], Generic[R]):
-    """Holds pairs at the largest rank; a client gets the first rows and columns of them."""
+    """A server that holds pairs at the highest rank and sends each client the leading ranks."""
 
     def __init__(self, method: R, context: ServerContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parameters)}
         self.ranks: dict[ClientId, dict[str, int]] = {}
-        """The present rank of each of a client's pairs, by the name of A."""
+        """The current rank of each client's pairs, by the name of A."""
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
-        """The largest shape, with the client's rank for an expert's pair."""
         largest, parameter = super().shape(client, name), self.parameters[name]
         if parameter.role != "generalist":
             return largest
@@ -70,21 +69,21 @@ class RankServer(AdapterServer[R], Generic[R]):
         return (rank, largest[1]) if parameter.factor == "A" else (largest[0], rank)
 
     def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
-        """The same; of a pair, both factors."""
         shapes = super().declared(client, hello)
         for a, b in self.pairs.items():
             if (a in shapes) != (b in shapes):
-                raise MessageError(f"The client {client!r} declares one of {a!r} and {b!r} alone.")
+                raise MessageError(
+                    f"The client {client!r} declares only one of the tensors {a!r} and {b!r}; "
+                    "it must declare both or none."
+                )
         return shapes
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Note the client's ranks too."""
         super().join(client, hello)
         held = self.held[client]
         self.ranks[client] = {a: held[a][0] for a in self.pairs if a in held}
 
     def download(self, client: ClientId) -> Message:
-        """Pairs cut to the client's present ranks, in units of its gain."""
         rest, experts = dict(super().download(client)["adapter"]), {}
         for a, rank in self.ranks[client].items():
             b = self.pairs[a]
@@ -93,50 +92,58 @@ class RankServer(AdapterServer[R], Generic[R]):
         return Message(self.exchange, {"adapter": rest, "experts": experts})
 
     def expects(self, client: ClientId) -> dict[str, Shapes]:
-        """Return the shapes of all parameters except the experts' pairs."""
         held, parameters = self.held[client].items(), self.parameters
         return {"adapter": {n: s for n, s in held if parameters[n].role != "generalist"}}
 
     def receive(self, client: ClientId, upload: Message) -> None:
-        """Count experts' pairs in, as the method has it."""
         experts = upload["experts"]
         shapes = self.expected(client, experts)
         check_shapes(experts, shapes)
         self.ranks[client] = {a: shapes[a][0] for a in self.ranks[client]}
         for a in self.ranks[client]:
             B = self.method.gain(client) * experts[self.pairs[a]].double()
-            self.count(client, a, B, experts[a])
+            self.add_pair(client, a, B, experts[a])
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
-        """The shapes that a client's pairs must have."""
+        """Return the shapes that a client's uploaded pairs must have.
+
+        Args:
+            client: The client's name.
+            experts: The uploaded group of pairs, by name.
+
+        Returns:
+            The shapes, by name. By default, the shapes that the client's hello declared.
+        """
         held = self.held[client]
         return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
 
-    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        """Count one client's pair in, that of the A of this name.
+    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
+        """Add one client's pair to the aggregate.
 
-        B: (out, r) has the client's gain in it, A: (r, in).
+        Args:
+            client: The client's name.
+            a: The name of the pair's A.
+            B: (out, r) float64, already multiplied by the client's gain.
+            A: (r, in).
         """
         raise NotImplementedError
 
     def state(self) -> State:
-        """The shared parameters and the clients' ranks."""
         state = super().state()
         return replace(state, values={**state.values, "ranks": self.ranks})
 
     def restore(self, state: State) -> None:
-        """Take both back."""
         super().restore(state)
         self.ranks = dict(state.values["ranks"])
 
 
 class RankMethod(AdapterMethod):
-    """Experts of ranks of their own."""
+    """A method whose experts have client-specific ranks."""
 
     mixes_ranks: ClassVar[bool] = True
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    told: ClassVar[tuple[Travels, ...]] = ()
-    """What a client's hello has beside its shapes."""
+    hello_fields: ClassVar[tuple[MessageField, ...]] = ()
+    """The fields of a client's hello in addition to the shapes."""
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
@@ -145,35 +152,41 @@ class RankMethod(AdapterMethod):
     """formulas of the paper, or of CoMiGS's released comparison"""
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Experts' pairs apart from the rest, each client's, in a group of their own."""
-        rest = Travels("adapter", WHAT["dense"], reduce="mean")
-        groups = rest, Travels("experts", WHAT["generalist"])
-        return Schema((*super().schema().hello, *self.told), groups, groups)
+        rest = MessageField("adapter", DESCRIPTIONS["dense"], reduce="mean")
+        groups = rest, MessageField("experts", DESCRIPTIONS["generalist"])
+        return Schema((*super().schema().hello, *self.hello_fields), groups, groups)
 
     def check(self, run: RunFacts) -> None:
-        """Experts are counted together by rules of their own, which a server optimiser does not
-        step."""
         super().check(run)
         if run.server_optimiser and self.attention is None:
             raise CoterieError(
                 f"aggregation.optimiser has no effect with the method {self.name!r} and "
-                "`attention: null`: the server takes no mean; remove it."
+                "`attention: null`, because no parameter is replaced by a mean; remove it."
             )
 
     def gain(self, client: ClientId) -> float:
-        """The factor of a client's B A in what the server counts together."""
+        """Return the factor by which the server multiplies a client's B.
+
+        Args:
+            client: The client's name.
+
+        Returns:
+            By default, the gain of the client's adapter (alpha / sqrt(r), or alpha / r).
+        """
         layout = self.layout(client)
         return layout.gain(layout.rank)
 
 
 class FlexLora(RankMethod):
-    """The mean of the clients' full updates, cut to each client's rank by its SVD.
+    """The mean of the clients' full updates, truncated to each client's rank by SVD.
 
-    With n_k training tokens and gain g_k of client k, the update is
-    `W = sum_k n_k g_k B_k A_k / sum_k n_k = U S V^T`, and client k gets `B = U_r S_r / g_k`,
-    `A = V_r^T`: of all updates of its rank r, `g_k B A` is the one nearest to W. (Released with
-    CoMiGS: on the server g_k is alpha / r, whatever it is in training; and the clients' losses have
-    HetLoRA's penalty, although nothing is pruned.)
+    Let client k have n_k training tokens and the gain g_k. The mean update is
+    `W = sum_k n_k g_k B_k A_k / sum_k n_k = U S V^T`, and client k receives `B = U_r S_r / g_k` and
+    `A = V_r^T`, so that `g_k B A` is the best approximation of W with the client's rank r.
+
+    With `form: released` (CoMiGS's released comparison), g_k on the server is alpha / r even if
+    training uses another scale, and the clients' losses include HetLoRA's penalty although nothing
+    is pruned.
     """
 
     name: ClassVar[str] = "flexlora"
@@ -181,46 +194,40 @@ class FlexLora(RankMethod):
     summary: ClassVar[str] = (
         "client-specific ranks; full updates averaged and truncated to each rank by SVD"
     )
-    told: ClassVar[tuple[Travels, ...]] = (TOKENS,)
+    hello_fields: ClassVar[tuple[MessageField, ...]] = (TOKENS,)
 
     def gain(self, client: ClientId) -> float:
-        """As released, updates are alpha / r B A on the server, whatever they are in training."""
         layout = self.layout(client)
         return layout.alpha / layout.rank if self.form == "released" else super().gain(client)
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
-        """As released, HetLoRA's penalty on the last ranks."""
         if self.form == "paper":
             return None
         return weighted_tails(client, RELEASED_GAMMA, RELEASED_PENALTY)
 
     def client(self, context: ClientContext) -> "FlexLoraClient":
-        """Trains like any other; says how much text it has."""
         return FlexLoraClient(self, context)
 
     def server(self, context: ServerContext) -> "FlexLoraServer":
-        """Averages full updates."""
         return FlexLoraServer(self, context)
 
 
 class FlexLoraClient(RankClient):
-    """Its weight is its number of training tokens."""
+    """A client whose weight in the mean is its number of training tokens."""
 
     def hello(self) -> Message:
-        """Shapes and weight."""
         tokens = len(self.context.data.train.ids)
         return Message(values={**super().hello().values, TOKENS.name: tokens})
 
 
 class FlexLoraServer(RankServer):
-    """Sums updates of any rank; their SVD takes the place of the pairs."""
+    """A server that sums updates of all ranks and replaces the pairs by the sum's SVD."""
 
     def __init__(self, method: FlexLora, context: ServerContext) -> None:
         super().__init__(method, context)
         self.tokens: dict[ClientId, int] = {}
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Note the client's weight."""
         tokens = hello.values.get(TOKENS.name)
         if type(tokens) is not int or tokens < 1:
             raise MessageError(f"The client {client!r} did not send its number of training tokens.")
@@ -228,22 +235,19 @@ class FlexLoraServer(RankServer):
         self.tokens[client] = tokens
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        """Start the sums."""
         super().start_round(exchange, participants)
         self.sums: dict[str, LowRankSum] = {}
 
-    def count(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        """Add a weighted update."""
+    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
         if a not in self.sums:
             self.sums[a] = LowRankSum()
-            # If the round's updates have fewer directions than a client has ranks, A is filled up
-            # with directions that are not zero, or they could never be learnt.
+            # If the rank of the sum is lower than a client's rank, the SVD still needs non-zero
+            # directions for the remaining rows of A; rows of zeros could never be learnt.
             self.sums[a].add(0 * self.shared[self.pairs[a]], self.shared[a])
         self.sums[a].add(self.tokens[client] * B, A)
         self.sums[a].weight += self.tokens[client]
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        """Replace what was uploaded by its mean."""
         super().end_round(mean, held)
         while self.sums:
             a, total = self.sums.popitem()
@@ -252,19 +256,28 @@ class FlexLoraServer(RankServer):
             self.shared[self.pairs[a]] = (B / total.weight).float()
 
 
-def kept(rank: int, gamma: float) -> int:
-    """The rank that is left when the tail is pruned."""
+def pruned_rank(rank: int, gamma: float) -> int:
+    """Return the rank after the tail is pruned: floor(gamma r), but at least 1."""
     return max(1, math.floor(gamma * rank))
 
 
 def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
-    """`||B_tail||_F ||A_tail||_F` of a pair at its present rank: a scalar."""
-    left = kept(present_rank(A), gamma)
-    return torch.linalg.norm(B[:, left:]) * torch.linalg.norm(A[left:])
+    """Compute `||B_tail||_F ||A_tail||_F` of a pair at its current rank.
+
+    Args:
+        A: (r, in).
+        B: (out, r).
+        gamma: The fraction of the current rank that does not belong to the tail.
+
+    Returns:
+        A scalar.
+    """
+    rank = pruned_rank(present_rank(A), gamma)
+    return torch.linalg.norm(B[:, rank:]) * torch.linalg.norm(A[rank:])
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
-    """The sum of all experts' tails, weighted: HetLoRA's penalty."""
+    """Return HetLoRA's penalty: `weight` times the sum of `tail` over all expert pairs."""
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:
@@ -275,11 +288,11 @@ def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalt
 
 
 def present_rank(A: Tensor) -> int:
-    """The rank of a pair of which some may be pruned: A's rows up to the last that is not zero."""
+    """Return the current rank of a pruned pair: the number of A's rows up to the last non-zero."""
     rows = A.detach().any(dim=1).nonzero()
     return int(rows[-1]) + 1 if len(rows) else 1
 
 
 def expert_pairs(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Parameter]]:
-    """A and B of every shared expert's linear layers."""
+    """Return the A and B of every LoRA pair of the shared experts."""
     return pairs_of({name: p for name, p in parameters.items() if p.role == "generalist"})

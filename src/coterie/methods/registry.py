@@ -1,6 +1,6 @@
-"""Methods by name: those of the package, those that others register, and those of plugins.
+"""The registry of methods: built-in methods, registered methods and methods of plugins.
 
-A method is imported when it is asked for by its name: names alone cost nothing.
+A method's module is imported when the method is first requested; listing names imports nothing.
 """
 
 import re
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
 
 POOLED = "centralized"
-"""Not a method: a federation of one client that holds everybody's text and trains like `local`."""
+"""The name of a federation of one client that holds all clients' text and trains like `local`.
+
+It can be used like a method's name, but it is not a method.
+"""
 
 _CLASSES = {
     "pretrained:Pretrained": "pretrained",
@@ -44,22 +47,31 @@ _CLASSES = {
     "fedamole.method:FedAMoLE": "fedamole",
     "fedmkt.method:FedMKT": "fedmkt fedmkt-fedavg llm2slm",
 }
-"""The files and classes of the package's own methods, and the names that each class has.
+"""The file and class of every built-in method, and the names of the methods of that class.
 
-A name that is not the class's own is that of a preset, in the file's table `PRESETS`.
+A name that differs from the class's `name` is the name of a preset, in the file's table `PRESETS`.
 """
 OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-"""The package's own, in the order in which tables show them: by name, the file and the class."""
+"""The file and class of each built-in method, by name, in the order of tables."""
 
 K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}
 
 
 def register(kind: K) -> K:
-    """Give a method's class its name in run files, for as long as this process runs.
+    """Register a method, so that run files can use its name in this process.
 
-    It may stand above the class as a decorator. Raises CoterieError if the class is no method with
-    a name and a summary, or if the name is taken.
+    Can be used as a decorator.
+
+    Args:
+        kind: The method's class, with a `name` and a `summary`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        CoterieError: The class is not a method, has no valid name or no summary, or its name is
+            already registered.
     """
     from coterie.methods.contract import Method
 
@@ -79,31 +91,40 @@ def register(kind: K) -> K:
 
 
 def _builtin(name: str) -> "type[Method]":
-    """Import a method of the package, or derive it from the class of which it is a preset."""
+    """Import a built-in method, or derive a preset from its class."""
     file, _, kind = OWN[name].partition(":")
     module = import_module(f"coterie.methods.{file}")
     method = getattr(module, kind)
     if vars(method).get("name") == name:
         return method
-    if name not in _presets:  # threads that are here at once get the same class
+    if name not in _presets:  # setdefault: concurrent threads get the same class
         _presets.setdefault(name, preset(method, name, module.PRESETS[name]))
     return _presets[name]
 
 
 def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
-    """Derive a method that has its own name, summary, settings or class variables, and no code.
+    """Derive a method that differs from a class only in class variables and default settings.
 
     Args:
-        kind: The class that does the work.
+        kind: The class that implements the method.
         name: The method's name in run files.
         changes: Values of class variables, and defaults of settings, by name.
+
+    Returns:
+        The derived class.
     """
     fields: dict[str, Any] = {}
     for key, value in {"name": name, **changes}.items():
         default = value.default if isinstance(value, FieldInfo) else value
-        of = ClassVar[Any] if key in kind.__class_vars__ else type(default)
-        fields[key] = (of, value)
+        annotation = ClassVar[Any] if key in kind.__class_vars__ else type(default)
+        fields[key] = (annotation, value)
     return create_model(name, __base__=kind, __module__=kind.__module__, **fields)
+
+
+def fine_tuned(name: str) -> dict[str, dict[str, str]]:
+    """Return the preset NAME-ft of a method, which reports each client's locally trained model."""
+    summary = f"as {name}; reports each client's model after local training"
+    return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
 
 
 METHODS: "Registry[type[Method]]" = Registry(
@@ -119,14 +140,22 @@ kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
 
 def available() -> "dict[str, type[Method]]":
-    """Every method's class, by name, in the order of `names`."""
+    """Return the class of every method by name, in the order of `names`."""
     return {name: kind_of(name) for name in names()}
 
 
 def method_from(value: object) -> "Method":
-    """A method from what a run file says: a name, or a mapping with `name` and hyper-parameters.
+    """Create a method from the value of `method` in a run file.
 
-    Raises CoterieError for an unknown name; pydantic's ValidationError for wrong hyper-parameters.
+    Args:
+        value: A method's name, or a mapping of `name` and settings; a method is returned unchanged.
+
+    Returns:
+        The method.
+
+    Raises:
+        CoterieError: The name is unknown.
+        pydantic.ValidationError: A setting is unknown or invalid.
     """
     from coterie.methods.contract import Method
 
@@ -137,24 +166,32 @@ def method_from(value: object) -> "Method":
 
 
 def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
-    """What another kind of method takes over of a method's settings when the two are compared.
+    """Return the settings that a comparison carries from a method to another kind of method.
 
-    Each part that was changed, as a whole; where the kinds' parts differ, what they have in common.
-    That a part is left out counts only for a kind that can do without it.
+    A part that differs from its default is carried as a whole. If the two kinds have different
+    classes for the part, only the fields of their nearest common base class are carried. A part
+    that is null is carried only to a kind that allows null.
+
+    Args:
+        method: The method with the settings.
+        kind: The class of the other method.
+
+    Returns:
+        Settings for `kind`, by the names of its parts.
     """
-    theirs, found = kind.parts(), {}
+    defaults, settings = kind.parts(), {}
     for name, default in type(method).parts().items():
-        mine = getattr(method, name)
-        if name not in theirs or mine == default:
+        part = getattr(method, name)
+        if name not in defaults or part == default:
             continue
-        if mine is not None:
-            found[name] = mine.model_dump(include=_common(mine, theirs[name]))
+        if part is not None:
+            settings[name] = part.model_dump(include=_common_fields(part, defaults[name]))
         elif type(None) in get_args(kind.model_fields[name].annotation):
-            found[name] = None
-    return found
+            settings[name] = None
+    return settings
 
 
-def _common(one: BaseModel, other: BaseModel) -> set[str]:
-    """The fields of the nearest class that two models descend from."""
-    shared = next(k for k in type(one).__mro__ if isinstance(other, k) and issubclass(k, BaseModel))
-    return set(shared.model_fields)
+def _common_fields(a: BaseModel, b: BaseModel) -> set[str]:
+    """Return the names of the fields of the nearest common base class of two models."""
+    base = next(k for k in type(a).__mro__ if isinstance(b, k) and issubclass(k, BaseModel))
+    return set(base.model_fields)

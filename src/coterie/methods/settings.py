@@ -1,6 +1,6 @@
-"""What methods' settings are composed of: typed parts, of which a method has those that act in it.
+"""Parts of methods' settings. A method has exactly the parts that have an effect in it.
 
-A part means the same in every method, so it can be carried from one to another as a whole.
+A part has the same meaning in every method, so a comparison can carry it between methods unchanged.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from coterie.errors import CoterieError
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
-"""One number for all clients, or a number by client name, `others` standing for the rest."""
+"""One number for all clients, or one number per client name; `others` means all other clients."""
 
 NOUNS = {"sets": "LoRA sets"}
-"""What error messages call a number, where it is not the setting's name."""
+"""Nouns that error messages use instead of a setting's name."""
 
 
 class Settings(BaseModel):
@@ -36,15 +36,25 @@ class Mlp(Settings):
     beside"""
 
     counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
-    """The settings that hold the numbers of averaged and of personal sets; empty without any."""
+    """The names of the settings for the number of averaged and of private sets, or empty."""
 
     def counts(self, client: ClientId) -> tuple[int, int]:
-        """Return a client's numbers of averaged and personal sets; 0 without the setting."""
-        averaged, personal = (
+        """Return a client's numbers of averaged and of private sets.
+
+        Args:
+            client: The client's name.
+
+        Returns:
+            The two numbers; 0 if the part has no setting for a number.
+
+        Raises:
+            CoterieError: A setting with one number per client has none for the client.
+        """
+        averaged, private = (
             for_client(getattr(self, key, 0), client, f"number of {NOUNS.get(key, key)}")
             for key in self.counted
         )
-        return averaged, personal
+        return averaged, private
 
 
 class SharedSets(Mlp):
@@ -57,7 +67,7 @@ class SharedSets(Mlp):
 
 
 class OwnSets(Mlp):
-    """Sets of LoRA pairs on all linear layers of all MLPs, kept by their client."""
+    """Sets of LoRA pairs on all linear layers of all MLPs, private to each client."""
 
     counted: ClassVar[tuple[str, str]] = ("", "sets")
 
@@ -73,14 +83,14 @@ class Generalists(Mlp):
 
 
 class Specialists(Mlp):
-    """Routed experts on every MLP, all personal."""
+    """Routed experts on every MLP, all private to their client."""
 
     specialists: PerClient = 2
     """number of specialists (experts that stay on the client)"""
 
 
 class Experts(Mlp):
-    """Routed experts on every MLP, averaged (generalists) and personal (specialists)."""
+    """Routed experts on every MLP, averaged (generalists) and private (specialists)."""
 
     generalists: PerClient = 1
     """number of generalists (experts averaged over clients)"""
@@ -94,17 +104,17 @@ class Attention(Settings):
     rank: int = Field(default=8, ge=1)
     """LoRA rank (r)"""
     targets: str | None = None
-    """regular expression for names of linear layers, such as q_proj, or for what they do, such as
-    attention.q; null: all linear layers of attention"""
+    """regular expression that matches names of linear layers, such as q_proj, or their places, such
+    as attention.q; null: all linear layers of attention"""
 
 
 class LoraAlpha(Settings):
-    """Scale of LoRA pairs by alpha / r, and their dropout."""
+    """Scale (alpha / r) and dropout of LoRA pairs."""
 
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """dropout rate of each LoRA pair's input, in training"""
+    """dropout rate of each LoRA pair's input during training"""
 
 
 class Lora(LoraAlpha):
@@ -120,7 +130,7 @@ class Router(Settings):
     top_k: int | None = Field(default=None, ge=1)
     """experts per token (k); null: min(2, number of experts)"""
     load_balance: Literal["none", "uniform", "generalist"] = "generalist"
-    """load-balancing loss; generalist: half of the load on expert 0"""
+    """load-balancing loss; generalist: half of the load goes to expert 0"""
     load_balance_weight: float = Field(default=0.01, ge=0)
     """weight of the load-balancing loss (lambda)"""
 
@@ -135,13 +145,13 @@ class PhasedRouter(Router):
     learning_rate: float = Field(default=2e-3, gt=0)
     """learning rate of router updates (constant)"""
     leftover_gradients: bool = False
-    """true: a phase also leaves gradients on the experts, which their next step adds to its own,
-    and steps of the experts leave some on the routers, as in the released code; experts then learn
-    from validation text, too"""
+    """true: gradients that a router phase computes for the experts are added to those of the
+    experts' next step, and vice versa, as in the released code; experts then also learn from
+    validation text"""
 
 
 class Trusted(Settings):
-    """Whom a client trusts at all, of those it has scored."""
+    """Choice of the clients that a client trusts, by their scores."""
 
     top: int | None = Field(default=None, ge=1)
     """number of best-scored clients to trust; null: no limit"""
@@ -155,31 +165,66 @@ class Trusted(Settings):
         return self
 
     def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
-        """The softmax of the scores that are left."""
+        """Return one client's trust weights: the softmax of the scores of the chosen clients.
+
+        Args:
+            own: The client's own name.
+            scores: The score of every client that uploaded, by name.
+
+        Returns:
+            The weight of each client; the weights sum to 1.
+        """
         return trust_row(own, scores, self.top, self.threshold)
 
 
 def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
-    """Raise ValueError for a key that was changed although it does nothing beside another."""
+    """Raise ValueError if a setting without effect differs from its default.
+
+    Args:
+        settings: The settings to check.
+        beside: The setting because of which the keys have no effect, as `KEY: VALUE`.
+        *keys: The names of the settings without effect.
+    """
     for key in keys:
         if getattr(settings, key) != type(settings).model_fields[key].get_default():
             raise ValueError(f"{key} has no effect with `{beside}`; remove it")
 
 
-def for_client(counts: PerClient, client: ClientId, what: str) -> int:
-    """The number that is meant for a client; CoterieError, which says what it is, without one."""
+def for_client(counts: PerClient, client: ClientId, noun: str) -> int:
+    """Return the number that a setting has for a client.
+
+    Args:
+        counts: The value of the setting.
+        client: The client's name.
+        noun: A description of the number, for error messages.
+
+    Returns:
+        The number.
+
+    Raises:
+        CoterieError: The setting has no number for the client, or a negative one.
+    """
     count = counts if isinstance(counts, int) else counts.get(client, counts.get("others"))
     if count is None:
         raise CoterieError(
-            f"The method has no {what} for the client {client!r}; add its name or `others`."
+            f"The method has no {noun} for the client {client!r}; add the client's name or "
+            "`others` to the setting."
         )
     if count < 0:
-        raise CoterieError(f"The {what} of the client {client!r} cannot be {count}.")
+        raise CoterieError(
+            f"The {noun} of the client {client!r} is {count}; it must be at least 0."
+        )
     return count
 
 
 def check_names(part: Settings | None, where: str, clients: tuple[ClientId, ...]) -> None:
-    """Raise CoterieError if a number by client names somebody who takes no part."""
+    """Raise CoterieError if a setting with one number per client names an unknown client.
+
+    Args:
+        part: The part of the method's settings, or None.
+        where: The name of the part.
+        clients: The names of the run's clients.
+    """
     for key in () if part is None else type(part).model_fields:
         counts = getattr(part, key)
         for name in set(counts) - {*clients, "others"} if isinstance(counts, dict) else ():

@@ -1,1 +1,1 @@
-"""FedAMoLE: the method, its settings, its two sides, and how experts are named."""
+"""FedAMoLE: the method, its settings, its two sides, and the names of experts in messages."""

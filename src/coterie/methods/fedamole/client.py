@@ -1,4 +1,4 @@
-"""FedAMoLE's clients: they train the experts that chose them, and say how these see their text."""
+"""FedAMoLE's clients: they train the assigned experts and upload mean embeddings of their text."""
 
 import logging
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.messages.names import ROUTING
-from coterie.methods.adapter import copied, copy, shapes_of
 from coterie.methods.contract import ClientContext, ClientSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
 from coterie.methods.fedamole.settings import FedAMoLESettings
+from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
 from coterie.privacy.secrets import Secrets
 from coterie.seeding import generator
@@ -28,11 +28,14 @@ from coterie.training.schedule import Level, learning_rate
 log = logging.getLogger(__name__)
 TRAINED = of_roles("shared", "domain", "projection")
 MOST_EXPERTS = 2**16
-"""Per layer, that a client believes a server to have."""
+"""The largest number of experts per layer that a client accepts from a server."""
 
 
 class FedAMoLEClient(ClientSide):
-    """Holds other experts every round, so its optimiser begins anew with each (as released)."""
+    """A client that receives new experts in every round.
+
+    The optimiser is therefore reset in every round, as in the released code.
+    """
 
     def __init__(self, settings: FedAMoLESettings, context: ClientContext) -> None:
         self.settings = settings
@@ -43,68 +46,70 @@ class FedAMoLEClient(ClientSide):
         base = context.base.model
         self.paths = list(chosen_linears(base, settings.attention.targets))
         self.held: Held = {path: [] for path in self.paths}
-        self.adapter = self._holding(self.held, 1)
+        self.adapter = self._adapter_with(self.held, 1)
         self.secrets = Secrets()
-        """What noise is drawn from: the server knows the run's seed, and could take it off."""
+        """Seeds of the noise. The server could subtract noise that depends on the run's seed."""
         self.means: dict[str, dict[str, Tensor]] = {}
-        """What the last round's samples say: `experts` and `tokens`, groups of the upload."""
+        """The mean embeddings of the last round: the upload's groups `experts` and `tokens`."""
 
-    def _holding(self, held: Held, experts: int) -> AmoleAdapter:
+    def _adapter_with(self, held: Held, experts: int) -> AmoleAdapter:
         layout = self.settings.layout(experts)
         return AmoleAdapter(self.context.base.model, layout, self.context.seed, held)
 
     def receive(self, download: Message) -> None:
-        """Hold the experts that the server hands out."""
-        self.held, count = self._told(download)
-        self.adapter = self._holding(self.held, count)
+        self.held, count = self._assignment(download)
+        self.adapter = self._adapter_with(self.held, count)
         check_shapes(download["adapter"], shapes_of(values_of(self.adapter)))
         copy(download["adapter"], values_of(self.adapter))
         self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
 
-    def _told(self, download: Message) -> tuple[Held, int]:
-        """The experts held, and how many there are, as the server says."""
+    def _assignment(self, download: Message) -> tuple[Held, int]:
+        """Return the assigned experts and the total number of experts per layer in a download."""
         count, held = download.values.get("count"), download.values.get("held")
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
-            raise MessageError("The server did not send the number of experts.")
+            raise MessageError("The download has no valid number of experts.")
         if (
             not isinstance(held, dict)
             or held.keys() != set(self.paths)
             or not all(_are_experts(experts, count) for experts in held.values())
         ):
-            raise MessageError("The server did not send the experts that this client holds.")
+            raise MessageError("The download does not list the client's experts for every layer.")
         return held, count
 
     def train(self, exchange: int) -> None:
-        """Train the experts, and see some samples with them."""
         context, adapter = self.context, self.adapter
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
         LocalTraining(context, adapter, [level]).round(exchange)
         for layer, weights in adapter.routing().items():
-            context.log(f"{ROUTING}{layer}", weights.tolist())  # of the round's last batch
+            context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
         self.means = self._means(exchange) if self.settings.chooses else {}
 
     def upload(self, exchange: int) -> Message:
-        """What was trained, and how it sees some samples."""
         return Message(exchange, {"adapter": copied(values_of(self.adapter)), **self.means})
 
     def _load_balance(self) -> Tensor:
         return self.settings.router.load_balance_weight * self.adapter.load_balance()
 
     def _means(self, round: int) -> dict[str, dict[str, Tensor]]:
-        """Means over the embedding set, each (r,): by layer and expert, and by layer."""
+        """Compute the mean embeddings over the embedding set, each (r,).
+
+        Returns:
+            The groups `experts`, by layer and expert, and `tokens`, by layer.
+        """
         context, privacy = self.context, self.settings.embeddings.privacy
         private = None
         if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
-            # A round may be opened again with other experts: equal noise would cancel out.
+            # If a round is repeated with other experts, equal noise would cancel out; therefore the
+            # noise also depends on a digest of the download.
             secret = self.secrets.of(round)
             chance = generator(secret, "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
             release = generator(secret, "release", self.digest).initial_seed()
             if not context.ledger.spend(f"{release:016x}", noise, context.rounds):
-                log.warning("round %d: the privacy budget is spent, only noise is sent", round + 1)
+                log.warning("round %d: the privacy budget is spent; only noise is sent", round + 1)
                 private = partial(only_noise, clip=privacy.clip, noise=noise, chance=chance)
         at_once = context.training.at_once
         means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)
@@ -116,29 +121,25 @@ class FedAMoLEClient(ClientSide):
         return {"experts": experts, "tokens": {p: mean[-1].clone() for p, mean in means.items()}}
 
     def model(self) -> PreTrainedModel:
-        """The base with the experts that are held."""
         return self.adapter.attach(self.context.base.model)
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """The adapter's."""
         return self.adapter.parameters()
 
     def state(self) -> State:
-        """The experts held, copied, and the noise's secrets."""
         values: dict[str, Any] = {"count": self.adapter.layout.experts, "held": self.held}
         if self.settings.embeddings.privacy is not None:
             values["secrets"] = self.secrets.state()
         return State({"adapter": copied(values_of(self.adapter))}, values)
 
     def restore(self, state: State) -> None:
-        """Hold the experts of a state."""
         self.held = state.values["held"]
-        self.adapter = self._holding(self.held, state.values["count"])
+        self.adapter = self._adapter_with(self.held, state.values["count"])
         copy(state["adapter"], values_of(self.adapter))
         self.secrets.restore(state.values.get("secrets", self.secrets.state()))
 
 
 def _are_experts(numbers: Any, count: int) -> bool:
-    """Whether a value holds different numbers of experts, ascending."""
-    whole = isinstance(numbers, list) and all(type(n) is int for n in numbers)
-    return whole and numbers == sorted({n for n in numbers if 0 <= n < count})
+    """Return whether a value is an ascending list of distinct expert numbers below `count`."""
+    integers = isinstance(numbers, list) and all(type(n) is int for n in numbers)
+    return integers and numbers == sorted({n for n in numbers if 0 <= n < count})

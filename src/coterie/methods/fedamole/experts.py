@@ -1,18 +1,18 @@
-"""Names and tensors of FedAMoLE's experts, as both sides and their messages know them."""
+"""Names and tensors of FedAMoLE's experts in messages, which both sides use."""
 
 from torch import Tensor
 
 from coterie.adapters import AmoleAdapter
 
 Held = dict[str, list[int]]
-"""By the path of an adapted layer, the domain experts that a client holds there, ascending."""
+"""The ascending numbers of a client's domain experts, by the path of the adapted layer."""
 
 
 def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """What travels of an adapter, by name: views of its parameters, not copies."""
+    """Return the tensors of an adapter's parameters by name, as detached views."""
     return {name: p.tensor.detach() for name, p in adapter.parameters().items()}
 
 
 def expert_name(path: str, number: int) -> str:
-    """The name of a domain expert's mean embedding."""
+    """Return the name of a domain expert's mean embedding in messages."""
     return f"{path}.{number}"

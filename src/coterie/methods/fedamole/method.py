@@ -1,18 +1,19 @@
 """FedAMoLE: domain experts choose their clients (arXiv 2411.19128).
 
-On every chosen linear layer stand one expert that all clients share and some of E domain experts.
-After local training a client sends what it trained, and for every layer two kinds of means over a
-few of its samples: of each expert's embedding A_j x and of its tokens' embedding W_t x. The server
-averages shared parameters over all clients, each domain expert over those that hold it, and lets
-every expert choose its k_c clients anew, by the relevance of the clients' tokens (RSEA; one exact
-linear programme per layer).
+A client has, on every chosen linear layer, one expert that all clients share and some of the E
+domain experts. After local training, it uploads the trained parameters and two kinds of mean
+embeddings over a few of its samples, for every layer: the mean of A_j x for each of its experts,
+and the mean token embedding W_t x. The server averages shared parameters over all clients, and each
+domain expert over the clients that hold it. Then every expert chooses its k_c clients for the next
+round by the relevance of the clients' tokens (reverse selection-based expert assignment, RSEA: one
+exact linear programme per layer).
 """
 
 import math
 from typing import ClassVar
 
 from coterie.adapters import Parameter
-from coterie.messages import Field as Travels
+from coterie.messages import Field as MessageField
 from coterie.messages import Schema
 from coterie.methods.contract import ClientContext, Method, RunFacts, ServerContext
 from coterie.methods.fedamole.client import FedAMoLEClient
@@ -31,7 +32,6 @@ class FedAMoLE(Method, FedAMoLESettings):
 
     @property
     def budget(self) -> Budget | None:
-        """Return the budget of the mean embeddings."""
         if not self.chooses:
             return None
         privacy = self.embeddings.privacy
@@ -39,32 +39,29 @@ class FedAMoLE(Method, FedAMoLESettings):
         return Budget(*spent, "mean embeddings of this client's samples")
 
     def check(self, run: RunFacts) -> None:
-        """There is an assignment within the bounds."""
         clients = len(run.clients)
         experts = self.count(clients)
         self.bounds(experts, clients, relaxed=False).refuse(experts, clients)
 
     def shared(self, parameter: Parameter) -> bool:
-        """All that is trained."""
         return True
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What is trained both ways, means of embeddings up."""
         shared = "the shared expert's and " if self.shared_expert else ""
-        what = f"LoRA pairs: {shared}those of the domain experts held; router weights"
-        adapter = Travels("adapter", what, reduce="mean")
+        description = f"LoRA pairs: {shared}those of the domain experts held; router weights"
+        adapter = MessageField("adapter", description, reduce="mean")
         means = (
-            Travels("experts", "mean embedding of a few samples, per expert held", reduce="mean"),
-            Travels("tokens", "mean token embedding of the same samples"),
+            MessageField(
+                "experts", "mean embedding of a few samples, per expert held", reduce="mean"
+            ),
+            MessageField("tokens", "mean token embedding of the same samples"),
         )
-        count = Travels("count", "number of domain experts", "json")
-        held = Travels("held", "domain experts that the client holds, by layer", "json")
+        count = MessageField("count", "number of domain experts", "json")
+        held = MessageField("held", "domain experts that the client holds, by layer", "json")
         return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> FedAMoLEClient:
-        """Trains what it is handed."""
         return FedAMoLEClient(self, context)
 
     def server(self, context: ServerContext) -> FedAMoLEServer:
-        """Averages, and assigns."""
         return FedAMoLEServer(self, context)

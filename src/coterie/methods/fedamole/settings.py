@@ -1,4 +1,4 @@
-"""The settings of FedAMoLE: who assigns experts, within which bounds, and by what."""
+"""The settings of FedAMoLE: adapters, routing, and the assignment of experts."""
 
 from typing import Literal, Self
 
@@ -12,24 +12,24 @@ from coterie.privacy.mechanisms import MOST_EPSILON
 
 
 class Privacy(Settings):
-    """Differential privacy of the samples of which a client sends mean embeddings.
+    """Differential privacy of the samples in a client's mean embeddings.
 
-    It says nothing of the samples that adapters are trained on: those are others.
+    It does not cover the samples on which adapters are trained, which are other samples.
     """
 
     epsilon: float = Field(gt=0, le=MOST_EPSILON)
     """privacy budget over all rounds, per sample of the embedding set"""
     delta: float = Field(default=1e-5, gt=0, lt=1)
-    """probability that the guarantee of epsilon fails"""
+    """probability with which the epsilon guarantee may fail"""
     clip: float = Field(default=1.0, gt=0)
-    """maximum l2 norm of a sample's embeddings, all layers together"""
+    """maximum l2 norm of a sample's embeddings, concatenated over all layers"""
 
 
 class Embeddings(Settings):
-    """Mean embeddings of samples set apart from training, by which experts choose clients."""
+    """Mean embeddings of held-out training samples, by which experts choose clients."""
 
     share: float = Field(default=0.05, gt=0, lt=1)
-    """fraction of the training samples to set apart for them"""
+    """fraction of the training samples held out for embeddings"""
     samples: int = Field(default=200, ge=1)
     """maximum number of samples to use"""
     privacy: Privacy | None = None
@@ -40,45 +40,47 @@ class AmoleRouter(Settings):
     """Routing of tokens to the domain experts that a client holds."""
 
     kind: Literal["token", "vanilla"] = "token"
-    """scores from the experts' own embeddings, or from a gate with one row per expert"""
+    """token: scores from the experts' embeddings; vanilla: from a gate with one row per expert"""
     top_k: int = Field(default=2, ge=1)
     """domain experts per token (k)"""
     score_scale: Literal["rank", "dim"] = "rank"
-    """divisor of a token router's scores: sqrt(r), or sqrt(dim) as in the paper"""
+    """divisor of a token router's scores; rank: sqrt(r); dim: square root of the layer's input
+    width, as in the paper"""
     renormalise: bool = True
     """normalise each token's weights to sum to 1 (unlike the paper)"""
     load_balance_weight: float = Field(default=1e-3, ge=0)
     """weight of the load-balancing loss (beta)"""
     load: Literal["top_k", "first"] = "top_k"
-    """tokens that count as an expert's load: all that it works on, or those whose best expert it
-    is, as in the paper"""
+    """tokens that count as an expert's load; top_k: all tokens routed to it; first: only tokens for
+    which it has the highest score, as in the paper"""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
         if self.kind == "vanilla":
             refuse_unused(self, "kind: vanilla", "score_scale")
-        if self.top_k == 1:  # a single weight that is scaled to 1 teaches a router nothing
+        if self.top_k == 1:  # one weight normalised to 1 has no gradient
             refuse_unused(self, "top_k: 1", "renormalise")
         return self
 
 
 class FedAMoLESettings(Settings):
-    """Settings of FedAMoLE; defaults are the paper's, 30 domain experts for its 10 clients."""
+    """Settings of FedAMoLE. Defaults are those of the paper (30 domain experts for 10 clients)."""
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()
     router: AmoleRouter = AmoleRouter()
     experts: int | None = Field(default=None, ge=1)
-    """domain experts per layer (E); default: three per client"""
+    """domain experts per layer (E); null: three per client"""
     clients_per_expert: int = Field(default=2, ge=1)
     """clients that each expert chooses (k_c)"""
     min_experts: int = Field(default=2, ge=0)
-    """fewest experts per client and layer (k_e)"""
+    """minimum number of domain experts per client and layer (k_e)"""
     max_experts: int = Field(default=8, ge=1)
-    """most experts per client and layer (b)"""
+    """maximum number of domain experts per client and layer (b)"""
     assignment: Literal["rsea", "homogeneous", "random", "random-once"] = "rsea"
-    """who assigns experts to clients: the experts (rsea), the experts with as many for each client
-    (homogeneous), chance in every round, or chance once"""
+    """assignment of experts to clients; rsea: experts choose clients (reverse selection);
+    homogeneous: reverse selection with equally many experts for every client; random: drawn in
+    every round; random-once: drawn once"""
     shared_expert: bool = True
     """add one expert shared by all clients"""
     embeddings: Embeddings = Embeddings()
@@ -87,8 +89,8 @@ class FedAMoLESettings(Settings):
     def _fits(self) -> Self:
         if self.router.kind == "vanilla" and self.chooses:
             raise ValueError(
-                "a vanilla router has no embeddings for experts to choose by; set `assignment` "
-                "to random or random-once"
+                "a vanilla router has no embeddings by which experts could choose clients; set "
+                "`assignment` to random or random-once"
             )
         if not self.chooses:
             refuse_unused(self, f"assignment: {self.assignment}", "embeddings")
@@ -103,15 +105,15 @@ class FedAMoLESettings(Settings):
 
     @property
     def chooses(self) -> bool:
-        """Whether assignments depend on embeddings."""
+        """Whether experts choose clients by embeddings."""
         return self.assignment in ("rsea", "homogeneous")
 
     def count(self, clients: int) -> int:
-        """E, the number of domain experts per layer."""
+        """Return E, the number of domain experts per layer, in a run with this many clients."""
         return 3 * clients if self.experts is None else self.experts
 
     def layout(self, experts: int) -> AmoleLayout:
-        """What stands on the layers."""
+        """Return the layout of the adapter for a number of domain experts per layer (E)."""
         return AmoleLayout(
             experts=experts,
             rank=self.attention.rank,
@@ -127,9 +129,19 @@ class FedAMoLESettings(Settings):
         )
 
     def bounds(self, experts: int, clients: int, *, relaxed: bool) -> Bounds:
-        """How many clients and experts get each other; relaxed: where clients may be missing."""
+        """Return the bounds of an assignment.
+
+        Args:
+            experts: The number of domain experts per layer (E).
+            clients: The number of clients (C).
+            relaxed: Whether to return the nearest bounds that can be met, for rounds in which some
+                of the run's clients do not take part.
+
+        Returns:
+            The numbers of clients per expert and of experts per client.
+        """
         bounds = Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
         if relaxed:
             bounds = bounds.relaxed(experts, clients)
-        even = self.assignment == "homogeneous"
-        return bounds.homogeneous(experts, clients) if even else bounds
+        homogeneous = self.assignment == "homogeneous"
+        return bounds.homogeneous(experts, clients) if homogeneous else bounds

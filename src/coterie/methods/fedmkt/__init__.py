@@ -1,1 +1,1 @@
-"""FedMKT and its presets: the method, its settings, its two sides, and what both of them do."""
+"""FedMKT and its presets: the method, its settings, its two sides, and their common code."""

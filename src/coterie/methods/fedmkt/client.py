@@ -1,4 +1,4 @@
-"""FedMKT's clients: they learn from the server's predictions and offer their own."""
+"""FedMKT's clients: they learn from the server's predictions and upload their own."""
 
 import logging
 from functools import cached_property
@@ -13,72 +13,67 @@ from coterie.messages.names import TAUGHT
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
-from coterie.methods.fedmkt.vocabulary import spelt
+from coterie.methods.fedmkt.vocabulary import encode_vocabulary
 
 log = logging.getLogger(__name__)
 
 
 class FedMKTClient(AdapterClient[FedMKTSettings]):
-    """Learns from the server, trains on private samples, and offers what it knows."""
+    """A client that learns from the server, trains on private samples, and uploads predictions."""
 
     @cached_property
     def distiller(self) -> Distiller:
-        """What learns; made when it is first needed: a model that is only loaded has no samples."""
+        """The client's distiller, created on first use because a loaded model has no samples."""
         return Distiller(self.method, self.context, self.adapter)
 
     @cached_property
     def private(self) -> Tensor:
-        """Keys of this client's own samples, of which no prediction leaves it: (any,) int64."""
+        """Keys of the client's own samples, whose predictions are never sent: (samples,) int64."""
         data = self.context.data
         keys = keys_of(data.train, data.validation, data.test)
-        if both := int(torch.isin(self.distiller.positions.samples, keys).sum()):
+        if overlap := int(torch.isin(self.distiller.positions.samples, keys).sum()):
             log.warning(
-                "%s has %d of the public samples in its own data; it keeps its predictions on "
-                "them, so the server can tell which they are",
+                "%s has %d of the public samples in its own data; predictions on them are not "
+                "sent, so the server can infer which samples these are",
                 self.context.name,
-                both,
+                overlap,
             )
         return keys
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """This client's tokens."""
+        """The vocabulary of the client's tokenizer."""
         return Vocabulary.of(self.context.base.tokenizer)
 
     def hello(self) -> Message:
-        """This client's vocabulary."""
         values = {**super().hello().values, "roles": dict(self.vocabulary.roles)}
-        return Message(0, {"vocabulary": spelt(self.vocabulary)}, values)
+        return Message(0, {"vocabulary": encode_vocabulary(self.vocabulary)}, values)
 
     def receive(self, download: Message) -> None:
-        """Learn from what the server predicts better; before the first round it tells nothing.
-
-        Where adapters are averaged, their mean comes with the other downloads.
-        """
+        # A download has either the mean of the adapters, if these are averaged, or the server's
+        # predictions; the first download has no predictions.
         if self.method.averages(download.round - 1):
             super().receive(download)
         if not download["knowledge"]:
             return
         size, distiller = len(self.vocabulary.tokens), self.distiller
-        theirs = Knowledge.received(download["knowledge"], size, self.method.logits)
+        knowledge = Knowledge.received(download["knowledge"], size, self.method.logits)
         distiller.begin(distiller.knowledge())
-        distiller.offer(0, theirs)
-        done = download.round // self.method.per_round
-        loss, quality = distiller.distil(done), distiller.quality()
+        distiller.offer(0, knowledge)
+        rounds = download.round // self.method.per_round
+        loss, quality = distiller.distil(rounds), distiller.quality()
         self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
 
     def train(self, exchange: int) -> None:
-        """The local steps, before predictions are exchanged."""
         if not self.method.averages(exchange):
             super().train(exchange // self.method.per_round)
 
     def upload(self, exchange: int) -> Message:
-        """What is known now, of samples that are not this client's own; or the adapter."""
         if self.method.averages(exchange):
             return super().upload(exchange)
-        private = self.private  # a warning, too, where nothing is taught
+        private = self.private  # logs its warning even if nothing is taught
         if not self.method.teaches:
             return Message(exchange)
-        known = self.distiller.knowledge()
-        known = known.only(~torch.isin(known.samples, private))
-        return Message(exchange, {"knowledge": known.tensors()})
+        knowledge = self.distiller.knowledge()
+        knowledge = knowledge.only(~torch.isin(knowledge.samples, private))
+        return Message(exchange, {"knowledge": knowledge.tensors()})

@@ -1,7 +1,7 @@
-"""One side of mutual teaching: what it knows of the public samples, and learning from others.
+"""Selective distillation on the public samples: the code that clients and the server share.
 
-Clients and the server do the same: they offer what they predict, and take over the predictions of
-those who do better than they do themselves.
+Each side predicts the public samples, selects for every sample the predictions of the teacher with
+the lowest loss, if that is lower than its own loss, and learns from the selected predictions.
 """
 
 import logging
@@ -29,151 +29,183 @@ from coterie.training.schedule import learning_rate_beside
 from coterie.training.update import Piece, Updater
 
 log = logging.getLogger(__name__)
-NOBODY = -1
-LEAST = -60_000.0
-"""The smallest log-probability that travels, in half precision."""
+NO_TEACHER = -1
+"""The teacher's number for a sample for which no teacher has a lower loss."""
+LEAST_LOGPROB = -60_000.0
+"""The smallest log-probability in a message, which has half precision."""
 TINY = 1e-30
-"""Divides where nothing is learnt: neither the label nor a teacher counts."""
-MOST_NAMED = 20
-"""Samples that a warning names."""
+"""A divisor for positions at which neither the label nor a teacher has any weight."""
+MOST_LISTED = 20
+"""The largest number of samples that a warning lists."""
 
 
 class Distiller:
-    """A model with an adapter, the public samples, and what it is about to learn of them."""
+    """One side's model, the public samples, and the targets that the model learns on them.
+
+    There are n samples with p positions in all, and targets with k tokens per position.
+    """
 
     def __init__(
         self, settings: FedMKTSettings, context: ClientContext, adapter: Trainable
     ) -> None:
         samples = None if context.public is None else context.public.beginnings
-        assert samples is not None, "FedMKT.check makes sure of it"
+        assert samples is not None, "FedMKT.check refuses other public texts"
         self.settings, self.context, self.adapter = settings, context, adapter
         self.samples = samples
         self.positions = Positions.of(self.samples, context.base.tokenizer)
-        inside = torch.arange(len(self.samples.ids))
-        owner = torch.searchsorted(self.samples.starts, inside, right=True) - 1
-        self.targets = self.samples.ids[inside >= self.samples.answers[owner]].long()
-        """(p,) the next token at each position."""
+        places = torch.arange(len(self.samples.ids))
+        sample = torch.searchsorted(self.samples.starts, places, right=True) - 1
+        self.labels = self.samples.ids[places >= self.samples.answers[sample]].long()
+        """The next token at each position: (p,) int64."""
         head: Any = context.base.model.get_output_embeddings()
         self.vocabulary_size: int = head.weight.shape[0]
-        """Tokens that the model can predict; its tokenizer may have more, or fewer."""
+        """The number of tokens that the model can predict; its tokenizer may have more or fewer."""
 
     def model(self) -> PreTrainedModel:
-        """The base with the adapter attached."""
+        """Return the base with the adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
     def knowledge(self) -> Knowledge:
-        """What this side predicts now; of a sample that stands twice, once.
+        """Compute this side's current predictions.
 
-        Samples whose predictions are not finite are left out, and named in the log.
+        Samples whose predictions are not finite are excluded and listed in the log.
+
+        Returns:
+            The predictions. Duplicate samples are included once.
         """
         base, at_once = self.context.base, self.context.training.at_once
-        found = predictions(base, self.model(), self.samples, self.settings.logits, at_once)
-        nats = self._per_sample(found.nats)
+        predicted = predictions(base, self.model(), self.samples, self.settings.logits, at_once)
+        nats = self._per_sample(predicted.nats)
         sizes = torch.tensor([len(item.answer.encode()) for item in self.samples.items])
-        finite = nats.isfinite() & ~self._per_sample(found.logprobs.sum(-1)).isnan()
+        finite = nats.isfinite() & ~self._per_sample(predicted.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
                 "%s has no finite predictions for %d public samples, which are excluded; "
-                "samples that fit its window: %s",
+                "their numbers among the samples that fit its window: %s",
                 self.context.name,
                 int((~finite).sum()),
-                ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_NAMED, 0].tolist()),
+                ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
             )
         return Knowledge(
             samples=self.positions.samples,
             losses=nats / sizes,
             starts=self.positions.starts,
             ends=self.positions.ends,
-            tokens=found.tokens.int(),
-            logprobs=found.logprobs.clamp(min=LEAST).half(),
-            lognorm=found.lognorm,
+            tokens=predicted.tokens.int(),
+            logprobs=predicted.logprobs.clamp(min=LEAST_LOGPROB).half(),
+            lognorm=predicted.lognorm,
         ).only(finite & first_of_each(self.positions.samples))
 
     def begin(self, own: Knowledge) -> None:
-        """Nobody has offered anything yet: learn labels, or this side's `own` predictions.
+        """Reset the targets to the labels or to this side's predictions (setting `own`).
 
-        Raises Diverged if there are none.
+        Args:
+            own: This side's predictions.
+
+        Raises:
+            Diverged: `own` is empty.
         """
         if not len(own.samples):
             raise Diverged(
-                f"{self.context.name!r} has no finite predictions; a lower "
-                "training.learning_rate may help."
+                f"{self.context.name!r} has no finite predictions for any public sample; lower "
+                "training.learning_rate."
             )
-        known = self.positions.known(own)
-        # Of a sample of which this side predicts nonsense, anybody knows more.
-        self.own = own.losses[known.clamp(min=0)].masked_fill(known < 0, torch.inf)
-        """(n,) this side's losses, in nats per byte."""
-        self.best, self.teachers = self.own.clone(), torch.full_like(known, NOBODY)
-        """(n,) the lowest loss so far, and the number of the teacher whose it is, or NOBODY."""
-        self.learns = SoftTargets.of(self.targets, self.settings.logits)
+        rows = self.positions.known(own)
+        # A sample without finite predictions has an infinite loss, so any teacher is accepted.
+        self.own_losses = own.losses[rows.clamp(min=0)].masked_fill(rows < 0, torch.inf)
+        """This side's loss on each sample, in nats per byte: (n,)."""
+        self.best_losses = self.own_losses.clone()
+        """The lowest loss on each sample so far: (n,)."""
+        self.teachers = torch.full_like(rows, NO_TEACHER)
+        """The number of the teacher with the lowest loss on each sample, or NO_TEACHER: (n,)."""
+        self.targets = SoftTargets.of(self.labels, self.settings.logits)
+        """The targets at each position."""
         if self.settings.own in ("self", "mean"):
-            self.learns = self._taken(own, torch.arange(len(self.targets)))
+            self.targets = self._targets_from(own, torch.arange(len(self.labels)))
         if self.settings.own == "mean":
-            self.mine = self.learns[torch.arange(len(self.targets))]  # a copy: offers change learns
+            # Indexing copies the targets, which offers change in place.
+            self.own_targets = self.targets[torch.arange(len(self.labels))]
 
-    def offer(self, teacher: int, theirs: Knowledge, ids: Tensor | None = None) -> None:
-        """Take over what a teacher knows better than the best so far (DualMinCE: the lowest loss,
-        if it is lower than one's own).
+    def offer(self, teacher: int, knowledge: Knowledge, ids: Tensor | None = None) -> None:
+        """Select a teacher's predictions for the samples on which its loss is the lowest so far.
 
-        ids: the map of its vocabulary into this side's, unless it speaks in that already.
+        This is DualMinCE: the teacher with the lowest loss, if that is lower than this side's loss.
+
+        Args:
+            teacher: The teacher's number.
+            knowledge: The teacher's predictions.
+            ids: The map from the teacher's vocabulary to this side's; None if `knowledge` already
+                has tokens of this side's vocabulary.
         """
-        known = self.positions.known(theirs)
-        if (known < 0).all():
+        rows = self.positions.known(knowledge)
+        if (rows < 0).all():
             log.warning(
-                "%s received predictions on %d samples, none of which it has: is the public "
-                "set the same?",
+                "%s received predictions on %d samples, none of which is in its public set; use "
+                "the same public set on all machines",
                 self.context.name,
-                len(theirs.samples),
+                len(knowledge.samples),
             )
             return
-        losses = torch.where(known < 0, torch.inf, theirs.losses[known.clamp(min=0)])
-        better = losses < self.best
-        rows = self.positions.of_samples(better)
-        self.learns[rows] = self._taken(theirs, rows, ids)
-        self.best[better], self.teachers[better] = losses[better], teacher
+        losses = torch.where(rows < 0, torch.inf, knowledge.losses[rows.clamp(min=0)])
+        better = losses < self.best_losses
+        positions = self.positions.of_samples(better)
+        self.targets[positions] = self._targets_from(knowledge, positions, ids)
+        self.best_losses[better], self.teachers[better] = losses[better], teacher
 
-    def _taken(self, theirs: Knowledge, rows: Tensor, ids: Tensor | None = None) -> SoftTargets:
-        """What to learn at some positions from somebody's predictions; labels where they say
-        nothing: where no position of theirs has read the same."""
+    def _targets_from(
+        self, knowledge: Knowledge, positions: Tensor, ids: Tensor | None = None
+    ) -> SoftTargets:
+        """Return the targets at some positions according to a teacher's predictions.
+
+        A position that is aligned with none of the teacher's positions has the label as its target.
+        """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
-        places = align(theirs)[rows]
-        at, room = places.clamp(min=0), self.settings.logits - theirs.tokens.shape[1]
-        tokens = F.pad(theirs.tokens[at], (0, room), value=-1)  # cut, if they are more than asked
-        logprobs = F.pad(theirs.logprobs[at].float(), (0, room), value=-torch.inf)
-        moved = translated(
+        aligned = align(knowledge)[positions]
+        rows, missing = aligned.clamp(min=0), self.settings.logits - knowledge.tokens.shape[1]
+        tokens = F.pad(knowledge.tokens[rows], (0, missing), value=-1)  # truncates if negative
+        logprobs = F.pad(knowledge.logprobs[rows].float(), (0, missing), value=-torch.inf)
+        targets = translated(
             tokens,
             logprobs,
-            theirs.lognorm[at],
+            knowledge.lognorm[rows],
             ids,
             self.settings.temperature,
             self.vocabulary_size,
         )
-        moved.probs[places < 0] = 0
-        return moved.or_else(SoftTargets.of(self.targets[rows], self.settings.logits))
+        targets.probs[aligned < 0] = 0
+        return targets.or_else(SoftTargets.of(self.labels[positions], self.settings.logits))
 
     def distil(self, round: int) -> float:
-        """Pass over the public samples, with a fresh optimiser; the mean loss, in nats per token.
+        """Train the adapter on the public samples with a new optimiser.
 
-        lambda * cross-entropy to the labels + (1 - lambda) * that to what was taken over, each a
-        mean over a batch (the paper's objectives 2 and 3). Samples of which this side predicts
-        nothing finite are left out.
+        The loss is lambda * cross-entropy to the labels + (1 - lambda) * cross-entropy to the
+        targets, each a mean over a batch (the paper's objectives 2 and 3). Samples without finite
+        predictions of this side are excluded.
+
+        Args:
+            round: The number of the round.
+
+        Returns:
+            The mean loss, in nats per token.
         """
         context, training = self.context, self.context.training
-        model, learns = self.model(), self._with_own()
+        model, targets = self.model(), self._mixed_targets()
         updater = Updater(context, self.adapter, of_roles("dense"))
-        samples, losses = self.own.isfinite().nonzero()[:, 0], []
+        samples, losses = self.own_losses.isfinite().nonzero()[:, 0], []
         batches: list[Tensor] = []
-        for turn in range(self.settings.epochs):
-            chance = generator(context.seed, "public", context.name, round, turn)
+        for epoch in range(self.settings.epochs):
+            chance = generator(context.seed, "public", context.name, round, epoch)
             order = torch.randperm(len(samples), generator=chance)
             batches += samples[order].split(training.batch)
         rate = learning_rate_beside(training, context.rounds, round, len(batches))
         for number, batch in enumerate(batches):
-            shares = self._shares(batch)
+            weights = self._sample_weights(batch)
             pieces = [
                 Piece(
-                    partial(self._loss, model, part, learns, shares, ("public", round, number, i)),
+                    partial(
+                        self._loss, model, part, targets, weights, ("public", round, number, i)
+                    ),
                     len(self.positions.of_samples(part)),
                 )
                 for i, part in enumerate(batch.split(training.at_once))
@@ -181,73 +213,82 @@ class Distiller:
             losses.append(updater.update(pieces, rate(number), where="on the public samples"))
         return fmean(losses)
 
-    def _shares(self, batch: Tensor) -> Tensor:
-        """How much the distillation of each sample counts in a batch, (n,): 1, or with `own: none`
-        what makes its mean one over the batch's taught positions, and 0 without a teacher."""
+    def _sample_weights(self, batch: Tensor) -> Tensor:
+        """Return the weight of each sample's distillation loss in a batch: (n,).
+
+        With `own: none`, samples without a teacher have the weight 0, and the others a weight that
+        makes the loss a mean over their positions in the batch. Otherwise all weights are 1.
+        """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
         taught = self.teachers >= 0
         positions = self.positions.starts.diff()[batch]
-        among = positions[taught[batch]].sum().clamp(min=1)
-        return taught * (positions.sum() / among)
+        taught_positions = positions[taught[batch]].sum().clamp(min=1)
+        return taught * (positions.sum() / taught_positions)
 
     def _loss(
         self,
         model: PreTrainedModel,
         chosen: Tensor,
-        learns: SoftTargets,
-        shares: Tensor,
+        targets: SoftTargets,
+        weights: Tensor,
         purpose: Purpose,
     ) -> Tensor:
-        """Of some samples, by their numbers; shares as `_shares` gives them."""
+        """Compute the loss of the chosen samples, with weights from `_sample_weights`."""
         settings, device = self.settings, self.context.base.device
-        rows = self.positions.of_samples(chosen)
-        batch, learns = self.samples.batch(chosen).to(device), learns[rows]
-        labels, task = self.targets[rows][:, None].to(device), settings.task_weight
-        one = torch.ones(labels.shape, device=device)
-        tokens, probs = learns.tokens.to(device), learns.probs.to(device)
+        positions = self.positions.of_samples(chosen)
+        batch, targets = self.samples.batch(chosen).to(device), targets[positions]
+        labels, task = self.labels[positions][:, None].to(device), settings.task_weight
+        ones = torch.ones(labels.shape, device=device)
+        tokens, probs = targets.tokens.to(device), targets.probs.to(device)
         sizes = self.positions.starts.diff()[chosen]
-        share = (1 - task) * shares[chosen].repeat_interleave(sizes).to(device)
+        distillation = (1 - task) * weights[chosen].repeat_interleave(sizes).to(device)
         with training_pass(self.context, *purpose):
-            if settings.temperature == 1:  # then both are one cross-entropy
-                both = task + share
+            if settings.temperature == 1:  # then both losses are one cross-entropy
+                total = task + distillation
                 tokens = torch.cat([labels, tokens], 1)
-                probs = torch.cat([task * one, share[:, None] * probs], 1)
-                probs = probs / both.clamp(min=TINY)[:, None]
-                return soft_target_loss(model, batch, tokens, probs, weights=both)
-            label_loss = soft_target_loss(model, batch, labels, one)
+                probs = torch.cat([task * ones, distillation[:, None] * probs], 1)
+                probs = probs / total.clamp(min=TINY)[:, None]
+                return soft_target_loss(model, batch, tokens, probs, weights=total)
+            label_loss = soft_target_loss(model, batch, labels, ones)
             return task * label_loss + soft_target_loss(
-                model, batch, tokens, probs, settings.temperature, share
+                model, batch, tokens, probs, settings.temperature, distillation
             )
 
-    def _with_own(self) -> SoftTargets:
-        """What was taken over; or its mean with this side's own, weighed by exp(-loss)."""
+    def _mixed_targets(self) -> SoftTargets:
+        """Return the targets; with `own: mean`, mix in this side's own, weighted by exp(-loss)."""
         if self.settings.own != "mean":
-            return self.learns
-        weight = (self.best - self.own).sigmoid().nan_to_num()
-        return mixed(self.mine, self.learns, weight.repeat_interleave(self.positions.starts.diff()))
+            return self.targets
+        weight = (self.best_losses - self.own_losses).sigmoid().nan_to_num()
+        weight = weight.repeat_interleave(self.positions.starts.diff())
+        return mixed(self.own_targets, self.targets, weight)
 
     def quality(self) -> dict[str, float]:
-        """Of the samples that were taken over: how many; the share of their positions at which a
-        teacher had read the same; the mean probability that its tokens there kept on the way."""
-        rows = self.positions.of_samples(self.teachers >= 0)
-        mass = self.learns.mass[rows]
-        found = mass > 0
+        """Return how much of the teachers' predictions became targets.
+
+        Returns:
+            `samples`: the number of samples with a teacher; `positions`: the fraction of their
+            positions that are aligned with a position of the teacher; `mass`: the mean probability
+            of the teacher's tokens at those positions that remained after the translation.
+        """
+        positions = self.positions.of_samples(self.teachers >= 0)
+        mass = self.targets.mass[positions]
+        aligned = mass > 0
         return {
             "samples": int((self.teachers >= 0).sum()),
-            "positions": found.float().mean().item() if len(rows) else 0.0,
-            "mass": mass[found].mean().item() if found.any() else 0.0,
+            "positions": aligned.float().mean().item() if len(positions) else 0.0,
+            "mass": mass[aligned].mean().item() if aligned.any() else 0.0,
         }
 
     def _per_sample(self, values: Tensor) -> Tensor:
-        """Sums over positions, (p,), for each sample: (n,)."""
+        """Sum values over the positions of each sample: (p,) to (n,)."""
         starts = self.positions.starts
-        owners = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
-        return torch.zeros(len(self.samples)).index_add(0, owners, values)
+        samples = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
+        return torch.zeros(len(self.samples)).index_add(0, samples, values)
 
 
 def keys_of(*splits: Split) -> Tensor:
-    """The keys of all samples of some splits: (any,) int64."""
-    samples = [found for split in splits if (found := split.beginnings) is not None]
-    found = [sample_keys(found.instructions) for found in samples]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *found])
+    """Return the keys of all samples in some splits: (samples,) int64."""
+    samples = [split.beginnings for split in splits]
+    keys = [sample_keys(part.instructions) for part in samples if part is not None]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *keys])

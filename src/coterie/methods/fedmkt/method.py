@@ -1,17 +1,20 @@
-"""FedMKT: a large model and small ones with other tokenizers teach each other (arXiv 2406.02224).
+"""FedMKT: mutual knowledge transfer between large and small models (arXiv 2406.02224).
 
-Every client has a base of its own, and so has the server; all of them see a public set of prompts
-with answers. In a round (the paper's algorithm 1)
+The server has a large base, and each client has a small base with its own tokenizer. All of them
+have the same public set of prompts with answers. In a round (the paper's algorithm 1),
 
 1. clients train on their private samples;
-2. they predict the public answers and upload how well they did, and their likeliest tokens;
-3. the server moves these into its tokens (`alignment`), keeps for each sample those of the client
-   that did best, where it did better than the server itself (DualMinCE), and learns from them:
-   lambda * cross-entropy to the labels + (1 - lambda) * that to what it kept;
-4. it sends what it predicts now, in each client's tokens, and clients choose and learn likewise.
+2. clients predict the public answers and upload, for each sample, their loss and their most likely
+   tokens at every position;
+3. the server translates these tokens into its own vocabulary (`alignment`), selects for each sample
+   the predictions of the client with the lowest loss, if that is lower than its own loss
+   (DualMinCE), and minimises lambda * cross-entropy to the labels + (1 - lambda) * cross-entropy to
+   the selected predictions;
+4. the server sends its new predictions in each client's tokens, and clients select and learn in the
+   same way.
 
-How well a side did is compared in nats per byte of the answer, whatever its tokens. No weights
-travel, and no private sample is predicted for others.
+Losses are compared in nats per byte of the answer, which does not depend on the tokenizer. Weights
+are never sent, and neither are predictions on private samples.
 """
 
 from dataclasses import replace
@@ -19,7 +22,7 @@ from typing import ClassVar, Literal
 
 from coterie.adapters import Role
 from coterie.errors import CoterieError
-from coterie.messages import Field as Travels
+from coterie.messages import Field as MessageField
 from coterie.messages import Message, Schema
 from coterie.methods.contract import SERVER, ClientContext, RunFacts, ServerContext
 from coterie.methods.fedmkt.client import FedMKTClient
@@ -27,7 +30,7 @@ from coterie.methods.fedmkt.server import FedMKTServer
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.methods.fedmkt.vocabulary import VOCABULARY
 
-KNOWLEDGE = Travels(
+KNOWLEDGE = MessageField(
     "knowledge",
     "predictions on public samples: sample hashes, losses, start of each sample, end of the "
     "text read at each position, most likely tokens and their log-probabilities",
@@ -44,7 +47,7 @@ KNOWLEDGE = Travels(
 
 
 class FedMKT(FedMKTSettings):
-    """Clients and the server learn from one another's predictions."""
+    """Mutual distillation: the clients and the server learn from each other's predictions."""
 
     name: ClassVar[str] = "fedmkt"
     paper: ClassVar[str] = "arXiv 2406.02224"
@@ -56,52 +59,45 @@ class FedMKT(FedMKTSettings):
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Predictions both ways; the client's vocabulary once."""
         mean = super().schema()
         up = (*mean.up, KNOWLEDGE) if self.teaches else mean.up
         return Schema((*mean.hello, *VOCABULARY), up, (*mean.down, KNOWLEDGE))
 
     def exchanges(self, rounds: int) -> int:
-        """Two a round where adapters are averaged, too."""
         return rounds * self.per_round
 
     @property
     def mixes_bases(self) -> bool:
-        """Clients may have any base, unless their adapters are averaged, too."""
         return not self.shared_roles
 
     def check(self, run: RunFacts) -> None:
-        """There are public samples and a server's model, which has an adapter, too."""
-        super().check(replace(run, clients=(*run.clients, SERVER)))
-        for there, remedy in (
+        super().check(replace(run, clients=(*run.clients, SERVER)))  # the server has an adapter too
+        for satisfied, need in (
             (
                 run.instructions,
-                "prompts with answers that no chat template renders: set "
-                "data.instructions, with another template than chat",
+                "prompts with answers that are not rendered by a chat template: set "
+                "data.instructions, with a template other than chat",
             ),
             (run.public, "public samples: set data.public, or divide.public: true"),
-            (run.server, "a model of the server's own: set server.base"),
+            (run.server, "a server with a model of its own: set server.base"),
         ):
-            if not there:
-                raise CoterieError(f"The method {self.name!r} needs {remedy}.")
+            if not satisfied:
+                raise CoterieError(f"The method {self.name!r} needs {need}.")
 
     def counts(self, message: Message) -> dict[str, int]:
-        """The public samples that a message tells of."""
         samples = message["knowledge"].get("samples")
         return {} if samples is None else {"public sample": len(samples)}
 
     def client(self, context: ClientContext) -> FedMKTClient:
-        """Trains, then learns from the server."""
         return FedMKTClient(self, context)
 
     def server(self, context: ServerContext) -> FedMKTServer:
-        """Learns from the clients."""
         return FedMKTServer(self, context)
 
 
 PRESETS = {
-    # The paper's homogeneous setting. Clients have learnt from the server before they average their
-    # adapters, so a round takes two exchanges: of predictions, and then of adapters.
+    # The paper's homogeneous setting. Adapters are averaged after the clients have learnt from the
+    # server, so a round takes two exchanges: first of predictions, then of adapters.
     "fedmkt-fedavg": {
         "summary": "as fedmkt, with averaged LoRA pairs; all clients have the same base",
         "shared_roles": ("dense",),

@@ -1,4 +1,4 @@
-"""The settings of FedMKT, and what its presets differ in."""
+"""The settings of FedMKT, and the class variables in which its presets differ."""
 
 from typing import ClassVar, Literal
 
@@ -9,32 +9,40 @@ from coterie.methods.settings import Attention, Lora
 
 
 class FedMKTSettings(AdapterMethod):
-    """Settings of FedMKT; defaults are the paper's, but for `own`."""
+    """Settings of FedMKT. Defaults are those of the paper, except for `own`."""
 
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""
     per_round: ClassVar[int] = 1
-    """Exchanges that make a round."""
+    """The number of exchanges per round."""
 
     attention: Attention = Attention()
     lora: Lora = Lora(scale="rank")
     task_weight: float = Field(default=0.9, ge=0, le=1)
-    """weight of the label loss (lambda); the rest is distillation"""
+    """weight of the label loss (lambda); the distillation loss has the weight 1 - lambda"""
     logits: int = Field(default=128, ge=1)
-    """most likely tokens sent per position (k)"""
+    """number of most likely tokens sent per position (k)"""
     temperature: float = Field(default=1.0, gt=0)
     """temperature of the teachers' distributions"""
     epochs: int = Field(default=1, ge=1)
     """passes over the public set per round"""
     own: Literal["none", "labels", "self", "mean"] = "labels"
-    """target of distillation where no teacher is better: none (the paper's form: its mean is over
-    the other samples of a batch), labels, or the model's own predictions (self); mean: as self, and
-    elsewhere a mean of own and teacher's predictions weighted by exp(-loss)"""
+    """distillation target of samples for which no teacher has a lower loss; none: no target, as in
+    the paper (the loss is a mean over the other samples of a batch); labels: the answer; self: the
+    model's own predictions; mean: as self, and the target of the other samples is the mean of the
+    model's and the teacher's predictions, weighted by exp(-loss)"""
     align: Literal["offsets", "warping"] = "offsets"
-    """match positions that have read the same characters, or by the paper's dynamic programme over
-    edit distances"""
+    """alignment of two tokenizers' positions; offsets: by the number of characters read so far;
+    warping: by the paper's dynamic programme over edit distances"""
 
     def averages(self, exchange: int) -> bool:
-        """Whether an exchange (0 is the first) ends with the mean of adapters; else predictions
-        are exchanged. The first download, as if after exchange -1, has adapters, too."""
+        """Return whether adapters are averaged in an exchange, instead of exchanging predictions.
+
+        Args:
+            exchange: The number of the exchange; the first is 0. The first download counts as the
+                result of exchange -1.
+
+        Returns:
+            True if the exchange ends with the mean of the clients' adapters.
+        """
         return exchange % self.per_round == 1

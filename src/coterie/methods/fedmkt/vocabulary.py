@@ -1,4 +1,4 @@
-"""A client's vocabulary as a message: the fields that hold it, writing and reading."""
+"""A client's vocabulary in a message: its fields, encoding and decoding."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -10,7 +10,10 @@ from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Field, Json, MessageError
 
 MOST_TOKENS, LONGEST_TOKEN, MOST_BYTES = 2**19, 2**10, 2**23
-"""Of a client's vocabulary, of a token, and of all: twice what the largest of today's have."""
+"""The limits of a vocabulary's tokens, a token's bytes and all tokens' bytes.
+
+Each is twice the largest value among current tokenizers.
+"""
 VOCABULARY = (
     Field(
         "vocabulary",
@@ -21,8 +24,8 @@ VOCABULARY = (
 )
 
 
-def spelt(vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """A vocabulary for a message; -1 is the length of a token without bytes."""
+def encode_vocabulary(vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """Return a vocabulary as tensors for a message; a token without bytes has the length -1."""
     spelling = b"".join(token or b"" for token in vocabulary.tokens)
     lengths = [-1 if token is None else len(token) for token in vocabulary.tokens]
     return {
@@ -31,19 +34,30 @@ def spelt(vocabulary: Vocabulary) -> dict[str, Tensor]:
     }
 
 
-def read(vocabulary: Mapping[str, Tensor], roles: Json) -> Vocabulary:
-    """The vocabulary in a message; raises MessageError if there is none."""
+def decode_vocabulary(tensors: Mapping[str, Tensor], roles: Json) -> Vocabulary:
+    """Read a vocabulary from a message.
+
+    Args:
+        tensors: The group `vocabulary` of the message.
+        roles: The value `roles` of the message.
+
+    Returns:
+        The vocabulary.
+
+    Raises:
+        MessageError: The message has no valid vocabulary.
+    """
     empty = torch.zeros(0)
-    lengths, spelling = (vocabulary.get(name, empty) for name in ("lengths", "spelling"))
-    sound = lengths.dim() == spelling.dim() == 1 and len(lengths) > 0 and isinstance(roles, dict)
-    sound = sound and len(lengths) <= MOST_TOKENS and int(lengths.max()) <= LONGEST_TOKEN
-    if not sound or int(lengths.clamp(min=0).long().sum()) != len(spelling):
-        raise MessageError("The client sent no vocabulary.")
+    lengths, spelling = (tensors.get(name, empty) for name in ("lengths", "spelling"))
+    valid = lengths.dim() == spelling.dim() == 1 and len(lengths) > 0 and isinstance(roles, dict)
+    valid = valid and len(lengths) <= MOST_TOKENS and int(lengths.max()) <= LONGEST_TOKEN
+    if not valid or int(lengths.clamp(min=0).long().sum()) != len(spelling):
+        raise MessageError("The client did not send a valid vocabulary.")
     if len(spelling) > MOST_BYTES:
         raise MessageError(f"The client's vocabulary has more than {MOST_BYTES:,} bytes.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):
         raise MessageError("The client's vocabulary assigns roles to unknown tokens.")
-    spelt, sizes = spelling.numpy().tobytes(), lengths.tolist()
-    after = accumulate(max(0, size) for size in sizes)
-    tokens = (None if n < 0 else spelt[end - n : end] for n, end in zip(sizes, after, strict=True))
+    data, sizes = spelling.numpy().tobytes(), lengths.tolist()
+    ends = accumulate(max(0, size) for size in sizes)
+    tokens = (None if n < 0 else data[end - n : end] for n, end in zip(sizes, ends, strict=True))
     return Vocabulary(tuple(tokens), roles)
