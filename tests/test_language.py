@@ -13,7 +13,6 @@ UNREAD = {
     "__init__.py",
     "__main__.py",
     "aggregation",
-    "analysis",
     "api.py",
     "cli",
     "data",
@@ -24,7 +23,6 @@ UNREAD = {
     "losses",
     "methods",
     "network",
-    "report",
     "runs",
     "testing",
 }
