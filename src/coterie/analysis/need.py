@@ -265,7 +265,7 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
     return Table(str(spec), ("", "base"), rows)
 
 
-def stands_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
+def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
     """Return a table of the layers of a base that adapters cover.
 
     Args:

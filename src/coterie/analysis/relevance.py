@@ -76,7 +76,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     for client in participants_of(config, tokenizer(run.path)):
         base, side = loader.side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient), "only FedAMoLE's runs are read"
-        samples = some_of(client.data.train, config.data.window)
+        samples = spaced_samples(client.data.train, config.data.window)
         at_once = config.training.at_once
         embeddings[client.name] = token_embeddings(base, side.adapter, samples, at_once)
     reduction = "t-SNE" if _tsne() else COMPONENTS
@@ -85,7 +85,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
         path = server.paths[number]
         vectors = {name: relevance_to(server, path, e[path]) for name, e in embeddings.items()}
         experts = {name: len(held[path]) for name, held in server.assigned.items()}
-        points = in_the_plane(vectors, config.seed)
+        points = reduce_to_plane(vectors, config.seed)
         layers.append(LayerRelevance(path, points, reduction, experts))
     return layers
 
@@ -103,7 +103,7 @@ def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
     return server
 
 
-def some_of(train: Split, window: int) -> AnyBatch:
+def spaced_samples(train: Split, window: int) -> AnyBatch:
     """Return at most SAMPLES evenly spaced samples of a text.
 
     A sample of plain text has window + 1 tokens.
@@ -133,7 +133,7 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
     return (tokens @ torch.stack(means).T / server.relevance_dim(path) ** 0.5).double().numpy()
 
 
-def in_the_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
     """Reduce all clients' vectors, (samples, experts), jointly to points, (samples, 2)."""
     every = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]

@@ -71,7 +71,7 @@ class Trial:
     """Peak memory of this process in bytes."""
 
 
-def tried(session: Session, config: RunConfig) -> Trial:
+def run_trial(session: Session, config: RunConfig) -> Trial:
     """Run one exchange and one further training step, and discard the results.
 
     Raises:
