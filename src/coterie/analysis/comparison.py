@@ -135,14 +135,14 @@ class Comparison:
 
 def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
     """Return a row's scores over clients and over seeds."""
-    own = over_runs(results)
-    clients = own.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
+    frame = over_runs(results)
+    clients = frame.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
     return {
         "method": method,
         "clients": clients["mean"].to_dict(),
         "clients_std": clients["std"].to_dict(),
         "spread": std(clients["mean"]),
-        **_over_seeds(own[key].groupby("run").mean(), key),
+        **_over_seeds(frame[key].groupby("run").mean(), key),
     }
 
 
@@ -283,10 +283,10 @@ def _rank(row: Summary) -> str:
 
 def _client_cell(row: Summary, client: str, metric: Metric) -> str:
     """Return a client's score, with its standard deviation over seeds if known."""
-    own = {metric.name: row["clients"][client], "seeds": 1}
+    cell = {metric.name: row["clients"][client], "seeds": 1}
     if "clients_std" in row:
-        own |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
-    return with_spread(own, metric)
+        cell |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
+    return with_spread(cell, metric)
 
 
 def _worst(row: Summary, metric: Metric) -> str:

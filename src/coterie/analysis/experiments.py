@@ -86,7 +86,7 @@ class ReportedRun:
         return (kind_of(self.method) if self.method in names() else Method).reports
 
     @property
-    def own(self) -> str:
+    def score_name(self) -> str:
         """The name of the metric that holds the scores at the point that the method reports."""
         return f"{TEST}{self.reports}"
 
@@ -129,7 +129,7 @@ class ReportedRun:
         """The method's final scores or, if the run is unfinished, all scores so far."""
         if self.result is not None:
             return list(self.result[self.result["reports"]].values())
-        return list(self.metrics["value"][self.metrics["name"] == self.own])
+        return list(self.metrics["value"][self.metrics["name"] == self.score_name])
 
     def headline(self, metric: Metric) -> dict[str, float]:
         """Return the result's scores in the displayed unit, under the columns of `series`."""
@@ -147,7 +147,7 @@ class ReportedRun:
         Column MEAN is the mean of rounds in which every client has a score; column SERVER is the
         server's own model, if it was scored.
         """
-        scored = self.metrics["name"].isin([self.own, SERVER_SCORE])
+        scored = self.metrics["name"].isin([self.score_name, SERVER_SCORE])
         scores = components(self.metrics[scored].fillna({"client": SERVER}))
         shown = scores.reindex(columns=[metric.name])[metric.name].dropna().map(metric.shown)
         series = shown.groupby(["round", "client"]).last().unstack("client")
@@ -209,17 +209,19 @@ class Experiment:
     @cached_property
     def clients(self) -> list[str]:
         """Names of the clients whose texts are scored; without scores, of the runs' clients."""
-        tested = {c for run in self.all for c in run.by_client(run.own).index.unique("client")}
+        scores = (run.by_client(run.score_name) for run in self.all)
+        tested = {client for frame in scores for client in frame.index.unique("client")}
         return sorted(tested or {client for run in self.all for client in run.clients})
 
     @cached_property
     def bases(self) -> tuple[list[str], str | None]:
         """Descriptions of the clients' bases and of the server's base, if the server has one."""
         config = self.all[0].config
-        own, server = config.get("bases") or {}, config.get("server")
-        bases = [own.get(client, config["base"]) for client in self.clients] or [config["base"]]
+        default, server = config["base"], config.get("server")
+        by_client = config.get("bases") or {}
+        bases = [by_client.get(client, default) for client in self.clients] or [default]
         clients = list(dict.fromkeys(str(BaseSpec.model_validate(base)) for base in bases))
-        served = str(BaseSpec.model_validate(server["base"] or config["base"])) if server else None
+        served = str(BaseSpec.model_validate(server["base"] or default)) if server else None
         return clients, served
 
     @property

@@ -135,9 +135,9 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
 
 def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
     """Reduce all clients' vectors, (samples, experts), jointly to points, (samples, 2)."""
-    every = np.concatenate(list(vectors.values()))
+    stacked = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]
-    return dict(zip(vectors, np.split(_reduced(every, seed), ends), strict=True))
+    return dict(zip(vectors, np.split(_reduced(stacked, seed), ends), strict=True))
 
 
 def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:

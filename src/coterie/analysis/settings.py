@@ -89,8 +89,8 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
     """Return a field's default in YAML; empty if there is none."""
     if defaults is None and field.is_required():
         return "required"
-    own = field.get_default(call_default_factory=True)
-    value = own if defaults is None else getattr(defaults, name)
+    default = field.get_default(call_default_factory=True)
+    value = default if defaults is None else getattr(defaults, name)
     if value in (None, ""):
         return ""
     value = value.model_dump(mode="json") if isinstance(value, OptimiserSpec) else value

@@ -50,10 +50,10 @@ def shared(held: Frame) -> Frame:
     The value is NaN if neither client holds an expert on any layer.
     """
     shares = []
-    for _, own in held.astype(float).groupby("layer", observed=True):
-        own = own.droplevel("layer")
-        both, sizes = own @ own.T, own.sum(axis=1).to_numpy()
-        shares.append(both / (np.add.outer(sizes, sizes) - both))
+    for _, layer in held.astype(float).groupby("layer", observed=True):
+        layer = layer.droplevel("layer")
+        common, sizes = layer @ layer.T, layer.sum(axis=1).to_numpy()
+        shares.append(common / (np.add.outer(sizes, sizes) - common))
     return pd.concat(shares).groupby("client").mean()
 
 

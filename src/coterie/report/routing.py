@@ -34,9 +34,9 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     experts = {client: runs[0].expert_names(client, count) for client, count in counts.items()}
     panels: dict[tuple[str, str], Frame] = {}  # a row per round, a column per layer
     for client, names in experts.items():
-        own = means.xs(client, level="client")
+        client_means = means.xs(client, level="client")
         for expert, name in enumerate(names):
-            weights = own[expert].unstack(0)
+            weights = client_means[expert].unstack(0)
             panels[str(client), name] = weights[[n for n in layers if n in weights]]
     deepest = max(len(weights.columns) for weights in panels.values())
 

@@ -44,10 +44,12 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         figure, axes = canvas.panels(len(changes), 2.1, (1, 3), "round", axis_label, sharey=True)
         for axis, (label, frame) in zip(axes, changes.items(), strict=True):
             for client in frame.index.unique("client"):
-                own, colour = frame.loc[client], canvas.colour(styles[client])
+                uploads, colour = frame.loc[client], canvas.colour(styles[client])
                 marks = {"marker": styles[client].marker, "linestyle": styles[client].dash}
-                axis.plot(own.index, own["ratio"], color=colour, label=entry(client), **marks)
-                excluded = own[own["excluded"]]
+                axis.plot(
+                    uploads.index, uploads["ratio"], color=colour, label=entry(client), **marks
+                )
+                excluded = uploads[uploads["excluded"]]
                 x, y = excluded.index, excluded["ratio"]
                 axis.plot(x, y, "x", color=canvas.theme.ink, ms=9, mew=1.8)
             axis.set_title(label)
@@ -60,12 +62,12 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         [
             label,
             client,
-            "" if own["ratio"].isna().all() else number(own["ratio"].max()),
-            "" if own["cosine"].isna().all() else f"{own['cosine'].min():.2f}",
-            ", ".join(map(str, own.index.unique("round")[own["excluded"]])),
+            "" if uploads["ratio"].isna().all() else number(uploads["ratio"].max()),
+            "" if uploads["cosine"].isna().all() else f"{uploads['cosine'].min():.2f}",
+            ", ".join(map(str, uploads.index.unique("round")[uploads["excluded"]])),
         ]
         for label, frame in changes.items()
-        for client, own in frame.groupby("client")
+        for client, uploads in frame.groupby("client")
     ]
     return Picture(
         "uploads",
