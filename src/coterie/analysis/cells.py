@@ -24,7 +24,7 @@ TRIALS = "trials"
 
 
 class Cells:
-    """Executes runs one after another and reports the progress."""
+    """An executor of several runs that reports the progress and counts the executed runs."""
 
     def __init__(
         self, total: int, callbacks: Sequence[Callback], report: Callable[[str], None]
@@ -68,7 +68,7 @@ class Cells:
 
 
 class Tuner:
-    """Chooses settings for methods by grid search on a session's data.
+    """A grid search for the settings of methods on a session's data.
 
     A trial is a run with the session's first seed that is scored on validation text.
 
