@@ -22,7 +22,7 @@ from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
 
 DECIMALS = 12
-"""Decimals to which scores are rounded before ranking, so that rounding errors make no ranks."""
+"""Decimals to which scores are rounded before ranking, so that rounding errors affect no rank."""
 ALONE = "local"
 """The method with which each client trains alone."""
 MARK = "="
@@ -76,9 +76,9 @@ class Comparison:
         - `difference`: a `Difference` and the reference row it is `from`, or the reason why there
           is none (`unpaired`); None for the reference row;
         - `at_floor`: whether the method is not significantly better than the commonest answer.
-          If answers are chosen from a list, COMMONEST is the last row, without a rank.
 
-        Shares are between 0 and 1.
+        Shares are between 0 and 1. If answers are chosen from a list, the last row is COMMONEST,
+        which has no rank.
         """
         return self._rows
 
