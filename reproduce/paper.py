@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from coterie.analysis.comparison import (
-    ALIKE,
+    DECIMALS,
     Comparison,
     clients_table,
     differences_table,
@@ -111,7 +111,7 @@ class PaperTable:
         ours = {name: measured[name][metric.name] for name in comparison.results}
         found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
         both = found.dropna() if found["paper"].notna().any() else found
-        order = both.map(metric.order).round(ALIKE)
+        order = both.map(metric.order).round(DECIMALS)
         # 0 stands for none.
         floored = any(one.floored for one in self.columns)
         names = [*column.results, *([COMMONEST] if floored else [])]
@@ -140,7 +140,7 @@ def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float |
     found: Frame = pd.DataFrame(rows, columns=[metric.name, "paper"], dtype=float).dropna()
     if len(found) < 3:
         return None
-    agreement = float(found.round(ALIKE).corr(method="spearman").iloc[0, 1])
+    agreement = float(found.round(DECIMALS).corr(method="spearman").iloc[0, 1])
     return None if isnan(agreement) else agreement
 
 

@@ -175,7 +175,7 @@ def test_a_comparison_runs_only_what_is_new(values, own_texts, tmp_path, counted
     change(own_texts, "poet")
     changed = coterie.compare(run, ["pretrained"], out=out, report=said.append)
     assert counted[5:] == ["pretrained-0"]
-    assert said[4:] == ["Run 1 of 1: pretrained-seed0 (again, as the texts have changed)"]
+    assert said[4:] == ["Run 1 of 1: pretrained-seed0 (repeated because the texts have changed)"]
     before, after = more.results["pretrained"][0], changed.results["pretrained"][0]
     assert before["trained"]["poet"] != after["trained"]["poet"]
     assert before["trained"]["whaler"] == after["trained"]["whaler"]

@@ -13,7 +13,6 @@ UNREAD = {
     "__init__.py",
     "__main__.py",
     "aggregation",
-    "analysis",
     "api.py",
     "cli",
     "data",
@@ -22,7 +21,6 @@ UNREAD = {
     "federation",
     "inference",
     "network",
-    "report",
     "runs",
     "testing",
 }

@@ -44,24 +44,24 @@ def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
     assert 0 < far["low"] < far["value"] < far["high"]
     assert near["low"] < 0 < near["high"]
     assert (far["significant"], near["significant"]) == (True, False)
-    assert differences.columns[1] == "less best"
+    assert differences.columns[1] == "difference from best"
     assert [row[0] for row in differences.rows] == ["far", "near"]
     assert differences.rows[0][1] == f"{far['value']:+.2f}"
     assert differences.rows[0][2] == f"{far['low']:+.2f} to {far['high']:+.2f}"
     assert [row[-1] for row in differences.rows] == ["", "="]
-    assert differences.note == "Below zero is better than best. `=`: not significant."
+    assert differences.note == "Negative: better than best. `=`: not significant."
 
 
 def test_differences_are_from_the_row_that_is_named() -> None:
     table, differences = Comparison("c", RESULTS, against="far").tables()
     assert [row[-1] for row in table.rows] == ["3", "1", "2"]
-    assert differences.columns[1] == "less far"
+    assert differences.columns[1] == "difference from far"
     assert all(row[1].startswith("-") for row in differences.rows)
     begun = Comparison("c", {"best": [BEST]}, against="far")  # which has not run yet
     assert begun.summary()[0]["difference"] is None
     assert len(begun.tables()) == 1
     check_against("far", RESULTS)
-    with pytest.raises(CoterieError, match=r"no row 'zed' .*\(rows: far, best, near\)"):
+    with pytest.raises(CoterieError, match=r"no row 'zed' .*the rows are far, best, near"):
         check_against("zed", RESULTS)
 
 
@@ -108,6 +108,6 @@ def test_what_was_tuned_is_a_column_and_a_line() -> None:
     assert table.columns[:2] == ["method", "training.learning_rate"]
     assert [row[1] for row in table.rows] == ["", "1e-4"]
     assert (
-        "training.learning_rate: the best of 2 trials per method, on validation text with seed 3."
-        in table.note
+        "training.learning_rate: best of 2 trials per method, scored on validation text "
+        "with seed 3." in table.note
     )

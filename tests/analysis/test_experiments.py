@@ -9,7 +9,7 @@ from coterie import CoterieError
 from coterie.analysis import Comparison
 from coterie.analysis.experiments import MEAN, experiments
 from coterie.evaluation.perplexity import PERPLEXITY
-from coterie.report.page import _about
+from coterie.report.page import _runs_table
 
 LOCAL = {"name": "local", "mlp": {"rank": 8}}
 
@@ -72,7 +72,7 @@ def test_other_bases_or_another_server_make_another_experiment(written, tmp_path
     written("cmp/server", LOCAL, bases=own["bases"], server={"base": "large", "test": None})
     found = experiments([tmp_path / "cmp"])
     assert sorted(len(one.all) for one in found) == [1, 1, 1, 2]
-    assert {_about(one).note for one in found} == {
+    assert {_runs_table(one).note for one in found} == {
         "Base: tiny-gpt2. Clients: anna and ben.",
         "Base: tiny-gpt2 and small. Clients: anna and ben. Server's base: tiny-gpt2.",
         "Base: tiny-gpt2 and large. Clients: anna and ben. Server's base: tiny-gpt2.",

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from coterie.analysis import Comparison
-from coterie.analysis.frame import metrics, over_runs, parts, std
+from coterie.analysis.frame import components, metrics, over_runs, std
 
 
 def line(round: int, client: str | None, name: str, value: object) -> dict:
@@ -22,13 +22,13 @@ def test_rounds_begin_with_one_and_values_are_taken_apart() -> None:
     )
     assert found["round"].tolist() == [1, 1, 2, 2]
     assert found["client"].isna().tolist() == [False, True, False, False]
-    trust = parts(found[found["name"] == "trust"])
+    trust = components(found[found["name"] == "trust"])
     assert trust.index.tolist() == [("anna", 1), ("anna", 2)]
     assert trust["anna"].tolist() == [0.75, 1.0]
     assert trust["ben"].isna().tolist() == [False, True]
-    assert parts(found[found["name"] == "routing/h.0"]).loc[("ben", 2)].tolist() == [0.5, 0.5]
-    assert parts(found[found["name"] == "seconds"])[0].tolist() == [2.5]
-    assert len(parts(metrics([]))) == 0
+    assert components(found[found["name"] == "routing/h.0"]).loc[("ben", 2)].tolist() == [0.5, 0.5]
+    assert components(found[found["name"] == "seconds"])[0].tolist() == [2.5]
+    assert len(components(metrics([]))) == 0
 
 
 def test_runs_have_their_scores_beside_each_other() -> None:

@@ -35,8 +35,8 @@ def test_it_names_who_gains_who_loses_and_whom_chance_explains() -> None:
     said = gains({"local": alone, "fedavg": outcome("fedavg", together)})
     assert said is not None
     assert said.startswith(
-        "With fedavg in place of local, perplexity is lower for ada (-9.5 %) and ben (-18.1 %); "
-        "higher for cleo (+10.5 %); much the same for dan (-0.0 %)."
+        "With fedavg instead of local, perplexity is lower for ada (-9.5 %) and ben (-18.1 %); "
+        "higher for cleo (+10.5 %); not significantly different for dan (-0.0 %)."
     )
 
 

@@ -55,7 +55,7 @@ def test_a_comparison_has_a_row_for_it_that_is_not_ranked() -> None:
     assert last["difference"]["value"] == pytest.approx(-25 / 60)
     table, differences = comparison.tables()
     assert table.rows[-1][0] == differences.rows[-1][0] == COMMONEST
-    assert "Not better than that by more than chance: same, near, low." in table.note
+    assert "Not significantly better than `commonest answer`: same, near, low." in table.note
 
 
 def test_perplexity_has_no_floor() -> None:

@@ -49,7 +49,7 @@ def windows(chance: np.random.Generator, count: int, of: str, shift: float = 0) 
 def drawn(monkeypatch) -> dict[str, list[Any]]:
     """What the bootstrap draws, by purpose, as it draws it."""
     found: dict[str, list[Any]] = {}
-    original = significance._chance
+    original = significance._generator
 
     class Spy:
         def __init__(self, *purpose: str) -> None:
@@ -60,7 +60,7 @@ def drawn(monkeypatch) -> dict[str, list[Any]]:
             found[self.key].append(self.chance.integers(*args, **options))
             return found[self.key][-1]
 
-    monkeypatch.setattr(significance, "_chance", Spy)
+    monkeypatch.setattr(significance, "_generator", Spy)
     return found
 
 

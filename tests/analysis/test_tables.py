@@ -54,14 +54,14 @@ def test_tables_say_which_rounds_models_are_kept() -> None:
         ["a", "1.00 / 0.100", "10.00 / 1.000 (0)", "30.00 / 3.000 (3)"],
         ["b", "1.00 / 0.100", "20.00 / 2.000 (12)", "50.00 / 5.000 (3)"],
     ]
-    assert "In brackets after a client's score: the round" in table.note
+    assert "In brackets: the round" in table.note
     found = {"base": [result(a=1, b=1)] * 2, "local": [best, best | {"kept": {"a": 4, "b": 13}}]}
     rows = Comparison("x", found).summary()
     assert [row["kept"] for row in rows] == [{}, {"a": [0, 4], "b": [12, 13]}]
     table = Comparison("x", found).table()
     column = table.columns.index("kept")
     assert [row[column] for row in table.rows] == ["", "0-13"]
-    assert "Kept: the round" in table.note
+    assert "Column `kept`: the round" in table.note
     assert "kept" not in Comparison("x", {"base": found["base"]}).table().columns
     assert "rackets" not in run_table({"base": result(a=1, b=1)}).note
 

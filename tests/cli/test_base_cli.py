@@ -30,10 +30,10 @@ def test_a_run_is_estimated(values, tmp_path) -> None:
     (tmp_path / "us.yaml").write_text(yaml.safe_dump(values()))
     text = shown(str(tmp_path / "us.yaml"))
     assert "comigs-1g1s on" in text
-    assert "one client's process" in text
-    assert "a training step (2 samples at once)" in text
+    assert "peak of one client's process" in text
+    assert "training step (2 samples at once)" in text
     assert "or scoring (16 windows at once)" in text
-    assert "An upload has" in text
+    assert "An upload contains" in text
     text = shown(str(tmp_path / "us.yaml"), "--set", "method.mlp.placement=beside")
     assert "experts beside GPT2MLP" in text
     assert "inside" not in text

@@ -127,10 +127,10 @@ def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeyp
 
 
 def test_a_server_whose_run_no_demo_text_fits_can_start(place, monkeypatch) -> None:
-    def tried(*_: object) -> None:
+    def run_trial(*_: object) -> None:
         raise CoterieError("The method needs prompts.")
 
-    monkeypatch.setattr(trial, "tried", tried)
+    monkeypatch.setattr(trial, "run_trial", run_trial)
     result = server("--address", "127.0.0.1:0")
     assert result.exit_code == 0, result.output
     assert "messages    -       not measured, as a text of the demo does not do" in result.output

@@ -22,7 +22,7 @@ def test_a_comparison_is_numbered_and_told_against_a_row(values, tmp_path, monke
     assert "Run 1 of 2: pretrained-seed0\n" in said
     assert "Run 2 of 2: local-seed0\n" in said
     page = (tmp_path / "out" / "compare.md").read_text()
-    assert "| method | less pretrained | 95 % interval | p |" in page
+    assert "| method | difference from pretrained | 95 % interval | p |" in page
     assert "no significant difference from pretrained" in page
     with pytest.raises(CoterieError, match="no row 'fedavg' to compare with"):
         compare(file, *words, "--against", "fedavg")

@@ -191,7 +191,10 @@ def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
         ("training.precision=bf16", r"training\.precision cannot be tuned"),
         ("method=local", "method cannot be tuned"),
         ("seed=1,2", "seed cannot be tuned"),
-        ("method.mlp.rang=4", "^local cannot be tuned so: Unknown key 'method.mlp.rang'"),
+        (
+            "method.mlp.rang=4",
+            "^local cannot be tuned with these values: Unknown key 'method.mlp.rang'",
+        ),
     ],
 )
 def test_what_cannot_be_tuned_is_told_before_anything_runs(

@@ -28,9 +28,9 @@ def sets(count: int) -> set[tuple[str, int]]:
 def audited(config, **changes) -> dict[str, Table]:
     """The tables of a run whose clients are alike, by what they show."""
     declared, *tables = audit_run(config(**changes))
-    tables = [table for table in tables if not table.title.startswith("figures")]
+    tables = [table for table in tables if not table.title.startswith("metrics")]
     found = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
-    assert found.keys() == {"what is trained", *WAYS.values(), STAYS}
+    assert found.keys() == {"trained layers", *WAYS.values(), STAYS}
     return {**found, "declared": declared}
 
 
@@ -91,7 +91,7 @@ def test_an_audit_says_where_losses_and_scores_are_shared(config) -> None:
 )
 def test_an_audit_lists_every_figure_that_a_deployment_shares(method, config, tmp_path) -> None:
     run = config(method=method, rounds=3, deployment={"share_metrics": True})
-    [figures] = [table for table in audit_run(run) if table.title.startswith("figures")]
+    [figures] = [table for table in audit_run(run) if table.title.startswith("metrics")]
     loop = deploy(run, tmp_path)
     sent: set[str] = set()
     for data in loop.seen:

@@ -237,7 +237,9 @@ def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_pat
     written("cmp/0", LOCAL, 0, figures=figures)
     found = [picture for picture in trust(one(tmp_path / "cmp")) if isinstance(picture, Picture)]
     (others,) = [picture for picture in found if picture.name.startswith("trust-in-others")]
-    assert "lowest (0.24) to the highest (0.5)" in others.caption  # ben and cleo trust anna most
+    assert (
+        "lowest weight (0.24) to the highest (0.5)" in others.caption
+    )  # ben and cleo trust anna most
     drawn([others])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from every_method import METHODS
 
-from coterie.analysis.need import Alive, Need, need_of
+from coterie.analysis.need import LiveTensors, Need, need_of
 from coterie.bases import load_base
 from coterie.bases.precision import autocast
 from coterie.config.run import parse
@@ -20,15 +20,15 @@ MIB = 2**20
 
 
 def test_bytes_are_counted_while_tensors_are_alive() -> None:
-    with Alive() as alive:
+    with LiveTensors() as tensors:
         a = torch.zeros(1000)  # 4,000 bytes
         a.view(10, 100).add_(1)
         b = a + a
         del b
         c = torch.zeros(500)
-        assert (alive.now, alive.peak) == (6000, 8000)
+        assert (tensors.now, tensors.peak) == (6000, 8000)
         del a, c
-    assert (alive.now, alive.peak) == (0, 8000)
+    assert (tensors.now, tensors.peak) == (0, 8000)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -50,11 +50,11 @@ def test_a_need_is_what_a_real_step_holds(method, precision, values) -> None:
     for parameter in side.adapter.tensors().values():
         parameter.requires_grad_(True)
     model = side.model()
-    with Alive() as alive:
+    with LiveTensors() as tensors:
         with autocast(precision, "cpu"):
             loss = language_model_loss(model, torch.zeros(4, 17, dtype=torch.long))
         loss.backward()
-    assert found.step == pytest.approx(alive.peak, rel=0.02)
+    assert found.step == pytest.approx(tensors.peak, rel=0.02)
 
 
 def test_what_makes_a_step_smaller_makes_the_need_smaller(config) -> None:

@@ -179,13 +179,13 @@ def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch
     monkeypatch.setattr(page, "FIGURES", (traffic, trust))
     assert command(monkeypatch, runs / "fedavg", "--out", tmp_path) == 0
     out = capsys.readouterr().out
-    assert "  omitted: Trust weights: no run uses a method with trust weights" in out
+    assert "  omitted: Trust weights: no run recorded trust weights" in out
     assert f"Report: {tmp_path / 'report.html'}" in out
     assert "contains clients' texts" not in out
     monkeypatch.setattr(page, "FIGURES", ())
     assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
     out = capsys.readouterr().out
-    assert "--layer takes first, middle, last, or a number from 1 to 2" in out
+    assert "--layer '9' is invalid: give first, middle, last or a number from 1 to 2" in out
     assert "This page contains clients' texts" in out
 
 

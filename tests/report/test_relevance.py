@@ -12,10 +12,10 @@ from coterie.analysis import relevance
 from coterie.analysis.experiments import experiments
 from coterie.analysis.relevance import (
     SAMPLES,
-    in_the_plane,
+    reduce_to_plane,
     relevance_to,
     sample_relevance,
-    some_of,
+    spaced_samples,
 )
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
@@ -47,7 +47,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
     assert path in server.paths
     state, window = folder.load("server"), config.data.window
     for one in participants_of(config, coterie.tokenizer(run)):
-        samples = some_of(one.data.train, window)
+        samples = spaced_samples(one.data.train, window)
         assert isinstance(one.data.train, Tokens)
         pieces = one.data.train.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
         assert torch.equal(samples.ids, pieces)  # there are fewer than SAMPLES: all of them
@@ -108,7 +108,7 @@ def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> No
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
     chance = np.random.default_rng(0)
     rows = chance.normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
-    found = in_the_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
+    found = reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
     assert [len(points) for points in found.values()] == [10, 20]
     points, centred = np.concatenate(list(found.values())), rows - rows.mean(0)
     sizes, axes = np.linalg.eigh(centred.T @ centred)
@@ -117,7 +117,7 @@ def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> No
 
 
 def test_a_long_text_gives_evenly_spaced_samples() -> None:
-    pieces = some_of(Tokens(torch.arange(9 * 1000, dtype=torch.int32), 9), 8).ids
+    pieces = spaced_samples(Tokens(torch.arange(9 * 1000, dtype=torch.int32), 9), 8).ids
     assert pieces.shape == (SAMPLES, 9)
     assert pieces[0, 0] == 0
     assert pieces[-1, -1] == 8999

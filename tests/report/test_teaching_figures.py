@@ -73,7 +73,7 @@ def test_bars_are_stacked_by_client_and_lines_are_each_clients(mutual) -> None:
 def test_the_table_has_the_quality_of_what_came_over(mutual) -> None:
     table = drawn(teaching(mutual())).table
     assert table is not None
-    assert table.columns[3] == "samples, of 8"
+    assert table.columns[3] == "samples (of 8)"
     assert table.rows == [
         ["1", "server", "anna 2, ben 3", "5", "75.0%", "25.0%"],
         ["1", "anna", "server", "4", "100.0%", "50.0%"],
@@ -104,7 +104,7 @@ def test_a_long_run_shows_ten_of_its_rounds(mutual) -> None:
 def test_runs_in_which_nobody_teaches_say_so(mutual) -> None:
     (left_out,) = teaching(mutual([], {"name": "local"}))
     assert isinstance(left_out, LeftOut)
-    assert "distillation between server and clients" in left_out.why
+    assert "distillation between a server and its clients" in left_out.why
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -187,7 +187,7 @@ def test_differences_follow_each_columns_scores(example) -> None:
     rows[2]["difference"] = {"from": "a", "unpaired": "they have no seed in common"}
     _, clients, differences, _ = score_tables(summary)
     assert differences.title == "X: differences in mean test perplexity"
-    assert differences.columns == ["method", "less a", "95 % interval", "p", ""]
+    assert differences.columns == ["method", "difference from a", "95 % interval", "p", ""]
     assert differences.rows == [["b", "+8.50", "+2.25 to +11.00", "0.010", ""]]
     assert "Not compared with a: c; they have no seed in common." in clients.note
 

@@ -270,7 +270,7 @@ def test_rows_with_the_same_settings_share_their_runs(table, tmp_path, counted) 
     for against in ("Averaged", "Tuned"):
         compare_table(path, settings=every, columns=["two"], out=tmp_path / "out", against=against)
         page = (tmp_path / "out" / "table.md").read_text()
-        assert f"| method | less {against} | 95 % interval | p |" in page
+        assert f"| method | difference from {against} | 95 % interval | p |" in page
     assert counted == ["averaged-seed0"]
 
 
@@ -303,7 +303,7 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
     assert str(local["tuned"]["settings"]) == min(figures, key=figures.__getitem__)
     assert "tuned" not in pretrained
     assert len(list((out / "two" / "trials").iterdir())) == 2
-    assert "training.learning_rate: the best of 2 trials" in (out / "table.md").read_text()
+    assert "training.learning_rate: best of 2 trials" in (out / "table.md").read_text()
     # Other values are tried in place of the file's; those that were tried before are found again.
     tune["training.learning_rate"] = [0.01, 0.02]
     more = compare_table(path, columns=["two"], out=out, tune=tune, against="local")

@@ -1,4 +1,4 @@
-"""What runs measured and cost: comparisons, tuning, tables, audits, estimates, data for figures."""
+"""Analysis of runs: comparisons, tuning, tables, audits, cost estimates and data for figures."""
 
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.tables import Table, run_table

@@ -1,4 +1,7 @@
-"""What leaves a client, and what never does: declared by the method, measured on real messages."""
+"""Audit of a run: the fields that may leave a client, and the bytes that one round sends.
+
+The method declares the fields; the bytes are measured on real messages.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +24,8 @@ WAYS: dict[Way, str] = {
     "up": "from the client to the server, every round",
     "down": "from the server to the client, every round",
 }
-CONTENTS = ("group or value", "what", "tensors", "dtype", "bytes")
-STAYS = "never leaves"
+CONTENTS = ("group or value", "contents", "tensors", "dtype", "bytes")
+STAYS = "stays on the client"
 NEVER = (
     "Texts and tokens, their losses and scores, and all other logged values also stay on "
     "the client."
@@ -31,64 +34,64 @@ SHARED = (
     "Texts and tokens also stay on the client; losses and scores are sent "
     "(deployment.share_metrics)."
 )
-WHOLE = "whole message, with names"
-SAME = "average per"
+WHOLE = "whole message, including names"
+AVERAGE = "average per"
 Row = tuple[str, ...]
 Parameters = Mapping[str, Parameter]
 
 
 def audit_run(config: RunConfig) -> Iterator[Table]:
-    """Tables: what the method declares; then, per client, what one round sent and what stayed.
+    """Yield the tables of an audit: declared fields, then the contents of one round's messages.
 
-    The round is the first in which anybody uploads something; see `first_exchange`. Clients that
-    send the same fields share their tables.
+    The round is the first in which a client uploads anything; see `first_exchange`. Clients that
+    send the same fields share their tables, which also list the state that stays on the client.
     """
     run = start(Session(config), config)
     yield _declared(run)
-    yield _stands(run)
+    yield _coverage(run)
     shared = config.deployment.share_metrics
-    never = SHARED if shared else NEVER
-    alike: dict[tuple[Row, ...], dict[ClientId, list[Row]]] = {}
+    stays_note = SHARED if shared else NEVER
+    groups: dict[tuple[Row, ...], dict[ClientId, list[Row]]] = {}
     exchanged = first_exchange(run)
-    # A download may hand out what the client does not hold yet, and others do.
+    # A download may contain parameters that this client does not hold yet but other clients do.
     sides = run.clients.values()
     parameters = {name: p for side in sides for name, p in side.parameters().items()}
     if shared:
-        yield _figures(run)
+        yield _shared_metrics(run)
     for name, messages in exchanged.items():
         account = list(_account(run, name, messages, parameters))
-        # What a whole message weighs differs a little by the names in it.
-        key = (row[:-1] if row[1].startswith((WHOLE, SAME)) else row for row in account)
-        alike.setdefault(tuple(key), {})[name] = account
-    for found in alike.values():
-        every = [_together(rows) for rows in zip(*found.values(), strict=True)]
+        # The size of a whole message varies slightly with the length of the names in it.
+        key = (row[:-1] if row[1].startswith((WHOLE, AVERAGE)) else row for row in account)
+        groups.setdefault(tuple(key), {})[name] = account
+    for accounts in groups.values():
+        merged = [_merged(rows) for rows in zip(*accounts.values(), strict=True)]
         for title in (*WAYS.values(), STAYS):
-            rows = [row[1:] for row in every if row[0] == title]
-            note = never if title == STAYS else ""
-            yield Table(f"{', '.join(found)}: {title}", CONTENTS, rows, note)
+            rows = [row[1:] for row in merged if row[0] == title]
+            note = stays_note if title == STAYS else ""
+            yield Table(f"{', '.join(accounts)}: {title}", CONTENTS, rows, note)
 
 
-def _stands(run: LocalRun) -> Table:
-    """Where in their bases clients' adapters stand."""
-    alike: dict[tuple[str, ...], list[ClientId]] = {}
+def _coverage(run: LocalRun) -> Table:
+    """List the layers of the base that each client's adapter covers."""
+    clients: dict[tuple[str, ...], list[ClientId]] = {}
     for name in run.clients:
-        covered = run.clients.part(name).covered or ("nothing of the base",)
-        alike.setdefault(covered, []).append(name)
-    rows = [(", ".join(names), line) for lines, names in alike.items() for line in lines]
-    return Table("what is trained", ("clients", "where in the base"), rows)
+        lines = run.clients.part(name).covered or ("none",)
+        clients.setdefault(lines, []).append(name)
+    rows = [(", ".join(names), line) for lines, names in clients.items() for line in lines]
+    return Table("trained layers", ("clients", "location in the base"), rows)
 
 
-def _figures(run: LocalRun) -> Table:
-    """What clients log and send beside their uploads, each kind of figure once."""
+def _shared_metrics(run: LocalRun) -> Table:
+    """List the metrics that clients log and send with their uploads."""
     round = run.server.exchange
-    if round < run.config.exchanges:  # in which the aggregated models are scored
+    if round < run.config.exchanges:  # the aggregated models are scored in the next exchange
         run.exchange(round, run.names)
     recorded = (line for line in run.recorder.take() if line["client"] is not None)
     lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
-    found = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}
-    title = "figures sent beside every upload (deployment.share_metrics)"
-    note = "The last upload also has the scores of the model that the client keeps, and its round."
-    return Table(title, ("figure", "what"), sorted(found.items()), note)
+    kinds = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}
+    title = "metrics sent with every upload (deployment.share_metrics)"
+    note = "The last upload also contains the kept model's scores and round."
+    return Table(title, ("metric", "contents"), sorted(kinds.items()), note)
 
 
 def _kind(value: Json) -> str:
@@ -97,28 +100,28 @@ def _kind(value: Json) -> str:
     return "numbers" if isinstance(value, Sequence) else "a number"
 
 
-def _together(rows: Sequence[Row]) -> Row:
-    """Rows that differ in their last figure at most, as one."""
-    figures = sorted({row[-1] for row in rows}, key=lambda figure: (len(figure), figure))
-    return (*rows[0][:-1], f"≤{figures[-1]}" if len(figures) > 1 else figures[-1])
+def _merged(rows: Sequence[Row]) -> Row:
+    """Merge rows that differ at most in their last cell, which becomes the maximum."""
+    sizes = sorted({row[-1] for row in rows}, key=lambda size: (len(size), size))
+    return (*rows[0][:-1], f"≤{sizes[-1]}" if len(sizes) > 1 else sizes[-1])
 
 
 def _declared(run: LocalRun) -> Table:
     rows = [
-        (_named(field.name, field.peers), _dtypes(field), where, field.description)
-        for way, where in WAYS.items()
+        (_named(field.name, field.peers), _dtypes(field), direction, field.description)
+        for way, direction in WAYS.items()
         for field in {
             (f.name, f.description, f.peers): f for f in getattr(run.schema, way)
         }.values()
     ]
     title = f"{run.config.label}: the only fields that messages may contain"
-    columns = ("group or value", "dtype", "way", "what")
+    columns = ("group or value", "dtype", "direction", "contents")
     note = "Every message also contains its round number and format version."
     return Table(title, columns, rows or [("nothing", "", "", "")], note)
 
 
 def _named(group: str, peers: bool) -> str:
-    """Return a group's name in a table, which tells peers' tensors from the client's own."""
+    """Return a group's name for a table, marked if the tensors come from other clients."""
     return f"others' {group}" if peers else group
 
 
@@ -131,78 +134,84 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """What a client sent, took and kept: rows that begin with the title of their table."""
+    """Yield a client's rows of all tables: the title of the table, then the cells."""
     side = run.clients[name]
-    for way, where in WAYS.items():
-        message, weight = messages[way], len(run.schema.send(way, messages[way]))
-        yield from ((where, *row) for row in _contents(run.schema, way, message, parameters))
-        yield where, WHOLE, "", "", "", f"{weight:,}"
-        for what, count in run.config.method.counts(message).items():
+    for way, title in WAYS.items():
+        message, total = messages[way], len(run.schema.send(way, messages[way]))
+        yield from ((title, *row) for row in _contents(run.schema, way, message, parameters))
+        yield title, WHOLE, "", "", "", f"{total:,}"
+        for unit, count in run.config.method.counts(message).items():
             if count:
-                each = f"{SAME} {what} (of {count:,})"
-                yield where, each, "", "", "", f"{weight / count:,.0f}"
+                average = f"{AVERAGE} {unit} (of {count:,})"
+                yield title, average, "", "", "", f"{total / count:,.0f}"
     yield from ((STAYS, *row) for row in _stays(side.state(), messages["up"], side.parameters()))
 
 
 def _contents(schema: Schema, way: Way, message: Message, parameters: Parameters) -> Iterator[Row]:
-    """A line for each kind of tensor, the other clients' together, and for each value."""
-    found: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
+    """Yield a row for each kind of tensor and each value; other clients' tensors are grouped."""
+    groups: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
     for peer, group, name, tensor in message.tensors():
-        found.setdefault((peer is not None, group), []).append((name, tensor))
+        groups.setdefault((peer is not None, group), []).append((name, tensor))
     names = {f.name: f.dtype for f in getattr(schema, way) if not isinstance(f.dtype, str)}
-    for (others, group), tensors in sorted(found.items()):
-        yield from _kinds(_named(group, others), tensors, parameters, names.get(group, {}))
+    for (from_peers, group), tensors in sorted(groups.items()):
+        yield from _kinds(_named(group, from_peers), tensors, parameters, names.get(group, {}))
     for name, value in sorted(message.values.items()):
         yield name, "", "", "json", f"{size(value):,}"
 
 
 def _kinds(
-    where: str,
+    group: str,
     tensors: Iterable[tuple[str, Tensor]],
     parameters: Parameters,
-    named: Iterable[str] = (),
+    described: Iterable[str] = (),
 ) -> Iterator[Row]:
-    """Tensors by what they are: by role, expert and place, or by a name that has a meaning."""
+    """Yield a row for each kind of tensor of a group.
+
+    The kind of a parameter is its role, expert and place; the kind of a tensor in `described` is
+    its name.
+    """
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:
-        what = _what(parameters[name]) if name in parameters else name if name in named else ""
+        fallback = name if name in described else ""
+        kind = _kind_of_parameter(parameters[name]) if name in parameters else fallback
         dtype = str(tensor.dtype).removeprefix("torch.")
-        kinds.setdefault((what, dtype), []).append(tensor)
-    for (what, dtype), alike in sorted(kinds.items()):
-        shapes = sorted({"x".join(map(str, tensor.shape)) for tensor in alike})
+        kinds.setdefault((kind, dtype), []).append(tensor)
+    for (kind, dtype), members in sorted(kinds.items()):
+        shapes = sorted({"x".join(map(str, tensor.shape)) for tensor in members})
         shown = ", ".join([*shapes[:2], *(["..."] if len(shapes) > 2 else [])])
-        yield where, what, f"{len(alike)} ({shown})", dtype, f"{sum(map(size, alike)):,}"
+        yield group, kind, f"{len(members)} ({shown})", dtype, f"{sum(map(size, members)):,}"
 
 
-def _what(parameter: Parameter) -> str:
-    """`generalist 0, mlp.up`. Domain experts stand together: they are others on every layer."""
+def _kind_of_parameter(parameter: Parameter) -> str:
+    """Return a parameter's role, expert and place: `generalist 0, mlp.up`."""
+    # Domain experts are grouped: the same number is a different expert on every layer.
     numbered = parameter.expert is not None and parameter.role != "domain"
     role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
     return ", ".join(filter(None, (role, parameter.place)))
 
 
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
-    """The client's state, less the trained tensors that it uploaded, and its values.
+    """Yield rows for a client's state, without the trained tensors that the client uploaded.
 
-    What it uploads is in the group `adapter` of its own state, in whatever group it travels. A
-    group or an inner state of another name is something else, even if its tensors have the same
-    names.
+    Uploaded tensors are in the group `adapter` of the client's state, whichever group of the
+    message carries them. Any other group or inner state is private, even if its tensors have the
+    same names.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():
         for group, tensors in inner.groups.items():
             trained = not path and group == "adapter"
-            kept = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
-            where = ", ".join(path) or group
+            private = [(n, t) for n, t in tensors.items() if not (trained and n in sent)]
+            owner = ", ".join(path) or group
             if path and "training" in path[0]:
-                total = sum(tensor.nbytes for _, tensor in kept)
-                yield where, f"optimiser's {group}", f"{len(kept)}", "", f"{total:,}"
+                total = sum(tensor.nbytes for _, tensor in private)
+                yield owner, f"optimiser's {group}", f"{len(private)}", "", f"{total:,}"
             else:
-                yield from _kinds(where, kept, parameters)
+                yield from _kinds(owner, private, parameters)
         for name, value in inner.values.items():
             yield ", ".join((*path, name)), "", "", "json", f"{size(value):,}"
 
 
 def size(value: Tensor | Json) -> int:
-    """Return the bytes of a tensor, or of a value as JSON."""
+    """Return the size in bytes of a tensor, or of a value as JSON."""
     return value.nbytes if isinstance(value, Tensor) else len(json.dumps(value).encode())

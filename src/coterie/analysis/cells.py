@@ -1,6 +1,6 @@
-"""The runs of a comparison: each in a folder of its own, found again, continued, or run.
+"""Runs of a comparison or of tuning: each is reused if finished, resumed if begun, else executed.
 
-Tuning gives all methods the same chance: each is tried with the same settings, on validation text.
+Tuning tries every method with the same settings and scores the trials on validation text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ from coterie.methods.pretrained import Pretrained
 from coterie.runs import Callback, RunFolder
 
 TRIALS = "trials"
-"""The folder of trials, beside the runs that they are for."""
+"""The name of the folder of trials, beside the folders of the runs."""
 
 
 class Cells:
-    """Works on one run after another, and says of each which of how many it is."""
+    """An executor of several runs that reports the progress and counts the executed runs."""
 
     def __init__(
         self, total: int, callbacks: Sequence[Callback], report: Callable[[str], None]
@@ -32,12 +32,18 @@ class Cells:
         self.total, self.callbacks, self.report = total, callbacks, report
         self.number = 0
         self.worked_on = 0
-        """How many runs were not found finished."""
+        """Number of runs that were executed or resumed rather than reused."""
 
     def finished(
         self, session: Session, config: RunConfig, path: Path
     ) -> tuple[RunFolder, dict[str, Any]]:
-        """The folder of a run, which is in `path`, and its outcome; see `RunFolder.outcome`."""
+        """Return the folder of a run and its outcome; execute or resume the run if necessary.
+
+        Args:
+            session: the data and the base.
+            config: the run.
+            path: the folder that contains the run folder.
+        """
         self.number += 1
         folder = self._folder(session, config, path)
         with folder.lock():
@@ -48,24 +54,28 @@ class Cells:
         return folder, outcome
 
     def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
-        """The folder of a run: found again if it is the same run, or made."""
+        """Return the folder of a run: the existing one if it can be reused, else a new one."""
         description = session.description(config, session.participants(config))
-        same = sorted(path.glob(f"*-{config.digest()}"))  # perhaps of a row with another name
-        folder = RunFolder(same[0] if same else path / f"{config.name}-{config.digest()}")
-        kept = folder.is_run and not session.changed(folder, config)
-        if kept:
-            more = "" if folder.result is None else " (already finished)"
+        matches = sorted(path.glob(f"*-{config.digest()}"))  # the row's name may have changed
+        folder = RunFolder(matches[0] if matches else path / f"{config.name}-{config.digest()}")
+        reusable = folder.is_run and not session.changed(folder, config)
+        if reusable:
+            state = "" if folder.result is None else " (already finished)"
         else:
-            more = " (again, as the texts have changed)" if folder.is_run else ""
-        self.report(f"Run {self.number} of {self.total}: {config.name}{more}")
-        return folder if kept else RunFolder.create(folder.path, description, force=True)
+            state = " (repeated because the texts have changed)" if folder.is_run else ""
+        self.report(f"Run {self.number} of {self.total}: {config.name}{state}")
+        return folder if reusable else RunFolder.create(folder.path, description, force=True)
 
 
 class Tuner:
-    """Chooses settings for methods, with trials on a session's data.
+    """A grid search for the settings of methods on a session's data.
 
-    tune: values by dotted key, such as {"training.learning_rate": [1e-4, 1e-3]}; all combinations
-    are tried. A trial is a run with the session's first seed that is scored on validation text.
+    A trial is a run with the session's first seed that is scored on validation text.
+
+    Args:
+        session: the data and the base.
+        tune: values by dotted key, such as {"training.learning_rate": [1e-4, 1e-3]}; all
+            combinations are tried.
     """
 
     def __init__(self, session: Session, tune: Mapping[str, Sequence[Any]]) -> None:
@@ -75,28 +85,41 @@ class Tuner:
         self.session = session
 
     def trials(self, row: str, config: RunConfig) -> list[RunConfig]:
-        """A row's runs, one for each combination; none for a method that trains nothing.
+        """Return a row's trials, one per combination; none for a method that trains nothing.
 
-        Raises CoterieError if one is not valid.
+        Raises:
+            CoterieError: if a combination is invalid for the method.
         """
         if isinstance(config.method, Pretrained):
             return []
         try:
-            found = [_with(config, settings) for settings in self.grid]
-            self.session.check(*found)
+            candidates = [_with(config, settings) for settings in self.grid]
+            self.session.check(*candidates)
         except CoterieError as error:
-            raise CoterieError(f"{row} cannot be tuned so: {error}") from error
+            raise CoterieError(f"{row} cannot be tuned with these values: {error}") from error
         name = f"{path_part(row)}-trial"
-        return [run.model_copy(update={"name": f"{name}{n}"}) for n, run in enumerate(found, 1)]
+        numbered = enumerate(candidates, 1)
+        return [run.model_copy(update={"name": f"{name}{n}"}) for n, run in numbered]
 
     def choose(
         self, cells: Cells, trials: Sequence[RunConfig], path: Path, point: str | None = None
     ) -> tuple[RunConfig, dict[str, Any]]:
-        """The run with the best mean over clients on validation text, the first of equals.
+        """Return the trial with the best mean over clients on validation text, and the record.
 
-        Second, how it was chosen: its `settings`, the `seed`, and all `trials` with their settings
-        and figures, of which one that diverged has none. point: trained or aggregated; default:
-        what the method reports. Raises CoterieError if all diverged.
+        The first of equal trials wins.
+
+        Args:
+            cells: executes the trials.
+            trials: a row's trials, from `trials`.
+            path: the folder that contains the run folders.
+            point: "trained" or "aggregated"; by default, the point that the method reports.
+
+        Returns:
+            The chosen run, and a record of the choice: its `settings`, the `seed`, and all `trials`
+            with their settings and scores; a trial that diverged has no score.
+
+        Raises:
+            CoterieError: if all trials diverged.
         """
         rows: list[dict[str, Any]] = []
         ranked: list[tuple[float, int]] = []
@@ -107,15 +130,15 @@ class Tuner:
                 scored = trial.evaluation.model_copy(update={"split": "validation"})
                 run = trial.model_copy(update={"evaluation": scored})
                 _, outcome = cells.finished(self.session, run, path / TRIALS)
-            except Diverged as why:
-                cells.report(f"{why} This trial is left out.")
+            except Diverged as error:
+                cells.report(f"{error} This trial is ignored.")
                 rows.append({"settings": settings, "diverged": True})
                 continue
             scores = list(outcome[point or outcome["reports"]].values())
             metric = metric_of(scores, trial.evaluation.metric)
-            figure = fmean(score[metric.name] for score in scores)
-            rows.append({"settings": settings, metric.name: figure})
-            ranked.append((metric.order(figure), number))
+            mean = fmean(score[metric.name] for score in scores)
+            rows.append({"settings": settings, metric.name: mean})
+            ranked.append((metric.order(mean), number))
         if not ranked:
             raise CoterieError(f"All trials of {trials[0].label} diverged; tune with other values.")
         best = min(ranked)[1]
@@ -123,12 +146,13 @@ class Tuner:
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The run with other values of some keys."""
+    """Return a copy of a run with other values of some keys."""
     values = config.as_dict()
     for key, value in settings.items():
         put(values, key, value)
     if not any(key.startswith("method.") for key in settings):
-        values["method"] = config.method  # it need not be registered
+        # The objects themselves, as they may not be registered.
+        values["method"] = config.method
     if "aggregation.transforms" not in settings:
-        put(values, "aggregation.transforms", config.transforms)  # nor do these
+        put(values, "aggregation.transforms", config.transforms)
     return parse(values)

@@ -1,8 +1,8 @@
-"""What a round costs: floating-point operations of one real step per level, counted and scaled.
+"""Floating-point operations of a round: counted on one step per level, then scaled.
 
-CoMiGS's appendix B.1 estimates them by hand; here PyTorch counts every matrix product of a forward
-and a backward pass at batch 1 (2 m n k each, attention without regard to its mask), which is all
-but a small part of the work. Sums, activations and the optimiser are not counted.
+CoMiGS estimates the operations by hand (appendix B.1). Here PyTorch counts every matrix product of
+a forward and a backward pass at batch 1 (2 m n k each; attention ignores its mask). Sums,
+activations and the optimiser, a small part of the work, are not counted.
 """
 
 from collections.abc import Mapping
@@ -25,47 +25,53 @@ from coterie.training.schedule import Level
 
 Cost = Mapping[str, float]
 """Floating-point operations of a round, over all clients, by level of the schedule."""
+NO_LEVELS = "the method's training is not divided into levels"
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
-    """Return the cost of a round for each label that trains, or why it is not known.
+    """Return the cost of a round for each label that trains, or the reason why it is unknown.
 
-    Raises CoterieError if no operations of this experiment are counted.
+    Raises:
+        CoterieError: if operations cannot be counted for this experiment.
     """
-    settings = experiment.all[0].config  # an experiment has the same bases and server
+    settings = experiment.all[0].config  # all runs of an experiment have the same bases and server
     if settings.get("bases") or settings.get("server"):
         raise CoterieError("not counted if clients have different bases or the server has a model")
     base: Base | None = None
-    apart = {client: [client] for client in experiment.clients}
+    separate = {client: [client] for client in experiment.clients}
     costs: dict[str, Cost | str] = {}
     for label, run in experiment.first:
         if not run.names(LOSS):
-            continue  # it trains nothing, or has not begun
+            continue  # the method trains nothing, or the run has not begun
         try:
             config = parse(run.config)
-            base = base or counting_base(config)  # an experiment has one base
-            clients = {EVERYONE: experiment.clients} if config.pooled else apart
-            costs[label] = round_cost(config, base, clients) or "the training has no levels"
+            base = base or counting_base(config)
+            clients = {EVERYONE: experiment.clients} if config.pooled else separate
+            costs[label] = round_cost(config, base, clients) or NO_LEVELS
         except CoterieError as error:
             costs[label] = str(error)
     return costs
 
 
 def counting_base(config: RunConfig) -> Base:
-    """The base of a run, with attention made of products that the counter sees."""
-    spec = config.base.model_copy(update={"weights": None})  # quantised products are not counted
+    """Load the base of a run with eager attention, whose matrix products the counter sees."""
+    spec = config.base.model_copy(update={"weights": None})  # the counter skips quantised products
     base = load_base(spec, None, config.data.window, config.root, config.device)
     base.model.set_attn_implementation("eager")
     return base
 
 
 def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
-    """The cost of a round of a run; None if its method's training is not made of levels.
+    """Return the cost of a round of a run; None if the method's training has no levels.
 
-    base: that of all clients. clients: of each one, the names of the test texts that it is scored
-    on (all of them if it is the one client of a pooled run, whose batch is as large as all
-    clients' together). A level's turns, every tau steps, are those of the whole run, divided by its
-    rounds: none where the run has fewer than tau steps.
+    The number of a level's turns (every tau steps) is counted over the whole run and divided by the
+    number of rounds, so that it is 0 if the run has fewer than tau steps.
+
+    Args:
+        config: the run.
+        base: the base of all clients.
+        clients: the names of the test texts on which each client is scored. The one client of a
+            pooled run is scored on all, and its batch is as large as all clients' batches together.
     """
     levels: dict[str, float] = {}
     for name, tests in clients.items():
@@ -83,12 +89,19 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
 
 
 def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:
-    """Operations of one update of a level on one sample, with the adapter on the base."""
+    """Return the operations of one update of a level on one sample.
+
+    Args:
+        base: the base, to which the adapter is attached.
+        adapter: the trained parameters.
+        level: the level of the schedule.
+        window: the length of the sample in tokens.
+    """
     model = adapter.attach(base.model)
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
     adapter.require_grad(lambda p: level.selects(p) or level.leaves(p))
     with FlopCounterMode(display=False) as counter:
-        # A level's penalty is left aside: it holds no products of a forward pass's size.
+        # A level's penalty is ignored: its products are small compared with a forward pass.
         language_model_loss(model, ids).backward()
     for parameter in adapter.tensors().values():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""What runs have measured as pandas frames, from which all statistics and plots are computed."""
+"""Metrics of runs as pandas frames, from which all statistics and plots are computed."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,58 +7,63 @@ import pandas as pd
 from pandas import DataFrame, MultiIndex
 
 Result = Mapping[str, Any]
-"""What a run's result.json holds, and what `RunFolder.outcome` adds to it."""
+"""The content of a run's result.json, with the fields that `RunFolder.outcome` adds."""
 Frame = Any
-"""A pandas DataFrame. By pandas' own annotations most of what is read from one may be anything, so
-checkers are told nothing; docstrings say what its rows and columns are."""
+"""A pandas DataFrame. It is typed as Any because pandas' annotations leave the type of most values
+open; docstrings describe the rows and columns."""
 Column = Any
-"""A pandas Series, of which the same holds."""
+"""A pandas Series, typed as Any for the reason given at `Frame`."""
 
 
 def metrics(lines: Iterable[Mapping[str, Any]]) -> Frame:
-    """The lines of metrics.jsonl: round (1 is the first), client (none: the run's), name, value."""
-    found = DataFrame(list(lines), columns=["round", "client", "name", "value"])
-    return found.assign(round=found["round"] + 1)
+    """Return the lines of metrics.jsonl as a frame.
+
+    Columns are round (1 is the first), client (None for a metric of the whole run), name and value.
+    """
+    frame = DataFrame(list(lines), columns=["round", "client", "name", "value"])
+    return frame.assign(round=frame["round"] + 1)
 
 
-def parts(metrics: Frame) -> Frame:
-    """The values of one figure's rows: a row per client and round, in the order in which they came.
+def components(metrics: Frame) -> Frame:
+    """Return the values of one metric: a row per client and round, in the order of the log.
 
-    Columns are what the values are made of: a mapping's by key, a list's by place; a number's is 0.
+    Columns are the keys of a mapping or the indices of a list; a plain number is in column 0.
     """
     index = MultiIndex.from_frame(metrics[["client", "round"]])
     return DataFrame(metrics["value"].tolist(), index=index)
 
 
 def scores(result: Result, point: str | None = None) -> Frame:
-    """The scores as the method reports them, or at a point: a row per client, a column per figure.
+    """Return a result's scores: a row per client, a column per metric.
 
-    point: trained or aggregated.
+    Args:
+        result: one run's result.
+        point: "trained" or "aggregated"; by default, the point that the method reports.
     """
     return DataFrame.from_dict(result[point or result["reports"]], orient="index")
 
 
 def of_clients(result: Result, clients: Collection[str]) -> Result:
-    """The result of these clients alone, at the point that the method reports."""
+    """Return the result of some clients only, at the point that the method reports."""
     point = result["reports"]
     items = result["items"].get(point, {})
     scored = {name: score for name, score in result[point].items() if name in clients}
-    kept = {name: one for name, one in items.items() if name in clients}
-    return {**result, point: scored, "items": {point: kept}}
+    selected = {name: values for name, values in items.items() if name in clients}
+    return {**result, point: scored, "items": {point: selected}}
 
 
 def over_runs(results: Sequence[Result], point: str | None = None) -> Frame:
-    """The same of several runs, by run (0, 1, ...) and client."""
-    found = [scores(result, point) for result in results]
-    return pd.concat(found, keys=range(len(found)), names=["run", "client"])
+    """Return the scores of several results: a row per run (0, 1, ...) and client; see `scores`."""
+    frames = [scores(result, point) for result in results]
+    return pd.concat(frames, keys=range(len(frames)), names=["run", "client"])
 
 
 def mean_score(results: Sequence[Result], key: str, point: str | None = None) -> float:
-    """The mean of a figure over clients, then over runs."""
+    """Return the mean of a metric over clients, then over runs."""
     return float(over_runs(results, point)[key].groupby("run").mean().mean())
 
 
 def std(values: Column) -> float:
-    """The standard deviation of a sample; 0 of a single value."""
-    # Less one of them, values that are all the same have none at all, whatever is rounded.
+    """Return the standard deviation of a sample; 0 for a single value."""
+    # Subtracting the first value makes the deviation of equal values exactly 0.
     return float((values - values.iloc[0]).std()) if len(values) > 1 else 0.0

@@ -1,9 +1,7 @@
-"""What a base is, where adapters stand in it, and what a client with it will need.
+"""A base's architecture, the layers that adapters cover, and a client's memory and traffic.
 
-Memory, and traffic per round, are told before anything of the base is loaded.
-
-A training step and an evaluation are run on PyTorch's fake tensors, which have shapes and no
-values: nothing is computed, and the bytes of all tensors that are alive are counted.
+The estimates need none of the base's weights: a training step and an evaluation run on PyTorch's
+fake tensors, which have shapes but no values, while the bytes of all live tensors are counted.
 """
 
 import resource
@@ -48,45 +46,49 @@ LAYOUTS = {
     ),
 }
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
-"""Bytes per weight of a quantised linear layer; nf4 with its scales, quantised too (QLoRA)."""
+"""Bytes per weight of a quantised linear layer; nf4 includes the quantised scales (QLoRA)."""
 CAST = (torch.float32, "bf16")
-"""A checkpoint's format and a precision with which linear layers are cast after loading."""
+"""The checkpoint's dtype and the training precision for which linear layers are cast on loading."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a process of one client needs beside Python and its libraries, in bytes."""
+    """Bytes that one client's process needs in addition to Python and its libraries."""
 
     weights: int
-    """The base's."""
+    """Weights of the base."""
     pages: int
-    """Of a checkpoint in another format: read once, and the system can take them back."""
+    """Memory-mapped checkpoint whose weights are converted on loading; the OS can reclaim it."""
     adapter: int
-    """What is trained, with its gradients and the optimiser's state."""
+    """Trained parameters, their gradients and the optimiser's state."""
     step: int
-    """Activations, logits and the like at their highest in a training step."""
+    """Peak of activations and logits in a training step."""
     scoring: int
-    """The same in scoring a batch, which comes at another time."""
+    """Peak of activations and logits in scoring a batch, which does not overlap with training."""
     traffic: int
     """Tensors of an upload."""
 
     @property
     def memory(self) -> int:
-        """All together."""
+        """The peak of the sum of all parts."""
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
 
 def need_of(config: RunConfig, client: ClientId) -> Need | None:
-    """What a client of a run needs on a CPU; None where nobody can tell.
+    """Estimate the memory that a client of a run needs on a CPU.
 
-    That is so for methods whose clients do more than train an adapter, and where an operation's
-    work depends on values. Raises CoterieError if there is no such base.
+    Returns:
+        The estimate; None if the method's clients do more than train an adapter, or if the shapes
+        in the computation depend on values.
+
+    Raises:
+        CoterieError: if the base does not exist.
     """
     try:
         return _need_of(config, client)
     except CoterieError:
         raise
-    except Exception:  # of all kinds, by operations on tensors that have no values
+    except Exception:  # operations on fake tensors raise exceptions of many types
         return None
 
 
@@ -94,15 +96,15 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
     spec, training = config.base_of(client), config.training_of(client)
     tokenizer = load_tokenizer(spec, config.root)
     skeleton: Any = load_skeleton(spec, config.root)
-    kept = kept_dtype(skeleton)
-    dtype = _dtype(spec, kept, training)
-    cast = dtype != kept or spec.quantised or (kept, training.precision) == CAST
-    pages = kept.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
+    stored = kept_dtype(skeleton)
+    dtype = _dtype(spec, stored, training)
+    cast = dtype != stored or spec.quantised or (stored, training.precision) == CAST
+    pages = stored.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
     skeleton.to(dtype)
     copies = 2 + _moments(training)  # with the gradient
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = skeleton.to_empty(device="cpu")
-        model.tie_weights()  # which have come apart
+        model.tie_weights()  # to_empty has separated them
         prepare(model, training.precision, config.data.window)
         weights = _weights(spec, model)
         base = Base(model, tokenizer, training.precision, torch.device("cpu"))
@@ -110,11 +112,11 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
         if not isinstance(side, AdapterClient):
             return None
         step, scoring = _training(config, side), _evaluation(config, side)
-        parts = [(p.tensor.nbytes, p.role == "frozen") for p in side.parameters().values()]
+        sizes = [(p.tensor.nbytes, p.role == "frozen") for p in side.parameters().values()]
         return Need(
             weights=weights,
             pages=pages,
-            adapter=sum(size * (1 if frozen else copies) for size, frozen in parts),
+            adapter=sum(size * (1 if frozen else copies) for size, frozen in sizes),
             step=step,
             scoring=scoring,
             traffic=sum(tensor.nbytes for tensor in side.shared.values()),
@@ -122,7 +124,7 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
 
 
 def process_memory() -> int:
-    """Return the bytes that this process has held at most."""
+    """Return the peak memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -130,13 +132,13 @@ def process_memory() -> int:
 def side_without_texts(
     config: RunConfig, base: Base, client: ClientId, tests: Sequence[str] = ()
 ) -> ClientSide:
-    """Create a client's side that has no texts.
+    """Create a client's side without texts.
 
     Args:
         config: the run.
         base: the client's base, which may hold fake tensors.
         client: the client's name.
-        tests: names of the test texts that it is scored on.
+        tests: names of the test texts on which the client is scored.
     """
     data = ClientData(NOTHING, NOTHING, NOTHING)
     participant = Participant(client, data, dict.fromkeys(tests, NOTHING))
@@ -144,18 +146,18 @@ def side_without_texts(
 
 
 def kept_dtype(skeleton: nn.Module) -> torch.dtype:
-    """What a base's checkpoint keeps its weights in, as its configuration says."""
+    """Return the dtype of a base's checkpoint according to the base's configuration."""
     config: Any = skeleton.config
     return config.get_text_config().dtype or config.dtype or torch.float32
 
 
-def _dtype(spec: BaseSpec, kept: torch.dtype, training: TrainingSpec) -> torch.dtype:
-    """What a base's weights are loaded in, or computed in where they are quantised."""
+def _dtype(spec: BaseSpec, checkpoint_dtype: torch.dtype, training: TrainingSpec) -> torch.dtype:
+    """Return the dtype of a base's loaded weights, or of the computation if they are quantised."""
     if training.precision == "fp32":
         return torch.float32
     if spec.weights is not None:
         return DTYPES.get(spec.weights, torch.bfloat16)
-    return torch.bfloat16 if kept == torch.float16 else kept
+    return torch.bfloat16 if checkpoint_dtype == torch.float16 else checkpoint_dtype
 
 
 def _weights(spec: BaseSpec, model: nn.Module) -> int:
@@ -170,35 +172,35 @@ def _weights(spec: BaseSpec, model: nn.Module) -> int:
 
 
 def _training(config: RunConfig, side: AdapterClient) -> int:
-    """The most that a step holds beside weights and adapter."""
+    """Measure the peak memory of a training step without the weights and the adapter."""
     training, adapter = side.context.training, side.adapter
     model = side.model()
     adapter.require_grad(trained)
-    with Alive() as alive:
+    with LiveTensors() as tensors:
         ids = _ids(config, training.at_once)
         with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
             loss = language_model_loss(model, ids)
         loss.backward()
     for parameter in adapter.tensors().values():
         parameter.grad = None
-    return alive.peak
+    return tensors.peak
 
 
 def _ids(config: RunConfig, count: int) -> Tensor:
-    """Tokens that a pass reads for so many samples of a batch: a pair has two."""
+    """Return token ids for a batch: (rows, window + 1); a sample of pairs has several rows."""
     rows = count * config.data.declared.rows
     return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
 
 
 def _evaluation(config: RunConfig, side: AdapterClient) -> int:
-    """The most that scoring a batch holds."""
-    with Alive() as alive, autocast(side.context.training.precision, "cpu"):
+    """Measure the peak memory of scoring a batch without the weights and the adapter."""
+    with LiveTensors() as tensors, autocast(side.context.training.precision, "cpu"):
         token_losses(side.model(), _ids(config, config.evaluation.batch))
-    return alive.peak
+    return tensors.peak
 
 
 def _moments(training: TrainingSpec) -> int:
-    """How many tensors an optimiser keeps of each parameter's size."""
+    """Count the tensors of a parameter's shape that the optimiser keeps for each parameter."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)
@@ -207,8 +209,8 @@ def _moments(training: TrainingSpec) -> int:
     return sum(isinstance(t, Tensor) and t.shape == parameter.shape for t in state)
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside make, while they are alive."""
+class LiveTensors(TorchDispatchMode):
+    """A dispatch mode that counts the bytes of live tensors created inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,19 +220,19 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it made."""
-        made = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(made):
+        """Run an operation, and count the storages that it allocates."""
+        outputs = func(*args, **(kwargs or {}))
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(outputs):
             key = storage._cdata
-            if key not in given and key not in self._sizes:
+            if key not in inputs and key not in self._sizes:
                 self._sizes[key] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, key).atexit = False
-        return made
+                weakref.finalize(storage, self._release, key).atexit = False
+        return outputs
 
-    def _gone(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
 
@@ -239,24 +241,23 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 def base_table(spec: BaseSpec, config: RunConfig) -> Table:
-    """Return a base's architecture and size, from its configuration, its tokenizer and the headers
-    of its weights."""
+    """Return a table of a base's architecture and size, without loading the base's weights."""
     check_base(spec, config.root)
     skeleton: Any = load_skeleton(spec, config.root)
     tokenizer = load_tokenizer(spec, config.root)
     check_vocabulary(spec.name, tokenizer, skeleton)
-    text = skeleton.config.get_text_config()
-    window = getattr(text, "max_position_embeddings", None)
+    text_config = skeleton.config.get_text_config()
+    window = getattr(text_config, "max_position_embeddings", None)
     blocks = {type(layer).__name__: 0 for layer in layers(skeleton).values()}
     count = sum(parameter.numel() for parameter in skeleton.parameters())
-    kept = kept_dtype(skeleton)
-    template = "its own" if tokenizer.chat_template else "none; Coterie's plain one is used"
+    dtype = kept_dtype(skeleton)
+    template = "the base's own" if tokenizer.chat_template else "none (Coterie's plain template)"
     rows = [
         ("architecture", type(skeleton).__name__),
         ("parameters", f"{count / 1e6:,.1f} million"),
-        ("weights", f"{str(kept).removeprefix('torch.')}, {_mib(count * kept.itemsize)} MiB"),
+        ("weights", f"{str(dtype).removeprefix('torch.')}, {_mib(count * dtype.itemsize)} MiB"),
         ("layers", f"{len(layers(skeleton))} ({', '.join(blocks)})"),
-        ("width", f"{text.hidden_size:,}"),
+        ("width", f"{text_config.hidden_size:,}"),
         ("context", "no limit" if window is None else f"{window:,} tokens"),
         ("vocabulary", f"{len(tokenizer):,} tokens; {embedding_rows(skeleton):,} embeddings"),
         ("chat template", template),
@@ -264,52 +265,58 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
     return Table(str(spec), ("", "base"), rows)
 
 
-def stands_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
-    """Where adapters would stand in a base: a client's of the run, else those of two methods."""
+def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
+    """Return a table of the layers of a base that adapters cover.
+
+    Args:
+        spec: the base.
+        config: the run.
+        client: the client whose adapter is shown; None shows the adapters of two common methods.
+    """
     skeleton: Any = load_skeleton(spec, config.root)
     method = config.method
     makers: dict[str, Callable[[], Trainable]] = {
-        what: partial(Adapter, skeleton, layout, 0, "", lambda part: True)
-        for what, layout in LAYOUTS.items()
+        name: partial(Adapter, skeleton, layout, 0, "", lambda parameter: True)
+        for name, layout in LAYOUTS.items()
     }
     if client is not None and isinstance(method, AdapterMethod):
         makers = {config.label: partial(method.adapter, skeleton, config.seed, client)}
     rows: list[tuple[str, str]] = []
-    for what, make in makers.items():
+    for name, make in makers.items():
         try:
             lines = coverage(skeleton, make().parameters().values()).lines()
         except CoterieError as error:
             lines = (str(error),)
-        rows += [(what, line) for line in lines or ("nothing of the base",)]
-    return Table("where adapters stand", ("adapter", "in the base"), rows)
+        rows += [(name, line) for line in lines or ("none",)]
+    return Table("layers that adapters cover", ("adapter", "location in the base"), rows)
 
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
-    """For each base of a run, the memory of a client's process, and what a round sends."""
-    programs = process_memory()
+    """Yield a table for each base of a run: the memory of a client's process and its traffic."""
+    libraries = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
         title, need = f"{config.label} on {spec}", need_of(config, name)
         if need is None:
-            note = "There is no estimate for this method, or for this base."
+            note = "There is no estimate for this method with this base."
             yield Table(title, ("", "memory"), (), note)
             continue
         training = config.training_of(name)
-        parts = {
-            "Python and libraries, as here": programs,
+        sizes = {
+            "Python and libraries (measured in this process)": libraries,
             "base": need.weights,
-            "checkpoint's pages, which the system can take back": need.pages,
+            "checkpoint, memory-mapped (the OS can reclaim it)": need.pages,
             "adapter, gradients, optimiser": need.adapter,
-            f"a training step ({training.at_once} samples at once)": need.step,
+            f"training step ({training.at_once} samples at once)": need.step,
             f"or scoring ({config.evaluation.batch} windows at once)": need.scoring,
-            "one client's process, at most": programs + need.memory,
+            "peak of one client's process": libraries + need.memory,
         }
         note = (
-            f"An estimate for a CPU, with windows of {config.data.window} tokens. In the local "
-            "engine each further client adds its adapter and optimiser. An upload has "
+            f"Estimated for a CPU and windows of {config.data.window} tokens. In the local engine, "
+            "each additional client adds its adapter and optimiser. An upload contains "
             f"{need.traffic / 1e6:.2f} MB of tensors."
         )
-        rows = [(what, _mib(count)) for what, count in parts.items() if count]
+        rows = [(item, _mib(size)) for item, size in sizes.items() if size]
         yield Table(title, ("memory of a client", "MiB"), rows, note)
 
 

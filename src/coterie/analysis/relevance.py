@@ -1,7 +1,7 @@
-"""How near clients' samples are to FedAMoLE's domain experts (arXiv 2411.19128, figure 8).
+"""Relevance of clients' samples to FedAMoLE's domain experts (arXiv 2411.19128, figure 8).
 
-A point is one sample: its relevance to all domain experts of a layer, (E,), reduced to two
-dimensions.
+Each point stands for one sample: the vector of its relevance to all domain experts of a layer,
+(experts,), reduced to two dimensions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,105 +28,120 @@ from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 
 SAMPLES = 200
-"""Points of each client, at most."""
+"""Maximum number of points per client."""
 COMPONENTS = "the two principal components (scikit-learn is not installed)"
 
 
 @dataclass(frozen=True)
 class LayerRelevance:
-    """Where the samples stand on one layer, and how many of its experts the clients get."""
+    """Relevance of the samples to one layer's experts, and the numbers of experts per client."""
 
     layer: str
     points: Mapping[str, np.ndarray]
-    """By client: (samples, 2)."""
+    """Each client's points, (samples, 2)."""
     reduced_by: str
-    """How relevances became points."""
+    """The name of the dimensionality reduction."""
     experts: Mapping[str, int]
-    """By client, of the round that would come next."""
+    """The number of experts that would choose each client for the next round."""
 
 
 def sample_relevance(
     experiment: Experiment, layer: str | None
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
-    """Compute the relevance of samples for each label whose experts choose by it, or say why not.
+    """Compute the relevance of samples to experts for each label whose experts choose by it.
 
     Args:
-        experiment: the run with the first seed of each label is read.
-        layer: "first", "middle", "last", or a number from 1; None is all three.
+        experiment: the runs, of which each label's run with the smallest seed is read.
+        layer: "first", "middle", "last", or a number from 1; None selects these three.
+
+    Returns:
+        By label, a value per layer, or the error that explains why there is none.
     """
-    found: dict[str, Sequence[LayerRelevance] | CoterieError] = {}
+    results: dict[str, Sequence[LayerRelevance] | CoterieError] = {}
     for label, run in experiment.first:
         method = parse(run.config).method
         if isinstance(method, FedAMoLE) and method.chooses:
             try:
-                found[label] = _seen(run, layer)
+                results[label] = _layer_relevances(run, layer)
             except CoterieError as error:
-                found[label] = error
-    return found
+                results[label] = error
+    return results
 
 
-def _seen(run: ReportedRun, layer: str | None) -> list[LayerRelevance]:
+def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevance]:
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config, folder, loader = parse(run.config), RunFolder(run.path), Loader()
-    server, tokens = _server(config, folder), {}
-    for one in participants_of(config, tokenizer(run.path)):
-        base, side = loader.side(folder, config, one.name)
-        assert isinstance(side, FedAMoLEClient), "only FedAMoLE's clients are asked"
-        samples = some_of(one.data.train, config.data.window)
+    server, embeddings = _server(config, folder), {}
+    for client in participants_of(config, tokenizer(run.path)):
+        base, side = loader.side(folder, config, client.name)
+        assert isinstance(side, FedAMoLEClient), "only FedAMoLE's runs are read"
+        samples = spaced_samples(client.data.train, config.data.window)
         at_once = config.training.at_once
-        tokens[one.name] = token_embeddings(base, side.adapter, samples, at_once)
-    how = "t-SNE" if _tsne() else COMPONENTS
-    seen = []
+        embeddings[client.name] = token_embeddings(base, side.adapter, samples, at_once)
+    reduction = "t-SNE" if _tsne() else COMPONENTS
+    layers = []
     for number in chosen_layers(layer, len(server.paths)):
         path = server.paths[number]
-        vectors = {name: relevance_to(server, path, of[path]) for name, of in tokens.items()}
+        vectors = {name: relevance_to(server, path, e[path]) for name, e in embeddings.items()}
         experts = {name: len(held[path]) for name, held in server.assigned.items()}
-        seen.append(LayerRelevance(path, in_the_plane(vectors, config.seed), how, experts))
-    return seen
+        points = reduce_to_plane(vectors, config.seed)
+        layers.append(LayerRelevance(path, points, reduction, experts))
+    return layers
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    """As the last round left it, with the experts assigned for the next."""
+    """Restore the server's state after the last round, with the experts of the next round."""
     names = sorted(folder.description["clients"])
     skeleton = load_skeleton(config.base, config.root)
     context = server_context(config, skeleton, names, None, lambda name, value: None)
     server = config.method.server(context)
-    assert isinstance(server, FedAMoLEServer), "only FedAMoLE's server is asked"
+    assert isinstance(server, FedAMoLEServer), "only FedAMoLE's runs are read"
     for name in names:
         server.join(name, Message(0))
     server.restore(folder.load("server"))
     return server
 
 
-def some_of(train: Split, window: int) -> AnyBatch:
-    """Samples evenly spaced over a text, SAMPLES at most; of a stream, pieces of window + 1."""
+def spaced_samples(train: Split, window: int) -> AnyBatch:
+    """Return at most SAMPLES evenly spaced samples of a text.
+
+    A sample of plain text has window + 1 tokens.
+    """
     samples = train.samples(window, window + 1)
     count = len(samples)
     return samples.batch(torch.linspace(0, count - 1, min(SAMPLES, count)).round().long())
 
 
 def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarray:
-    """Equation 20: (samples, experts) of samples' token embeddings, (samples, r).
+    """Compute the relevance of samples to a layer's experts (equation 20).
 
-    Experts that nobody has held yet have no embedding, and are left out.
+    Experts that no client has held yet have no embedding and are omitted.
+
+    Args:
+        server: the server, which has the experts' embeddings.
+        path: the layer.
+        tokens: the samples' token embeddings, (samples, r).
+
+    Returns:
+        Relevances, (samples, experts).
     """
     names = (expert_name(path, j) for j in range(server.experts))
     means = [server.expert_means[name] for name in names if name in server.expert_means]
     if not means:
-        raise CoterieError("No expert has been held by a client yet.")
+        raise CoterieError("No client has held an expert yet.")
     return (tokens @ torch.stack(means).T / server.relevance_dim(path) ** 0.5).double().numpy()
 
 
-def in_the_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """All clients' vectors, (samples, experts), reduced together: (samples, 2)."""
-    every = np.concatenate(list(vectors.values()))
+def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """Reduce all clients' vectors, (samples, experts), jointly to points, (samples, 2)."""
+    stacked = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]
-    return dict(zip(vectors, np.split(_reduced(every, seed), ends), strict=True))
+    return dict(zip(vectors, np.split(_reduced(stacked, seed), ends), strict=True))
 
 
 def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
-    """By t-SNE; without scikit-learn, the two principal components."""
+    """Reduce rows to two dimensions by t-SNE or, without scikit-learn, principal components."""
     tsne = _tsne()
     if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:
         perplexity = min(30.0, (len(rows) - 1) / 3)
@@ -138,7 +153,7 @@ def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _tsne() -> Callable[..., Any] | None:
-    """The class, or None where scikit-learn, which is no dependency, is not installed."""
+    """Import scikit-learn's TSNE; None if scikit-learn, an optional dependency, is missing."""
     try:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Tables of results: on screen, in Markdown, and as plain data for JSON."""
+"""Tables of results for terminals, notebooks and Markdown."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.federation.participants import EVERYONE
 
 Summary = Mapping[str, Any]
-"""What a table shows, or a part of it, as plain data that JSON can hold."""
+"""The content of a table or of a row as plain data for JSON."""
 NAMED = re.compile(r" \(\S+\)$")
-"""After a figure, whose it is."""
-KEPT = "the round whose model is kept, by validation text; 0: the base as it came."
+"""A client's name in brackets after a number."""
+KEPT = "the round with the best validation score, whose model was kept (0: the untrained base)."
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads, and rows of text whose first cell names the row.
+    """A table of text with a title and an optional note; the first cell of a row names the row.
 
-    It prints itself on a rich console; where its figures do not fit side by side, part by part.
+    On a rich console, a table that is too wide is printed in several blocks of columns.
     """
 
     title: str
@@ -36,22 +36,22 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     group: int = 1
-    """After the first, so many columns at a time stay together."""
+    """The number of consecutive columns, after the first, that are kept in one block."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For the screen: text is wrapped, figures never are."""
+        """Yield the table for a terminal; text is wrapped, numbers are not."""
         yield ""
         yield Text(self.title, style="bold")
-        for part in self._parts(options.max_width):
+        for block in self._blocks(options.max_width):
             table = RichTable(
                 box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
             )
-            for number in part:
-                words = self._is_text(number)
+            for number in block:
+                is_text = self._is_text(number)
                 head = Text(self.columns[number])
-                table.add_column(head, justify="left" if words else "right", no_wrap=not words)
+                table.add_column(head, justify="left" if is_text else "right", no_wrap=not is_text)
             for row in self.rows:
-                table.add_row(*(Text(row[number]) for number in part))
+                table.add_row(*(Text(row[number]) for number in block))
             yield table
         if self.note:
             yield Text(self.note, style="italic")
@@ -61,22 +61,22 @@ class Table:
         return number == 0 or any(re.search("[a-z]{2}", cell) for cell in cells)
 
     def _width(self, number: int) -> int:
-        """Characters that a column needs: its longest cell, less where text can be wrapped."""
+        """Return a column's width in characters; columns of text can be wrapped."""
         cells = [self.columns[number], *(row[number] for row in self.rows)]
         longest = max(map(len, cells))
         return min(longest, 16) if self._is_text(number) else longest
 
-    def _parts(self, width: int) -> Iterator[list[int]]:
-        """The columns, the first before each lot that fits into a width."""
-        part = [0]
+    def _blocks(self, width: int) -> Iterator[list[int]]:
+        """Yield blocks of column numbers that fit into a width, each with the first column."""
+        block = [0]
         for first in range(1, len(self.columns), self.group):
             group = range(first, min(first + self.group, len(self.columns)))
-            # Between two columns stand three characters.
-            if len(part) > 1 and sum(self._width(n) + 3 for n in (*part, *group)) - 2 > width:
-                yield part
-                part = [0]
-            part += group
-        yield part
+            # Rich separates two columns by three characters.
+            if len(block) > 1 and sum(self._width(n) + 3 for n in (*block, *group)) - 2 > width:
+                yield block
+                block = [0]
+            block += group
+        yield block
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook, with every cell escaped."""
@@ -89,33 +89,33 @@ class Table:
         return f"<table><caption>{escape(self.title)}</caption>{''.join(lines)}</table>{note}"
 
     def markdown(self) -> str:
-        """For a page."""
+        """Return the table as Markdown."""
         heads = "| " + " | ".join(self.columns) + " |"
-        text = map(self._is_text, range(len(self.columns)))
-        rule = "|" + "".join(" --- |" if words else " ---: |" for words in text)
+        texts = map(self._is_text, range(len(self.columns)))
+        rule = "|" + "".join(" --- |" if is_text else " ---: |" for is_text in texts)
         rows = ["| " + " | ".join(row) + " |" for row in self.rows]
         note = ["", self.note] if self.note else []
         return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
 
 
 def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
-    """Return a frame as a table, with figures in a form such as ".2f"; a missing one is empty.
+    """Return a frame as a table; missing values are empty cells.
 
     Args:
         title: the table's title.
         corner: the head of the column that names the rows.
-        figures: a frame whose rows and columns are named.
-        form: as `format` takes it.
+        figures: a frame with named rows and columns.
+        form: the format specification of a value, such as ".2f".
     """
-    cells = figures.map(lambda figure: format(figure, form), na_action="ignore").fillna("")
+    cells = figures.map(lambda value: format(value, form), na_action="ignore").fillna("")
     rows = [list(map(str, row)) for row in cells.itertuples(name=None)]
     return Table(title, [corner, *map(str, figures)], rows)
 
 
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
-    """What to show of results, of which the server's scores are a part; see `metric_of`."""
-    found = [[*result[result["reports"]].values(), result.get("server")] for result in results]
-    return metric_of((score for scores in found for score in scores if score), asked)
+    """Return the metric to show for results, including the server's scores; see `metric_of`."""
+    by_run = [[*result[result["reports"]].values(), result.get("server")] for result in results]
+    return metric_of((score for scores in by_run for score in scores if score), asked)
 
 
 def run_table(
@@ -124,56 +124,61 @@ def run_table(
     asked: str | None = None,
     floor: Result | None = None,
 ) -> Table:
-    """A row per client and a column per method; then the means; then the server, if it has a model.
+    """Return a table of one run and its baselines, with a row per client and a column per method.
 
-    Cells are perplexity and bits per byte, or the one metric that suits the data or that is `asked`
-    for (see `metric_of`). After the means comes each method's worst client and, except for
-    perplexity, the standard deviation over clients. Where clients keep their best models, their
-    rounds stand in brackets. A floor of that metric (see `coterie.engines.floor`) is the last
-    column.
+    Cells are perplexity and bits per byte, or another metric. Below the clients are the means, each
+    method's worst client, the standard deviation over clients (except for perplexity) and the
+    server, if it has a model. The round of a client's kept model is in brackets.
+
+    Args:
+        results: results by method.
+        split: the text that models are scored on: "test" or "validation".
+        asked: the name of the metric; by default the metric that suits the data (`metric_of`).
+        floor: the floor's result, which becomes the last column; see `coterie.engines.floor`.
     """
     metric = shown_of(results.values(), asked)
     if floor is not None and has_floor([floor], metric):
         results = {**results, COMMONEST: floor}
-    found = [scores(result) for result in results.values()]
-    clients = sorted({client for one in found for client in one.index})
+    frames = [scores(result) for result in results.values()]
+    clients = sorted({client for frame in frames for client in frame.index})
     kept = [result.get("kept", {}) for result in results.values()]
-    pairs = list(zip(found, kept, strict=True))
+    pairs = list(zip(frames, kept, strict=True))
     rows = [
-        [name, *(_cell(one.loc[name], metric) + _of_round(rounds, name) for one, rounds in pairs)]
+        [name, *(_cell(f.loc[name], metric) + _round_suffix(rounds, name) for f, rounds in pairs)]
         for name in clients
     ]
-    rows.append(["mean", *(_cell(one.mean(), metric) for one in found)])
+    rows.append(["mean", *(_cell(frame.mean(), metric) for frame in frames)])
     if len(clients) > 1:
-        worst = [worst_of(one[metric.name], metric) for one in found]
-        cells = [f"{_cell(one.loc[w], metric)} ({w})" for one, w in zip(found, worst, strict=True)]
+        worst = [worst_of(frame[metric.name], metric) for frame in frames]
+        cells = [f"{_cell(f.loc[w], metric)} ({w})" for f, w in zip(frames, worst, strict=True)]
         rows.append(["worst client", *cells])
     if metric is not PERPLEXITY and len(clients) > 1:
-        rows.append(["std over clients", *(metric.cell(std(one[metric.name])) for one in found)])
+        deviations = [std(frame[metric.name]) for frame in frames]
+        rows.append(["std over clients", *map(metric.cell, deviations)])
     note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
         rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
         note += " The mean excludes the server."
     if any(kept):
-        note += f" In brackets after a client's score: {KEPT}"
+        note += f" In brackets: {KEPT}"
     note += "".join(f" {text}" for text in left_out(results))
-    what = metric.label if metric is not PERPLEXITY else "perplexity per token / bits per byte"
-    title = f"Each client's model on its own {split} text: {what}"
+    label = metric.label if metric is not PERPLEXITY else "perplexity per token / bits per byte"
+    title = f"Each client's model on its own {split} text: {label}"
     return Table(title, ["client", *results], rows, note)
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
-    """Return the client with the worst score; of equals, the first."""
+    """Return the client with the worst score; the first of equal clients."""
     return max(scores.keys(), key=lambda client: metric.order(scores[client]))
 
 
 def left_out(results: Mapping[str, Result]) -> Iterator[str]:
-    """A sentence for each client of whom some uploads did not count."""
+    """Yield a sentence for each client with excluded uploads."""
     for method, result in results.items():
         for client, rounds in result.get("left_out", {}).items():
-            last, times = list(rounds.values())[-1], len(rounds)
-            often = "a round" if times == 1 else f"{times} rounds"
-            yield f"{client} was left out of {often} of {method}: {last}."
+            reason, number = list(rounds.values())[-1], len(rounds)
+            count = "one round" if number == 1 else f"{number} rounds"
+            yield f"{client} was excluded from {count} of {method}: {reason}."
 
 
 def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
@@ -181,14 +186,13 @@ def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
     return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
 
 
-def _of_round(kept: Mapping[str, int], client: str) -> str:
-    """The round that a client's model is of, where known; a pooled run's one client has a name of
-    its own."""
-    round = kept.get(client, kept.get(EVERYONE))
+def _round_suffix(kept: Mapping[str, int], client: str) -> str:
+    """Return the round of a client's kept model in brackets; empty if unknown."""
+    round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the one client of a pooled run
     return "" if round is None else f" ({round})"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a sentence: `a, b and c`."""
-    found = list(names)
-    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+    """Join names for a sentence: `a, b and c`."""
+    parts = list(names)
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

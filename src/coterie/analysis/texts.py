@@ -1,4 +1,4 @@
-"""Texts as clients' models route them: each token with the expert that its router ranks first."""
+"""Texts routed by clients' models: each token with the expert that its router scores highest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from coterie.inference.finished import load, tokenizer
 from coterie.messages.names import ROUTING
 
 LENGTH = 90
-"""Tokens of each text, at most."""
+"""Maximum number of tokens per text."""
 
 
 @dataclass(frozen=True)
 class Coloured:
-    """A text as one client's model routes it at one layer."""
+    """A text routed by one client's model at one layer."""
 
     model_of: str
     text_of: str
@@ -38,29 +38,32 @@ class Coloured:
 
     @property
     def generalists(self) -> float:
-        """The share of the pieces that goes to generalists, or to expert 1 if there are none."""
-        asked = [n for n, name in enumerate(self.experts) if name.startswith("generalist")] or [0]
-        return fmean(expert in asked for _, expert in self.pieces)
+        """The share of pieces routed to generalists, or to expert 1 if there is no generalist."""
+        numbers = [n for n, name in enumerate(self.experts) if name.startswith("generalist")] or [0]
+        return fmean(expert in numbers for _, expert in self.pieces)
 
 
 def coloured_texts(
     experiment: Experiment, layer: str | None, folder: Path | None = None
 ) -> dict[str, Sequence[Coloured] | CoterieError]:
-    """Route all texts by all models, for each label with routers; an error says why there is none.
+    """Route all texts by all clients' models, for each label with routers.
 
     Args:
-        experiment: the run with the first seed of each label is read.
-        layer: "first", "middle", "last", or a number from 1; None is all three.
-        folder: texts to read, NAME.txt, in place of the clients' test texts.
+        experiment: the runs, of which each label's run with the smallest seed is read.
+        layer: "first", "middle", "last", or a number from 1; None selects these three.
+        folder: a folder of texts, NAME.txt, that replace the clients' test texts.
+
+    Returns:
+        By label, the routed texts, or the error that explains why there are none.
     """
-    found: dict[str, Sequence[Coloured] | CoterieError] = {}
+    results: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:
         if run.has_routers:
             try:
-                found[label] = list(_colour(run, layer, folder))
+                results[label] = list(_colour(run, layer, folder))
             except CoterieError as error:
-                found[label] = error
-    return found
+                results[label] = error
+    return results
 
 
 def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterator[Coloured]:
@@ -68,11 +71,11 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
         raise CoterieError("The run is not finished.")
     config = parse(run.config)
     participants = participants_of(config, tokenizer(run.path)) if folder is None else []
-    tests = {one.name: one.data.test for one in participants}
+    tests = {participant.name: participant.data.test for participant in participants}
     for client in sorted(run.clients):
         model, encoder = load(run.path, client), tokenizer(run.path, client)
         context = context_token(encoder)
-        if folder is None:  # another's text is in this model's tokens only if the base is the same
+        if folder is None:  # a text of a client with another base has other tokens
             base = config.base_of(client)
             shown = {
                 n: _beginning(t, context) for n, t in tests.items() if config.base_of(n) == base
@@ -81,7 +84,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
             shown = _of_folder(folder, encoder, context)
         for text_of, beginning in shown.items():
             ids, chosen = _read(model, beginning)
-            if not chosen:  # no router: one expert, or the base as it came
+            if not chosen:  # one expert, or the untrained base: there is no router
                 break
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
@@ -96,48 +99,53 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
 
 
 def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list[Tensor]]:
-    """The beginnings of the .txt files of a folder, in a model's tokens."""
+    """Return the beginnings of a folder's .txt files by name, in a model's tokens."""
     files = sorted(folder.glob("*.txt"))
     if not files:
-        raise CoterieError(f"{folder} has no .txt files; give a folder with a text per file.")
-    found = {}
+        raise CoterieError(f"{folder} has no .txt files; give a folder with one text per file.")
+    beginnings = {}
     for file in files:
         ids = encoder.encode(read_text(file, "--texts-from"), add_special_tokens=False)[:LENGTH]
-        found[file.stem] = [torch.tensor([context, *ids])]
-    return found
+        beginnings[file.stem] = [torch.tensor([context, *ids])]
+    return beginnings
 
 
 def _beginning(text: Split, context: int) -> list[Tensor]:
-    """The first LENGTH tokens of a text, as the model reads them: after a token that begins it.
+    """Return the first LENGTH tokens of a text, preceded by the context token.
 
-    Prompts with their answers (of pairs, the chosen ones) are read one by one, as in training.
+    Samples (for pairs, the prompt with the chosen answer) are separate sequences, as in training.
     """
     samples = text.beginnings
     if samples is None:
         return [torch.cat([torch.tensor([context]), text.ids[:LENGTH].long()])]
-    found, left = [], LENGTH
+    sequences, remaining = [], LENGTH
     for start, end in pairwise(samples.starts.tolist()):
-        if left > 0:
-            found.append(samples.ids[start:end][: left + 1].long())
-            left -= len(found[-1]) - 1
-    return found
+        if remaining > 0:
+            sequences.append(samples.ids[start:end][: remaining + 1].long())
+            remaining -= len(sequences[-1]) - 1
+    return sequences
 
 
 @torch.no_grad()
 def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """All texts' tokens, their first ones left out, and the best-scored expert of each by layer."""
+    """Run a model on texts, and return all tokens but each text's first, with their experts.
+
+    Returns:
+        Token ids, (tokens,), and by layer the expert with the highest score, (tokens,).
+    """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH + 1)
     ids, chosen = [], []
     for text in texts:
-        read = text[:longest]
-        model(input_ids=read[None].to(model.device), use_cache=False)
-        ids.append(read[1:])
+        tokens = text[:longest]
+        model(input_ids=tokens[None].to(model.device), use_cache=False)
+        ids.append(tokens[1:])
         chosen.append({path: experts[1:].cpu() for path, experts in first_experts(model).items()})
-    return torch.cat(ids), {path: torch.cat([one[path] for one in chosen]) for path in chosen[0]}
+    layers = {path: torch.cat([experts[path] for experts in chosen]) for path in chosen[0]}
+    return torch.cat(ids), layers
 
 
 def _pieces(encoder: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
-    """Each token's text and expert; tokens that only together are a character are one piece."""
+    """Yield each token's text and expert; tokens that share a character form one piece."""
     shown = 0
     for end, expert in enumerate(experts, 1):
         text = str(encoder.decode(ids[:end], clean_up_tokenization_spaces=False))

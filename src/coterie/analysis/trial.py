@@ -1,4 +1,4 @@
-"""A first exchange of a run on this machine, with one training step: what it sends and takes."""
+"""Trial of a run on this machine: one exchange with one training step, measured."""
 
 import time
 from dataclasses import dataclass
@@ -14,30 +14,31 @@ from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
-"""Each client's hello, its upload of a round, and the download that answers it."""
+"""Each client's hello, one upload, and the download that follows the upload."""
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
-    """The sides of a run, joined, whose training is cut to one step a round.
+    """Create the sides of a run with one training step per round, and let them join.
 
-    No model is compared or scored, unless clients tell the server how that went. The batch stays:
-    what a method sends beside its adapter may be as large as its batches. So does the public text,
-    over which FedMKT's server passes once.
+    Models are scored only if clients send their scores to the server. The batch size is not
+    reduced, as a message may contain tensors of the batch's size. The public text is not reduced
+    either: FedMKT's server passes over all of it once.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
-    told = {"every": 1} if config.deployment.share_metrics else {"keep": "last"}
-    evaluation = config.evaluation.model_copy(update={**told, "patience": None})
+    scoring = {"every": 1} if config.deployment.share_metrics else {"keep": "last"}
+    evaluation = config.evaluation.model_copy(update={**scoring, "patience": None})
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
-    who = session.federation(short)
-    return local_run(short, session.base, who.clients, RunFolder.temporary(), own=who.server)
+    federation = session.federation(short)
+    folder, server = RunFolder.temporary(), federation.server
+    return local_run(short, session.base, federation.clients, folder, own=server)
 
 
 def first_exchange(run: LocalRun) -> Messages:
-    """The messages of the first round in which anybody uploads something.
+    """Return the messages of the first exchange in which a client uploads anything.
 
-    Rounds are real ones, whose messages are encoded and checked as always but go nowhere. Methods
-    that begin with rounds alone are waited for; if nothing may travel, one round is enough.
+    Exchanges run as in training; messages are encoded and checked but not sent. Methods that begin
+    with local rounds need several exchanges; a method that sends nothing needs one.
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
@@ -58,31 +59,32 @@ def first_exchange(run: LocalRun) -> Messages:
 
 @dataclass(frozen=True)
 class Trial:
-    """Figures of the client that has most of each."""
+    """Measurements of a trial; messages are those of the client with the largest."""
 
     up: int
-    """Bytes of an upload ..."""
+    """Size of an upload in bytes."""
     down: int
-    """... and of a download."""
+    """Size of a download in bytes."""
     step: float
-    """Seconds of a training step."""
+    """Mean duration of a training step in seconds."""
     peak: int
-    """Bytes that this process has held at most."""
+    """Peak memory of this process in bytes."""
 
 
-def tried(session: Session, config: RunConfig) -> Trial:
-    """Exchange messages once, with one training step, and train one step more; nothing is kept.
+def run_trial(session: Session, config: RunConfig) -> Trial:
+    """Run one exchange and one further training step, and discard the results.
 
-    Raises CoterieError if the run cannot begin with what this machine has.
+    Raises:
+        CoterieError: if the run cannot start on this machine.
     """
     run = start(session, config)
     messages = first_exchange(run)
     up, down = (
-        max(len(run.schema.send(way, found[way])) for found in messages.values())
+        max(len(run.schema.send(way, by_way[way])) for by_way in messages.values())
         for way in ("up", "down")
     )
-    began = time.monotonic()
+    started = time.monotonic()
     for side in run.clients.values():
         side.train(min(1, config.exchanges - 1))
-    step = (time.monotonic() - began) / len(run.clients)
+    step = (time.monotonic() - started) / len(run.clients)
     return Trial(up, down, step, process_memory())

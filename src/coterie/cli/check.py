@@ -62,7 +62,7 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
     # What is wrong may be about that text, and not the clients' own.
     with _checking("messages", "not measured, as a text of the demo does not do") as found:
         short = load_with_any_text(values)
-        step = trial.tried(Session(short), short)
+        step = trial.run_trial(Session(short), short)
         held = size(len(names) * (step.up + step.down))
         ways = f"{size(step.up)} up and {size(step.down)} down per client and round"
         found(f"{ways}; Flower may hold {held} of them at once")
@@ -100,7 +100,7 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
         )
     # What is wrong may be about the run as a whole, of which this client knows its part.
     with _checking("step", "not tried, as it needs the other side, too"):
-        step = trial.tried(session, config)
+        step = trial.run_trial(session, config)
         _line("memory", "ok", f"{size(step.peak)} at most, in a step")
         fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
         _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")

@@ -197,11 +197,11 @@ def base(
     here = [] if is_run else [f"data_root={Path.cwd()}", f"base={what}"]
     values = read_values(file if is_run else None, [*here, *(settings or ())])
     config = load_with_any_text(values)
-    from coterie.analysis.need import base_table, need_tables, stands_table
+    from coterie.analysis.need import base_table, coverage_table, need_tables
 
     clients = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
-        stands = stands_table(spec, config, name if is_run else None)
+        stands = coverage_table(spec, config, name if is_run else None)
         terminal.console.print(base_table(spec, config), stands)
     if is_run:
         terminal.console.print(*need_tables(config))

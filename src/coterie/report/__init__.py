@@ -1,1 +1,1 @@
-"""Plots, the page that holds them, and the audit of what leaves a client."""
+"""The HTML report: figures of runs, and the page that contains them."""

@@ -1,6 +1,6 @@
-"""Which experts a server gave to whom: who holds what, how many, and what two clients share.
+"""Figures of FedAMoLE's assignment: each client's experts, their number, and pairwise overlap.
 
-FedAMoLE's experts choose their clients anew every round, on every layer by itself.
+FedAMoLE's experts choose their clients in every round, separately on every layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,67 +18,69 @@ from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import ASSIGNMENT
 from coterie.report.plots import evenly, lines_by_client, of_pairs
-from coterie.report.style import Canvas, LeftOut, Picture
+from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
 
 def holdings(run: ReportedRun) -> Frame:
-    """Who held which expert, as a run's server recorded it: a column per expert, true or false.
+    """Return which client held which expert, as a run's server recorded it.
 
-    A row per round (one counts if every layer was recorded), layer (a path, as the server named it)
-    and client, in this order.
+    Returns:
+        A frame of booleans with a column per expert and a row per round, layer (its path) and
+        client. Rounds in which a layer was not recorded are omitted.
     """
-    found = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
-    rounds = sorted(set.intersection(*map(set, found.values())))
-    given = [layer[round] for round in rounds for layer in found.values()]
-    clients = sorted({client for one in given for client in one})
-    experts = 1 + max((n for one in given for ids in one.values() for n in ids), default=0)
-    held = np.zeros((len(given), len(clients), experts), dtype=bool)
-    for place, one in enumerate(given):
-        for client, ids in one.items():
-            held[place, clients.index(client), ids] = True
-    layers = pd.Categorical(list(found), list(found))  # in their own order
+    by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
+    rounds = sorted(set.intersection(*map(set, by_layer.values())))
+    assignments = [layer[round] for round in rounds for layer in by_layer.values()]
+    clients = sorted({client for assigned in assignments for client in assigned})
+    numbers = (n for assigned in assignments for ids in assigned.values() for n in ids)
+    experts = 1 + max(numbers, default=0)
+    held = np.zeros((len(assignments), len(clients), experts), dtype=bool)
+    for row, assigned in enumerate(assignments):
+        for client, ids in assigned.items():
+            held[row, clients.index(client), ids] = True
+    layers = pd.Categorical(list(by_layer), list(by_layer))  # keeps the layers' order
     names = ["round", "layer", "client"]
     index = pd.MultiIndex.from_product([rounds, layers, clients], names=names)
     return pd.DataFrame(held.reshape(-1, experts), index)
 
 
 def shared(held: Frame) -> Frame:
-    """|A & B| / |A | B| of two clients' experts in a round, mean over layers.
+    """Compute |A & B| / |A | B| of every two clients' experts in a round, averaged over layers.
 
-    NaN where neither holds any expert on any layer.
+    The value is NaN if neither client holds an expert on any layer.
     """
     shares = []
-    for _, own in held.astype(float).groupby("layer", observed=True):
-        own = own.droplevel("layer")
-        both, sizes = own @ own.T, own.sum(axis=1).to_numpy()
-        shares.append(both / (np.add.outer(sizes, sizes) - both))
+    for _, layer in held.astype(float).groupby("layer", observed=True):
+        layer = layer.droplevel("layer")
+        common, sizes = layer @ layer.T, layer.sum(axis=1).to_numpy()
+        shares.append(common / (np.add.outer(sizes, sizes) - common))
     return pd.concat(shares).groupby("client").mean()
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Three figures for each label whose runs assign experts, of the run with the first seed."""
-    every = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
-    found = {label: held for label, held in every.items() if held.size}
-    if not found:
-        yield LeftOut("Experts of each client", "no run uses a method that assigns experts")
-    for label, held in found.items():
-        yield _who_holds_what(label, held)
+    """Yield three figures per label with assigned experts, from the run with the smallest seed."""
+    runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
+    holdings_by_label = {label: held for label, held in runs.items() if held.size}
+    if not holdings_by_label:
+        yield LeftOut("Experts of each client", "no run recorded which client holds which expert")
+    for label, held in holdings_by_label.items():
+        yield _held_experts(label, held)
         if len(held.index.unique("round")) > 1:
-            yield _how_many(label, held)
-        yield _in_common(label, held)
+            yield _counts(label, held)
+        yield _overlap(label, held)
 
 
-def _who_holds_what(label: str, held: Frame) -> Picture:
+def _held_experts(label: str, held: Frame) -> Picture:
     layers, rounds, clients = (list(held.index.unique(n)) for n in ("layer", "round", "client"))
-    places, times = (
-        [every[n] for n in chosen_layers(None, len(every))] for every in (layers, rounds)
+    shown_layers, shown_rounds = (
+        [values[n] for n in chosen_layers(None, len(values))] for values in (layers, rounds)
     )
-    experts, panels = len(held.columns), list(product(places, times))
+    experts, panels = len(held.columns), list(product(shown_layers, shown_rounds))
 
     def draw(canvas: Canvas) -> Figure:
         paper, colour, lines = canvas.theme.paper, canvas.theme.colours[2], canvas.theme.lines
         height = max(0.17 * len(clients), 0.5) + 0.6
-        across = (len(times), len(times))
+        across = (len(shown_rounds), len(shown_rounds))
         figure, axes = canvas.panels(
             len(panels), height, across, "expert", sharex=True, sharey=True
         )
@@ -87,8 +89,8 @@ def _who_holds_what(label: str, held: Frame) -> Picture:
                 range(experts), range(len(clients)), held.loc[(round, layer)], vmin=0, vmax=1,
                 cmap=ListedColormap([paper, colour]), edgecolors=lines, linewidth=0.7,
             )  # fmt: skip
-            where = f"{layer}\n" if round == times[0] else ""  # once in a row of panels
-            axis.set_title(f"{where}round {round}", fontsize=9, loc="left")
+            heading = f"{layer}\n" if round == shown_rounds[0] else ""  # once per row of panels
+            axis.set_title(f"{heading}round {round}", fontsize=9, loc="left")
             axis.set_yticks(range(len(clients)), clients)
             axis.xaxis.set_major_locator(MaxNLocator(3 if canvas.narrow else 6, integer=True))
             axis.grid(False)
@@ -100,35 +102,35 @@ def _who_holds_what(label: str, held: Frame) -> Picture:
         return figure
 
     last: Frame = held.loc[rounds[-1]]
-    rows = [[client, *(_ids(last.loc[(n, client)]) for n in places)] for client in clients]
+    rows = [[client, *(_ids(last.loc[(n, client)]) for n in shown_layers)] for client in clients]
     return Picture(
         f"experts-{path_part(label)}",
         f"Experts of each client, {label}",
         "Rows are clients, columns are domain experts; a cell is coloured if the client held "
         "the expert in that round. Each linear layer has its own experts, so the same number "
         "on two layers means two different experts."
-        f"{_part('layers', places, layers)}{_part('rounds', times, rounds)} "
-        "First seed only.",
+        f"{_selection('layers', shown_layers, layers)}"
+        f"{_selection('rounds', shown_rounds, rounds)} {SMALLEST_SEED}",
         f"Heat maps of {len(clients)} clients by {experts} experts in rounds "
-        f"{listed(map(str, times))} on the layers {listed(places)}; the table shows the last "
-        "round.",
+        f"{listed(map(str, shown_rounds))} on the layers {listed(shown_layers)}; the table shows "
+        "the last round.",
         draw,
-        Table(f"Experts held in round {rounds[-1]}, by layer", ["client", *places], rows),
+        Table(f"Experts held in round {rounds[-1]}, by layer", ["client", *shown_layers], rows),
     )
 
 
-def _part(what: str, shown: Sequence[object], every: Sequence[object]) -> str:
-    """A sentence on what is left out, if anything is."""
-    left = f" Only the first, middle and last of {len(every)} {what} are shown."
-    return left if len(shown) < len(every) else ""
+def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> str:
+    """Return a sentence that names the selected layers or rounds, if some are omitted."""
+    sentence = f" Only the first, middle and last of {len(values)} {kind} are shown."
+    return sentence if len(shown) < len(values) else ""
 
 
 def _ids(held: Column) -> str:
-    """Numbers of the experts that a client holds: 0, 3, 7."""
+    """Format the numbers of the experts that a client holds: 0, 3, 7."""
     return ", ".join(map(str, np.flatnonzero(held))) or "none"
 
 
-def _how_many(label: str, held: Frame) -> Picture:
+def _counts(label: str, held: Frame) -> Picture:
     counts: Frame = held.sum(axis=1).groupby(["round", "client"]).mean().unstack()
 
     def draw(canvas: Canvas) -> Figure:
@@ -141,15 +143,15 @@ def _how_many(label: str, held: Frame) -> Picture:
     return Picture(
         f"experts-held-{path_part(label)}",
         f"Number of experts per client, {label}",
-        f"Out of {len(held.columns)} domain experts on each linear layer; mean over "
-        f"{len(held.index.unique('layer'))} layers. First seed only.",
+        f"Number of experts that each client holds, out of {len(held.columns)} domain experts on "
+        f"each linear layer; mean over {len(held.index.unique('layer'))} layers. {SMALLEST_SEED}",
         f"Line plot of the number of experts held per round for {listed(counts)}.",
         draw,
         frame_table("Experts held per round, mean over layers", "client", shown, ".2f"),
     )
 
 
-def _in_common(label: str, held: Frame) -> Picture:
+def _overlap(label: str, held: Frame) -> Picture:
     round = held.index[-1][0]
     shares = shared(held.loc[round]).rename_axis(index=None, columns=None)
     others = shares.mask(np.eye(len(shares), dtype=bool))
@@ -157,9 +159,9 @@ def _in_common(label: str, held: Frame) -> Picture:
     return Picture(
         f"experts-shared-{path_part(label)}",
         f"Experts shared by two clients, {label}",
-        "Of the experts that either client holds, the share that both hold in round "
-        f"{round}: 1 means identical sets, 0 means disjoint sets. Mean over "
-        f"{len(held.index.unique('layer'))} layers. First seed only.",
+        "Experts that both clients hold, as a share of the experts that at least one of them "
+        f"holds, in round {round}: 1 for identical sets, 0 for disjoint sets. Mean over "
+        f"{len(held.index.unique('layer'))} layers. {SMALLEST_SEED}",
         f"Heat map of the share of experts in common between {listed(shares)}; the table "
         "lists all values.",
         lambda canvas: of_pairs(canvas, {"": others}, 0, highest, "share of experts in common"),

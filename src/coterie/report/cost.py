@@ -1,4 +1,4 @@
-"""What learning together costs: bytes that travel, and operations beyond FedAvg's."""
+"""Figures of cost: traffic per round, and floating-point operations relative to FedAvg."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,64 +15,66 @@ from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import frame_table, listed
 from coterie.errors import CoterieError
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
-from coterie.report.style import Canvas, LeftOut, Picture, looks
+from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, looks
 
 WAYS = {BYTES_UP: "upload", BYTES_DOWN: "download"}
 MEGA, GIGA = 1e6, 1e9
 
 
 def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Bytes per client and round, of each label."""
-    begun = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
-    if begun:
-        yield _traffic(experiment, begun)
+    """Yield a figure of the bytes per client and round for each label."""
+    runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
+    if runs:
+        yield _traffic(experiment, runs)
     else:
         yield LeftOut("Traffic", "no run has finished a round")
 
 
 def _bytes(run: ReportedRun, way: str) -> Column:
-    """Bytes of every client and round: the first message of a round, as others serve evaluation."""
+    """Return the bytes by client and round."""
+    # Further messages of a round serve evaluation only and do not count.
     first = run.by_client(way).groupby(["client", "round"]).first()
     return first[0] if len(first) else pd.Series([0])
 
 
-def _traffic(experiment: Experiment, begun: Mapping[str, ReportedRun]) -> Picture:
-    look = looks(list(experiment.runs))
-    found: dict[str, Frame] = {
+def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture:
+    styles = looks(list(experiment.runs))
+    sizes_by_way: dict[str, Frame] = {
         title: pd.DataFrame(
-            {label: _bytes(run, way).agg(["mean", "min", "max"]) for label, run in begun.items()}
+            {label: _bytes(run, way).agg(["mean", "min", "max"]) for label, run in runs.items()}
         ).T
         for way, title in WAYS.items()
     }
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
-            2, 0.24 * len(begun) + 0.6, (2, 2), "MB per client and round", sharex=True, sharey=True
+            2, 0.24 * len(runs) + 0.6, (2, 2), "MB per client and round", sharex=True, sharey=True
         )
-        for axis, (title, sizes) in zip(axes, found.items(), strict=True):
+        for axis, (title, sizes) in zip(axes, sizes_by_way.items(), strict=True):
             means = sizes["mean"] / MEGA
             spans = (sizes[["min", "max"]] / MEGA).sub(means, axis=0).abs().T
-            colours = [canvas.colour(look[label]) for label in begun]
+            colours = [canvas.colour(styles[label]) for label in runs]
             error = {"ecolor": canvas.theme.ink, "elinewidth": 1.8}
             bars = axis.barh(
-                range(len(begun)), means, 0.62, color=colours, xerr=spans, error_kw=error
+                range(len(runs)), means, 0.62, color=colours, xerr=spans, error_kw=error
             )
             axis.bar_label(bars, [f"{mean:.2f}" for mean in means], fontsize=8.5, padding=2)
             axis.set_title(title)
-            axis.set_yticks(range(len(begun)), list(begun))
+            axis.set_yticks(range(len(runs)), list(runs))
             axis.grid(axis="y", visible=False)
             axis.margins(x=0.2)
         axes[0].invert_yaxis()
         return figure
 
-    table = pd.concat([found[way][["mean", "max"]] for way in found], axis=1)
-    table.columns = [f"{title}, {what}" for title in found for what in ("mean", "most")]
+    table = pd.concat([sizes[["mean", "max"]] for sizes in sizes_by_way.values()], axis=1)
+    table.columns = [f"{way}, {column}" for way in sizes_by_way for column in ("mean", "maximum")]
     return Picture(
         "traffic",
         "Traffic per client and round",
-        "Bytes of encoded messages, mean over clients and rounds (1 MB = 10^6 bytes). Dark "
-        "lines span the minimum to the maximum where they differ.",
-        f"Bar chart of upload and download per client and round for {listed(begun)}.",
+        "Size of encoded messages, mean over clients and rounds (1 MB = 10^6 bytes). Dark lines "
+        f"span the minimum to the maximum if they differ. {SMALLEST_SEED}",
+        f"Bar chart of upload and download sizes per client and round for {listed(runs)}; the "
+        "table lists the values.",
         draw,
         frame_table("Bytes per client and round", "method", table, ",.0f"),
     )
@@ -82,30 +84,32 @@ def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
     title = "Floating-point operations"
     try:
-        found = costs_by_label(experiment)
+        results = costs_by_label(experiment)
     except CoterieError as error:
         yield LeftOut(title, str(error))
         return
-    yield from (LeftOut(f"{title} of {n}", why) for n, why in found.items() if isinstance(why, str))
-    costs = {label: cost for label, cost in found.items() if not isinstance(cost, str)}
+    for label, result in results.items():
+        if isinstance(result, str):
+            yield LeftOut(f"{title} of {label}", result)
+    costs = {label: cost for label, cost in results.items() if not isinstance(cost, str)}
     fedavg = [n for n, run in experiment.first if n in costs and run.method == "fedavg"]
     if costs:
         yield _operations(experiment, costs, fedavg[0] if fedavg else None)
 
 
 def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | None) -> Picture:
-    look, what = looks(list(experiment.runs)), "GFLOP per round, all clients together"
+    styles, unit = looks(list(experiment.runs)), "GFLOP per round, sum over clients"
     flops: Frame = pd.DataFrame.from_dict(costs, orient="index") / GIGA
     totals = flops.sum(axis=1)
     extra = [f"{100 * (flop / totals[fedavg] - 1):+.1f} %" for flop in totals] if fedavg else []
-    # A method's first level is drawn in full colour, the next ones paler.
+    # A method's first level is drawn in full colour, its other levels in paler colours.
     turns = list(zip_longest(*(cost.items() for cost in costs.values()), fillvalue=("", 0.0)))
     long = " Every sample is counted at full window length." if experiment.instructed else ""
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
         left = np.zeros(len(costs))
-        colours = [canvas.colour(look[label]) for label in costs]
+        colours = [canvas.colour(styles[label]) for label in costs]
         for turn, levels in enumerate(turns):
             shown: Any = {"height": 0.62, "alpha": 0.5**turn}
             steps = [cost / GIGA for _, cost in levels]
@@ -120,20 +124,21 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | No
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)
         axis.margins(x=0.14)
-        axis.set_xlabel(what)
+        axis.set_xlabel(unit)
         canvas.legend(figure, axis)
         return figure
 
-    table = frame_table(what, "method", flops.assign(total=totals), ",.1f")
+    table = frame_table(unit, "method", flops.assign(total=totals), ",.1f")
     if fedavg:
-        rows = [[*row, more] for row, more in zip(table.rows, extra, strict=True)]
+        rows = [[*row, percentage] for row, percentage in zip(table.rows, extra, strict=True)]
         table = replace(table, columns=[*table.columns, "relative to fedavg"], rows=rows)
     return Picture(
         "flops",
         "Floating-point operations per round",
-        "Matrix multiplications of the forward and backward passes, measured on one training "
-        "step per level and scaled to one round of all clients; router phases are weighted "
-        f"by their frequency.{' Percentages are relative to FedAvg.' if fedavg else ''}{long}",
+        "Matrix multiplications of the forward and backward passes, counted on one training step "
+        "per level of the schedule and scaled to one round of all clients; router phases are "
+        f"weighted by their frequency.{' Percentages are relative to FedAvg.' if fedavg else ''}"
+        f"{long}",
         f"Bar chart of operations per round by level for {listed(costs)}; the table lists the "
         "values.",
         draw,

@@ -1,6 +1,7 @@
-"""Scores over rounds or at the end, training loss over steps, and scores by router schedule.
+"""Figures of scores over rounds or at the end, training loss, and scores by router schedule.
 
-The last one is how scores depend on when routers are trained, and for how long (CoMiGS, figure 7).
+The figure of router schedules shows how scores depend on how often and for how many steps routers
+are trained (CoMiGS, figure 7).
 """
 
 from collections.abc import Iterator
@@ -18,16 +19,16 @@ from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, s
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
 MOST = 12
-"""Lines that one panel can hold and still be read."""
+"""Maximum number of readable lines in one panel."""
 
 
 def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """What the runs of an experiment allow of these figures."""
+    """Yield the figures of scores and training loss."""
     best = _best(experiment)
     if not best:
         yield LeftOut(_title(experiment), "no run has been evaluated yet")
     elif experiment.series[MEAN].groupby(["label", "run"]).count().max() > 1:
-        scored = experiment.series.index.unique("label")  # not of a run without metrics
+        scored = experiment.series.index.unique("label")  # a run without metrics has no series
         yield _over_rounds(experiment, [label for label in best if label in scored])
     else:
         yield _final(experiment, best)
@@ -38,15 +39,16 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Training loss", "no run has trained yet")
 
 
+POINT = "measured after local training or after aggregation, as the method defines"
 LAST = (
     " The last point is the score after the last round. The summary table lists the scores of the "
-    "kept models, which may be of earlier rounds."
+    "kept models, which may be from earlier rounds."
 )
 
 
 def keeps(experiment: Experiment) -> bool:
     """Return whether a finished run's scores are those of kept models."""
-    return any(result.get("kept") for found in experiment.finished.values() for result in found)
+    return any(result.get("kept") for runs in experiment.finished.values() for result in runs)
 
 
 def _title(experiment: Experiment) -> str:
@@ -54,9 +56,9 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return the headline scores: a row per label and run, columns as of the series.
+    """Return the final scores: a row per label and run, with the columns of the series.
 
-    A finished run has the scores of its result, which are its kept models' where models are kept.
+    The scores of a finished run are those of its result (of the kept models, if models are kept).
     """
     last = experiment.series.groupby(["label", "run"], sort=False).last()
     for label, runs in experiment.drawn.items():
@@ -67,26 +69,27 @@ def _last(experiment: Experiment) -> Frame:
 
 
 def _best(experiment: Experiment) -> list[str]:
-    """Labels that have scores, at most MOST: those with the best last mean; in table order."""
+    """Return the labels with the best final means, at most MOST, in the order of the table."""
     means = _last(experiment)[MEAN].groupby("label", sort=False).mean().dropna()
-    kept = means.map(experiment.metric.order).nsmallest(MOST).index
-    return [label for label in means.index if label in kept]
+    selected = means.map(experiment.metric.order).nsmallest(MOST).index
+    return [label for label in means.index if label in selected]
 
 
-def _some(experiment: Experiment, best: list[str]) -> str:
-    left = len(experiment.runs) - len(best)
-    return f" Only the {len(best)} best of {len(experiment.runs)} are shown." if left > 0 else ""
+def _selection(experiment: Experiment, best: list[str]) -> str:
+    total = len(experiment.runs)
+    sentence = f" Only the best {len(best)} of {total} methods and settings are shown."
+    return sentence if len(best) < total else ""
 
 
 def _panels(experiment: Experiment, best: list[str]) -> list[str]:
-    """The mean, every client, and the server if it has a model of its own that was scored."""
-    found = _last(experiment).loc[best].dropna(axis=1, how="all").columns
-    return [MEAN, *dict.fromkeys([*experiment.clients, *found.intersection([SERVER])])]
+    """Return the names of the panels: the mean, every client, and the server if it was scored."""
+    columns = _last(experiment).loc[best].dropna(axis=1, how="all").columns
+    return [MEAN, *dict.fromkeys([*experiment.clients, *columns.intersection([SERVER])])]
 
 
 def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
-    look, last = looks(list(experiment.runs)), LAST if keeps(experiment) else ""
+    styles, last = looks(list(experiment.runs)), LAST if keeps(experiment) else ""
     figures = experiment.series.groupby(["label", "round"]).agg(["mean", "std"])
     y, unit = f"{experiment.split} {metric.label}", " (%)" if metric.share else ""
     means = experiment.series[MEAN].dropna().groupby(["label", "round"]).mean().unstack("round")
@@ -96,34 +99,34 @@ def _over_rounds(experiment: Experiment, best: list[str]) -> Picture:
     return Picture(
         metric.name,
         f"{_title(experiment)} over rounds",
-        f"Each model on its own {experiment.split} text after every evaluated round, at the "
-        f"point where the method reports its results{scale_of(metric)}. {SPREAD} "
-        f"{metric.better}{_some(experiment, best)}{last}",
+        f"Score of each client's model on its own {experiment.split} text in every evaluated "
+        f"round, {POINT}{scale_of(metric)}. {SPREAD} "
+        f"{metric.better}{_selection(experiment, best)}{last}",
         f"Line plot of {metric.label} by round for {listed(best)}, with one panel for the mean and "
         f"one for each of {listed(panels[1:])}. The table lists the mean over clients by round."
         f"{last}",
-        lambda canvas: over_rounds(canvas, figures, best, panels, look, metric, y),
+        lambda canvas: over_rounds(canvas, figures, best, panels, styles, metric, y),
         frame_table(f"Mean over clients by round{unit}", "method", means, ".2f"),
     )
 
 
 def _final(experiment: Experiment, best: list[str]) -> Picture:
     panels, metric = _panels(experiment, best), experiment.metric
-    look, what = looks(list(experiment.runs)), metric.label
+    styles, label = looks(list(experiment.runs)), metric.label
     figures = _last(experiment).groupby("label").agg(["mean", "std"])
     end = "of the kept models" if keeps(experiment) else "after the last round"
 
     def draw(canvas: Canvas) -> Figure:
         height = 0.25 * len(best) + 0.55
-        figure, axes = canvas.panels(len(panels), height, (2, 5), what, sharey=True)
+        figure, axes = canvas.panels(len(panels), height, (2, 5), label, sharey=True)
         for axis, panel in zip(axes, panels, strict=True):
-            for place, label in enumerate(best):
-                mean, spread = figures[panel].loc[label]
+            for row, name in enumerate(best):
+                mean, spread = figures[panel].loc[name]
                 if np.isnan(mean):
-                    continue  # a method without a server's model beside one with it
-                colour = canvas.colour(look[label])
+                    continue  # the server has no model in this method, but in another one
+                colour = canvas.colour(styles[name])
                 axis.errorbar(
-                    mean, place, xerr=np.nan_to_num(spread), color=colour, fmt=look[label].marker,
+                    mean, row, xerr=np.nan_to_num(spread), color=colour, fmt=styles[name].marker,
                     markersize=7, elinewidth=1.6, capsize=2.5,
                 )  # fmt: skip
             axis.set_title(panel)
@@ -136,31 +139,30 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
     return Picture(
         metric.name,
         f"{_title(experiment)} {end}",
-        f"Each model on its own {experiment.split} text, at the point where the method "
-        f"reports its results{scale_of(metric)}. {SPREAD} "
-        f"{metric.better}{_some(experiment, best)}",
-        f"Dot plot of {what} {end} for {listed(best)}, with one panel for the mean and one "
+        f"Score of each client's model on its own {experiment.split} text, {POINT}"
+        f"{scale_of(metric)}. {SPREAD} {metric.better}{_selection(experiment, best)}",
+        f"Dot plot of {label} {end} for {listed(best)}, with one panel for the mean and one "
         f"for each of {listed(panels[1:])}. The summary table lists the values.",
         draw,
     )
 
 
 def _steps(run: ReportedRun, level: str) -> Column:
-    """Mean loss over clients by the number of the update (1 is the first)."""
-    found = run.by_client(level).reindex(columns=[0])
-    found["update"] = found.groupby("client").cumcount() + 1
-    losses = found.reset_index().pivot(index="update", columns="client", values=0)
+    """Return the mean loss over clients by update (1 is the first)."""
+    frame = run.by_client(level).reindex(columns=[0])
+    frame["update"] = frame.groupby("client").cumcount() + 1
+    losses = frame.reset_index().pivot(index="update", columns="client", values=0)
     return losses.mean(axis=1, skipna=False).dropna()
 
 
 def smooth(values: Column, width: int) -> Column:
-    """A running mean of `width` values, of fewer at the ends."""
+    """Return the running mean over `width` values; at the ends, over fewer."""
     width = max(1, min(width, len(values)))
     return values.rolling(width, center=True, min_periods=1).mean()
 
 
 def _losses(experiment: Experiment, levels: list[str]) -> Picture:
-    look = looks(list(experiment.runs))
+    styles = looks(list(experiment.runs))
     names = [level.removeprefix(LOSS) for level in levels]
     steps = {
         (label, name): pd.concat([_steps(run, level) for run in runs], axis=1).mean(axis=1)
@@ -178,10 +180,10 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
                 mean = steps[label, name]
                 width = experiment.drawn[label][0].config["training"]["steps"]
                 thin = slice(None, None, max(1, len(mean) // 300))
-                x, colour = mean.index[thin], canvas.colour(look[label])
+                x, colour = mean.index[thin], canvas.colour(styles[label])
                 axis.plot(x, mean.iloc[thin], color=colour, alpha=0.25, linewidth=0.7)
                 line = smooth(mean, width).iloc[thin]
-                axis.plot(x, line, color=colour, linestyle=look[label].dash, label=entry(label))
+                axis.plot(x, line, color=colour, linestyle=styles[label].dash, label=entry(label))
             axis.set_title(name)
         canvas.legend(figure, axes[0])
         return figure
@@ -194,53 +196,54 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     return Picture(
         "loss",
         "Training loss by update",
-        "Batch loss before each update, mean over clients and seeds, with one panel per "
-        "level of the schedule (router levels may use validation text). Bold: running mean "
-        "over one round's steps."
-        f"{_some(experiment, shown) if len(shown) < len(trained) else ''}",
-        f"Line plot of loss by update at {listed(names)} for {listed(shown)}.",
+        "Loss of the batch before each update, mean over clients and seeds, with one panel per "
+        "level of the schedule (router levels may use validation text). Thick lines: running "
+        "mean over one round's steps."
+        f"{_selection(experiment, shown) if len(shown) < len(trained) else ''}",
+        f"Line plot of training loss by update for {listed(shown)}, with one panel for each "
+        f"level of the schedule ({listed(names)}). The table lists the first and last values.",
         draw,
         Table("Loss, mean over clients", ["method", "level", "updates", "first", "last"], rows),
     )
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """A heat map per method whose finished runs differ in `router.every` or `router.steps`."""
-    found, metric = [], experiment.metric
+    """Yield a heat map per method whose finished runs differ in the routers' schedule."""
+    records, metric = [], experiment.metric
     for run in experiment.all:
         router = run.config["method"].get("router") or {}
         if run.result is not None and {"every", "steps"} <= router.keys():
             score = metric.shown(mean_score([run.result], metric.name))
-            found.append((run.method, router["every"], router["steps"], score))
-    runs = pd.DataFrame(found, columns=["method", "every", "steps", "score"])
+            records.append((run.method, router["every"], router["steps"], score))
+    runs = pd.DataFrame(records, columns=["method", "every", "steps", "score"])
     methods = runs.groupby("method", sort=False)
     means = {method: rows.pivot_table("score", "steps", "every") for method, rows in methods}
     swept = {method: cells for method, cells in means.items() if cells.size > 1}
     if not swept:
-        why = "no finished runs of the same method differ in router.every or router.steps"
-        yield LeftOut("Router schedule", why)
+        reason = "no finished runs of the same method differ in router.every or router.steps"
+        yield LeftOut("Router schedule", reason)
     for method, cells in swept.items():
         yield _heat_map(experiment, str(method), cells)
 
 
 def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
-    """cells: mean scores, a row per `router.steps`, a column per `router.every`."""
+    """Draw mean scores, a row per `router.steps` and a column per `router.every`."""
     metric, (steps, every) = experiment.metric, cells.shape
 
     def draw(canvas: Canvas) -> Figure:
         figure = canvas.figure(0.45 * steps + 1.3)
-        named = cells.rename_axis(
+        labelled = cells.rename_axis(
             index="router.steps: updates per phase",
             columns="router.every: steps between router phases",
         )
-        heat_map(canvas, figure, figure.subplots(), named, f"mean {metric.label}")
+        heat_map(canvas, figure, figure.subplots(), labelled, f"mean {metric.label}")
         return figure
 
     return Picture(
         f"router-schedule-{path_part(method)}",
         f"Router schedule of {method}",
-        f"Mean {experiment.split} {metric.label} over clients, seeds and all other "
-        f"differences between the runs. {metric.better}",
+        f"Mean {experiment.split} {metric.label} over clients, seeds and all other settings in "
+        f"which the runs differ. {metric.better}",
         f"Heat map of {steps} by {every} router schedules; {metric.label} ranges from "
         f"{number(cells.min(axis=None))} to {number(cells.max(axis=None))}. The table lists all "
         "values.",

@@ -1,4 +1,4 @@
-"""The report: one HTML page that opens offline, and its figures as SVG and PNG files."""
+"""The report: a self-contained HTML page, and its figures as SVG and PNG files."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.experiments import Experiment, experiments
-from coterie.analysis.relevance import sample_relevance
+from coterie.analysis.relevance import SAMPLES, sample_relevance
 from coterie.analysis.tables import Table, listed
 from coterie.analysis.texts import coloured_texts
 from coterie.engines.floor import floor_in
@@ -42,14 +42,14 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
 )
 PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
 SINGLE = (
-    "This page contains points that stand for single samples of clients; use --no-samples to "
-    "exclude them."
+    f"This page contains a point for each of up to {SAMPLES} training samples of every client; "
+    "use --no-samples to exclude them."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment on the page, or whatever else a caller of `write_report` adds to it."""
+    """A section of the page: one experiment, or content that the caller of `write_report` adds."""
 
     name: str
     tables: Sequence[Table]
@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and what could not be drawn."""
+    """The written page, the folder of figures, and the sections with their omitted figures."""
 
     page: Path
     figures: Path
@@ -75,61 +75,76 @@ def write_report(
     texts_from: Path | None = None,
     sections: Sequence[Section] = (),
 ) -> Report:
-    """Write report.html and figures/ for the runs in these folders into `out`.
+    """Write report.html and figures/ for the runs in some folders.
 
-    with_texts: with clients' texts, coloured; texts_from: with those of a folder.
-    sections: what stands on the page before the runs.
-    Clients' texts, and points that stand for single samples, are in it where asked for. Figures
-    that an earlier report left in figures/ are removed. Raises CoterieError if a folder holds no
-    run.
+    Figures of an earlier report in figures/ are removed.
+
+    Args:
+        paths: run folders, or folders that contain run folders.
+        out: the folder to write to.
+        with_texts: whether to include the clients' private texts.
+        layer: the layer of figures of single layers: "first", "middle", "last", or a number from 1;
+            None selects these three.
+        with_samples: whether to include a point for each of the clients' private samples.
+        texts_from: a folder of texts that are shown in place of the clients' texts.
+        sections: sections to place before the experiments.
+
+    Raises:
+        CoterieError: if a folder contains no run.
     """
-    found = list(sections)
-    for one in experiments(paths):
-        items = [item for figures in FIGURES for item in figures(one)]
+    sections = list(sections)
+    for experiment in experiments(paths):
+        items = [item for figures in FIGURES for item in figures(experiment)]
         if with_samples:
-            items += relevance(sample_relevance(one, layer))
+            items += relevance(sample_relevance(experiment, layer))
         if with_texts or texts_from is not None:
-            items += texts(coloured_texts(one, layer, texts_from))
-        found.append(_section(one, items))
+            items += texts(coloured_texts(experiment, layer, texts_from))
+        sections.append(_section(experiment, items))
     figures = out / "figures"
     refuse_links(out, figures.name)
-    if out.parent in paths:  # a folder of runs, and not the user's choice
+    if out.parent in paths:  # the default folder, inside a run folder
         refuse_links(out.parent, out.name)
     with writing(figures):
         figures.mkdir(parents=True, exist_ok=True)
         for theme in THEMES:
             for old in figures.glob(f"*-{theme.name}.[ps][nv]g"):
                 old.unlink()
-    for section in found:
-        prefix = f"{path_part(section.name)}-" if len(found) > 1 else ""
+    for section in sections:
+        prefix = f"{path_part(section.name)}-" if len(sections) > 1 else ""
         for picture, theme in product(section.pictures, THEMES):
             name = f"{prefix}{picture.name}-{theme.name}"
             write_bytes(figures / f"{name}.svg", _svg(picture, theme))
             write_bytes(figures / f"{name}.png", picture.render(Canvas(theme), "png"))
     page = out / "report.html"
     notes = [PRIVATE] * (with_texts and texts_from is None) + [SINGLE] * with_samples
-    write_text(page, _html(found, " ".join(notes)))
-    return Report(page, figures, found)
+    write_text(page, _html(sections, " ".join(notes)))
+    return Report(page, figures, sections)
 
 
-def _section(experiment: Experiment, found: Sequence[Picture | LeftOut]) -> Section:
-    tables = [_about(experiment)]
+def _section(experiment: Experiment, items: Sequence[Picture | LeftOut]) -> Section:
+    tables = [_runs_table(experiment)]
     if experiment.finished:
-        # The floor is that of runs in which each client has its own training data.
+        # A pooled run has no floor, as its one client holds all training data.
         outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
         by_seed = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
-        floor = [one for one in by_seed.values() if one["items"]["trained"]]
-        what = experiment.name, experiment.finished, experiment.split, experiment.metric.name
-        tables.append(Comparison(*what, floor=floor).table())
+        floor = [result for result in by_seed.values() if result["items"]["trained"]]
+        comparison = Comparison(
+            experiment.name,
+            experiment.finished,
+            experiment.split,
+            experiment.metric.name,
+            floor=floor,
+        )
+        tables.append(comparison.table())
     return Section(
         experiment.name,
         tables,
-        [item for item in found if isinstance(item, Picture)],
-        [item for item in found if isinstance(item, LeftOut)],
+        [item for item in items if isinstance(item, Picture)],
+        [item for item in items if isinstance(item, LeftOut)],
     )
 
 
-def _about(experiment: Experiment) -> Table:
+def _runs_table(experiment: Experiment) -> Table:
     rows = [
         [
             label,
@@ -140,8 +155,8 @@ def _about(experiment: Experiment) -> Table:
         for label, runs in experiment.runs.items()
     ]
     bases, server = experiment.bases
-    theirs = f" Server's base: {server}." if server else ""
-    note = f"Base: {listed(bases)}. Clients: {listed(experiment.clients)}.{theirs}"
+    server_note = f" Server's base: {server}." if server else ""
+    note = f"Base: {listed(bases)}. Clients: {listed(experiment.clients)}.{server_note}"
     return Table("Runs", ["method", "seeds", "rounds", "state"], rows, note)
 
 
@@ -166,10 +181,10 @@ def _html(sections: Sequence[Section], private: str) -> str:
 
 @cache
 def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
-    """A figure for the page and, where it is wide, for a file."""
+    """Render a figure as SVG, once for the page and the file."""
     return picture.render(Canvas(theme, narrow), "svg")
 
 
 def _source(picture: Picture, theme: Theme, narrow: bool) -> str:
-    """A figure as a data URI."""
+    """Return a figure as a data URI."""
     return f"data:image/svg+xml;base64,{b64encode(_svg(picture, theme, narrow)).decode()}"

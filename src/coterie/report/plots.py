@@ -1,4 +1,4 @@
-"""What several figures have in common: lines with bands, logarithmic axes, heat maps."""
+"""Plotting functions that several figures share: lines with bands, logarithmic axes, heat maps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,23 +13,23 @@ from coterie.analysis.frame import Frame
 from coterie.evaluation.metrics import Metric
 from coterie.report.style import LIGHT, Canvas, Look, number
 
-SPREAD = "Bands and bars: one standard deviation over seeds."
+SPREAD = "Bands and bars: ±1 standard deviation over seeds."
 
 
 def scale_of(metric: Metric) -> str:
-    """For a caption."""
+    """Return the clause of a caption that names a logarithmic scale, or an empty string."""
     return "; logarithmic scale" if metric.logarithmic else ""
 
 
 def scale(axes: Axes, way: str, metric: Metric) -> None:
-    """Make the x or y axis, which holds its data already, logarithmic, if the metric asks."""
+    """Make the x or y axis logarithmic if the metric is; call after plotting."""
     if metric.logarithmic:
         axes.set(**{f"{way}scale": "log"})
         plain_log(axes.xaxis if way == "x" else axes.yaxis)
 
 
 def plain_log(axis: Axis) -> None:
-    """Label a logarithmic axis that holds its data already with a few round numbers."""
+    """Label a logarithmic axis with a few round numbers; call after plotting."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(AutoLocator() if high < 10 * low else LogLocator(subs=(1, 3)))
     axis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.6g}")
@@ -37,27 +37,27 @@ def plain_log(axis: Axis) -> None:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return at most so many of `count` places, evenly spaced, with the first and the last."""
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})
+    """Return at most `most` evenly spaced indices below `count`, including the first and last."""
+    return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
 
 
 def entry(label: str) -> str:
-    """Return a label for a legend, from which matplotlib leaves out those that begin with `_`."""
+    """Format a label for a legend; matplotlib would omit labels that begin with `_`."""
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
 
 
 def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
-    """A line of `mean`, with a marker at every point, and a band of one `std` over the index."""
+    """Draw column `mean` over the index, with markers and a band of one `std`."""
     colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
-    spread = figures["std"].fillna(0.0)  # of one seed there is none
+    spread = figures["std"].fillna(0.0)  # NaN for a single seed
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
     axis.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.18, lw=0)
 
 
 def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
-    """Draw a line over the frame's index for each of its columns, which are clients."""
-    for place, client in enumerate(figures):
-        axis.plot(figures[client], **canvas.series(place), markersize=3.5, label=entry(client))
+    """Draw a line over the index for each column of a frame, which is a client."""
+    for position, client in enumerate(figures):
+        axis.plot(figures[client], **canvas.series(position), markersize=3.5, label=entry(client))
 
 
 def over_rounds(
@@ -69,15 +69,23 @@ def over_rounds(
     metric: Metric,
     y: str,
 ) -> Figure:
-    """A panel for the mean and each client, a line for each label.
+    """Draw scores over rounds, with a panel for the mean and each client, and a line per label.
 
-    figures: by label and round; columns by panel, with `mean` and `std` over seeds of each.
+    Args:
+        canvas: the canvas to draw on.
+        figures: scores, a row per label and round; columns by panel, then `mean` and `std` over
+            seeds.
+        labels: the labels to draw.
+        panels: the panels to draw.
+        look: each label's look.
+        metric: the metric of the scores.
+        y: the name of the y axis.
     """
     figure, axes = canvas.panels(len(panels), 2.1, (2, 3), "round", y)
     for axis, panel in zip(axes, panels, strict=True):
         for label in labels:
-            found = figures[panel].loc[label].dropna(subset=["mean"])
-            line(canvas, axis, found, look[label], label)
+            scores = figures[panel].loc[label].dropna(subset=["mean"])
+            line(canvas, axis, scores, look[label], label)
         axis.set_title(panel)
         scale(axis, "y", metric)
     canvas.legend(figure, axes[0])
@@ -87,9 +95,15 @@ def over_rounds(
 def cells(
     canvas: Canvas, axis: Axes, figures: Frame, low: float, high: float, form: str = ""
 ) -> AxesImage:
-    """Colour a frame's figures from low to high, with rows and columns as it names them.
+    """Draw a frame as coloured cells, labelled with the frame's rows and columns.
 
-    form: writes them into the cells, such as ".2f", dark on light or light on dark.
+    Args:
+        canvas: the canvas to draw on.
+        axis: the axes to draw in.
+        figures: the values.
+        low: the value of the palest colour.
+        high: the value of the fullest colour.
+        form: a format specification, such as ".2f", for values written into the cells.
     """
     image = axis.imshow(figures, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
     axis.set_xticks(range(len(figures.columns)), map(str, figures.columns))
@@ -98,20 +112,17 @@ def cells(
     axis.set_ylabel(figures.index.name or "")
     axis.grid(False)
     axis.spines[:].set_visible(False)
-    for (row, column), figure in np.ndenumerate(figures.to_numpy(dtype=float)):
-        if form and not np.isnan(figure):
-            bright = np.dot(image.to_rgba(figure)[:3], (0.299, 0.587, 0.114)) > 0.55
+    for (row, column), value in np.ndenumerate(figures.to_numpy(dtype=float)):
+        if form and not np.isnan(value):
+            bright = np.dot(image.to_rgba(value)[:3], (0.299, 0.587, 0.114)) > 0.55
             ink = LIGHT.ink if bright else LIGHT.paper
-            word = format(figure, form)
-            axis.text(column, row, word, color=ink, ha="center", va="center", fontsize=8)
+            text = format(value, form)
+            axis.text(column, row, text, color=ink, ha="center", va="center", fontsize=8)
     return image
 
 
 def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
-    """Draw a frame of figures in the unit that is shown, with a colour bar.
-
-    The names of the frame's two axes are those of the figure's.
-    """
+    """Draw a frame of values with a colour bar; the names of its axes become axis labels."""
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     image = cells(canvas, axis, figures, low, max(high, low + 1e-9), ".2f")
@@ -121,13 +132,13 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
 def of_pairs(
     canvas: Canvas, matrices: Mapping[str, Frame], low: float, high: float, label: str
 ) -> Figure:
-    """Draw square matrices of clients by clients, by title, with one colour bar."""
+    """Draw matrices of clients by clients, given by title, with one colour bar."""
     clients = [str(client) for client in next(iter(matrices.values())).columns]
     names = 0.075 * max(map(len, clients))  # inches
     across = (1 if names > 0.6 else 2, 4)
-    most = 3.2 if len(matrices) > 1 else 0.45 * len(clients) + 0.4
-    room = canvas.width - names - 1.0
-    side = min(room / min(len(matrices), across[not canvas.narrow]), most)
+    longest = 3.2 if len(matrices) > 1 else 0.45 * len(clients) + 0.4
+    width = canvas.width - names - 1.0
+    side = min(width / min(len(matrices), across[not canvas.narrow]), longest)
     figure, axes = canvas.panels(len(matrices), side + 0.25, across, sharex=True, sharey=True)
     figure.set_figheight(figure.get_figheight() + names - 0.4)
     form = (".2f" if high - low > 0.05 else ".4f") if side / len(clients) > 0.33 else ""

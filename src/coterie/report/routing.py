@@ -1,4 +1,4 @@
-"""Routers' weights per layer over rounds: whom each client's tokens go to, as it learns."""
+"""Figure of routers' weights over rounds, by layer, for every client and expert."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,10 +17,10 @@ from coterie.report.style import Canvas, LeftOut, Picture
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """A figure per label whose runs have routers."""
+    """Yield a figure for each label whose runs have routers."""
     routed = [label for label, run in experiment.first if run.has_routers]
     if not routed:
-        yield LeftOut("Expert scores", "no run has routers over a fixed set of experts")
+        yield LeftOut("Expert scores", "no run recorded router weights over a fixed set of experts")
     for label in routed:
         yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
 
@@ -28,22 +28,22 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     layers = runs[0].names(ROUTING)
     seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
-    # By layer, client and round; a column per expert, of which clients may have fewer than others.
+    # A row per layer, client and round, a column per expert; clients may differ in their experts.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()
     counts = means.groupby("client").first().count(axis=1)
     experts = {client: runs[0].expert_names(client, count) for client, count in counts.items()}
-    panels: dict[tuple[str, str], Frame] = {}  # a row per round, a column per layer of the client
+    panels: dict[tuple[str, str], Frame] = {}  # a row per round, a column per layer
     for client, names in experts.items():
-        own = means.xs(client, level="client")
+        client_means = means.xs(client, level="client")
         for expert, name in enumerate(names):
-            weights = own[expert].unstack(0)
+            weights = client_means[expert].unstack(0)
             panels[str(client), name] = weights[[n for n in layers if n in weights]]
     deepest = max(len(weights.columns) for weights in panels.values())
 
     def draw(canvas: Canvas) -> Figure:
         colours = canvas.depths(deepest)
         most = max(map(len, experts.values()))
-        across = (min(most, 4), min(most, 8)) if most > 2 else (2, 4)  # more are too narrow to draw
+        across = (min(most, 4), min(most, 8)) if most > 2 else (2, 4)  # at most 4 or 8 are legible
         figure, axes = canvas.panels(
             len(panels), 1.7, across, "round", "mean weight", sharex=True, sharey=True
         )
@@ -66,8 +66,8 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
         f"Expert scores of {label}",
         "Mean router weight of each expert over the tokens of a round's last batch, with one "
         "line per layer, coloured by depth. Mean over seeds.",
-        f"Line plot of the mean routing weight by round for each of {listed(experts)} and "
-        f"each expert, with one line for each of {deepest} layers.",
+        f"Line plot of the mean router weight by round for each expert of {listed(experts)}, with "
+        f"one line for each of {deepest} layers. The table lists the weights in the last round.",
         draw,
         Table(
             "Mean weights in the last round, by layer",

@@ -1,7 +1,7 @@
-"""How figures look: light and dark, wide and narrow, and one colour per method everywhere.
+"""Themes, sizes and colours of figures; a method has the same colour in all figures.
 
-Colours are those of Okabe and Ito, which people with any kind of colour vision tell apart, made
-darker or lighter where they would be faint on the page; every method has a marker of its own too.
+The colours are those of Okabe and Ito, which are distinguishable with every kind of colour vision,
+darkened or lightened for contrast with the page. Methods also differ in their markers.
 """
 
 import io
@@ -25,7 +25,7 @@ from coterie.analysis.tables import Table
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a page."""
+    """Colours of a page, light or dark."""
 
     name: str
     paper: str
@@ -33,9 +33,9 @@ class Theme:
     quiet: str
     lines: str
     colours: tuple[str, ...]
-    """The first is for what was not trained, the second for what is not private."""
+    """Colours of methods; the first is for untrained models, the second for pooled training."""
     depths: tuple[float, float]
-    """The part of viridis that is seen well on this paper, for layers from first to last."""
+    """The range of the colour map viridis that contrasts with the paper; colours of layers."""
 
 
 LIGHT = Theme(
@@ -61,18 +61,20 @@ FIXED = {
     "comigs-2g": 5,
     "comigs-2s": 6,
 }
-"""Colours of the methods that most reports show; others take what is left."""
+"""Indices of the colours of frequent methods; other methods get the remaining colours."""
 MARKERS = "osD^vPXdp<>*hH8"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What an SVG file may not contain: matplotlib writes names into comments."""
+"""Characters that are invalid in an SVG file, into which matplotlib writes names as comments."""
+SMALLEST_SEED = "From the run with the smallest seed."
+"""The last sentence of the caption of a figure that does not average over seeds."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one label is drawn in every figure: a place among the colours, a marker, a dash."""
+    """The index of the colour, the marker and the dash of a label in all figures."""
 
     colour: int
     marker: str
@@ -80,41 +82,45 @@ class Look:
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """A look for every label, no two the same while markers last."""
+    """Assign a look to every label; looks are distinct while there are unused markers."""
     used = {FIXED[label] for label in labels if label in FIXED}
     free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
-    free.sort(key=lambda n: n in FIXED.values())  # those of methods that are not here come last
-    found: dict[str, Look] = {}
+    free.sort(key=lambda n: n in FIXED.values())  # colours of absent methods are used last
+    assigned: dict[str, Look] = {}
     others = 0
     for number, label in enumerate(labels):
-        places = free or list(range(2, len(LIGHT.colours)))
+        colours = free or list(range(2, len(LIGHT.colours)))
         dash = 0
         if (colour := FIXED.get(label)) is None:
-            colour = places[others % len(places)]
-            dash = others // len(places) + (not free)
+            colour = colours[others % len(colours)]
+            dash = others // len(colours) + (not free)
             others += 1
-        found[label] = Look(colour, MARKERS[number % len(MARKERS)], DASHES[dash % len(DASHES)])
-    return found
+        assigned[label] = Look(colour, MARKERS[number % len(MARKERS)], DASHES[dash % len(DASHES)])
+    return assigned
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """What a figure is drawn for: a theme, and a wide page or a phone."""
+    """The theme and the width (a wide page or a phone) for which a figure is drawn."""
 
     theme: Theme
     narrow: bool = False
 
     @property
     def width(self) -> float:
-        """Inches."""
+        """The width of a figure in inches."""
         return 4.3 if self.narrow else 10.0
 
     def colour(self, look: Look) -> str:
-        """Of a method."""
+        """Return the colour of a look in this theme."""
         return self.theme.colours[look.colour]
 
     def figure(self, height: float) -> Figure:
-        """An empty figure of the page's width; height in inches."""
+        """Create an empty figure with the width of the page.
+
+        Args:
+            height: the height in inches.
+        """
         return Figure(figsize=(self.width, height), layout="constrained")
 
     def panels(
@@ -126,17 +132,22 @@ class Canvas:
         y: str = "",
         **kwargs: Any,
     ) -> tuple[Figure, list[Axes]]:
-        """So many small panels; height in inches of one row.
+        """Create a figure with a grid of panels.
 
-        columns: panels side by side, at most, on a phone and on a wide page. x and y name the axes,
-        below the lowest panels and left of the first ones.
+        Args:
+            count: the number of panels.
+            height: the height of a row of panels in inches.
+            columns: the maximum number of panels per row, on a phone and on a wide page.
+            x: the label of the x axes, below the lowest panels.
+            y: the label of the y axes, left of the leftmost panels.
+            kwargs: further arguments of `Figure.subplots`.
         """
         across = min(count, columns[not self.narrow])
         rows = ceil(count / across)
         figure = self.figure(rows * height + 0.5)
         axes = list(figure.subplots(rows, across, squeeze=False, **kwargs).flat)
-        for spare in axes[count:]:
-            spare.remove()
+        for unused in axes[count:]:
+            unused.remove()
         for n, axis in enumerate(axes[:count]):
             if n % across == 0:
                 axis.set_ylabel(y)
@@ -148,35 +159,35 @@ class Canvas:
         return figure, axes[:count]
 
     def legend(self, figure: Figure, axes: Axes) -> None:
-        """Put one legend below all panels, with the entries of one of them."""
+        """Place one legend below all panels, with the entries of `axes`."""
         handles, names = axes.get_legend_handles_labels()
         columns = max(1, int(self.width * 11 / (max(map(len, names)) + 7)))
         rows = ceil(len(names) / columns)
         figure.set_figheight(figure.get_figheight() + 0.2 * rows)
-        where: Any = "outside lower center"
-        figure.legend(handles, names, loc=where, ncols=min(columns, len(names)))
+        position: Any = "outside lower center"
+        figure.legend(handles, names, loc=position, ncols=min(columns, len(names)))
 
-    def series(self, place: int) -> dict[str, Any]:
-        """Return the colour, marker and dash of one of several clients."""
+    def series(self, number: int) -> dict[str, Any]:
+        """Return the colour, marker and dash of a client, given by number."""
         colours = self.theme.colours[2:]
         return {
-            "color": colours[place % len(colours)],
-            "marker": MARKERS[place % len(MARKERS)],
-            "linestyle": DASHES[place // len(colours) % len(DASHES)],
+            "color": colours[number % len(colours)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": DASHES[number // len(colours) % len(DASHES)],
         }
 
     def depths(self, layers: int) -> ListedColormap:
-        """Return a colour for each layer, by how deep it is."""
+        """Return a colour for each layer, from the first to the last."""
         return ListedColormap(colormaps["viridis"](np.linspace(*self.theme.depths, layers)))
 
     def heat(self) -> Colormap:
-        """From paper to full colour, for shares and scores: light is little on any paper."""
+        """Return the colour map of heat maps; lighter colours are lower values in both themes."""
         light = self.theme is LIGHT
         name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:
-        """Settings of matplotlib."""
+        """Return matplotlib's settings for this theme."""
         theme = self.theme
         return {
             "font.family": ["DejaVu Sans"],
@@ -198,29 +209,29 @@ class Canvas:
             "lines.markersize": 4.5,
             "lines.markeredgewidth": 0,
             "text.parse_math": False,  # names may contain dollar signs
-            "svg.fonttype": "path",  # a picture in a page sees no fonts but the viewer's
-            "svg.hashsalt": "coterie",  # the same figure is the same file
+            "svg.fonttype": "path",  # an image in a page cannot embed fonts
+            "svg.hashsalt": "coterie",  # makes files reproducible
         }
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One figure of a report, drawn anew for every theme and width."""
+    """A figure of a report, which is drawn for every theme and width."""
 
     name: str
-    """Of its files."""
+    """The stem of the file names."""
     title: str
     caption: str
     alt: str
-    """What it shows, for those who do not see it."""
+    """The alternative text, for screen readers."""
     draw: Callable[[Canvas], Figure]
     table: Table | None = None
 
     def render(self, canvas: Canvas, kind: str) -> bytes:
-        """As an "svg" or "png" file."""
+        """Render the figure as an "svg" or "png" file."""
         out = io.BytesIO()
         with matplotlib.rc_context(canvas.rc()), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # drawn as a box
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # matplotlib draws a box instead
             figure = self.draw(canvas)
             if kind == "svg":
                 figure.savefig(out, format=kind, metadata={"Date": None})
@@ -232,12 +243,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A figure that the runs hold nothing for."""
+    """A figure that cannot be drawn from the runs, with the reason."""
 
     title: str
     why: str
 
 
 def number(value: float) -> str:
-    """A figure for a table or a label: four digits or so, never in powers of ten."""
+    """Format a number for a table or a label with about four digits, without an exponent."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,6 +1,7 @@
-"""Who learnt from whom where a server and its clients teach each other (FedMKT).
+"""Figure of distillation between a server and its clients, by teacher and learner (FedMKT).
 
-In a round the server learns from its clients; they learn from what it sends when the round is over.
+In a round, the server first learns from the clients. The clients then learn from the server's
+download.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,124 +17,132 @@ from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
 from coterie.messages.names import TAUGHT
 from coterie.report.plots import entry, evenly
-from coterie.report.style import DASHES, Canvas, LeftOut, Picture
+from coterie.report.style import DASHES, SMALLEST_SEED, Canvas, LeftOut, Picture
 
+TITLE = "Distillation between server and clients"
 MOST = 10
-"""Rounds that the table shows."""
+"""Maximum number of rounds in the table."""
 Lesson = Mapping[str, Any]
-"""What a side recorded of one time that it learnt: `samples` that it took over, `positions`, ..."""
+"""A participant's record of one distillation: the number of `samples`, `positions`, `mass`, ..."""
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a run's sides recorded of learning from one another, by round (1 is the first)."""
+    """Records of distillation of all participants of a run, by round (1 is the first)."""
 
     clients: Sequence[str]
     public: int | None
-    """Public samples that there are, where the run recorded it."""
+    """The number of public samples, if the run recorded it."""
     server: Mapping[int, Lesson]
-    """The server's, which have the samples of each client in `by`; empty if it only teaches."""
+    """The server's records, with samples by client in `by`; empty if the server only teaches."""
     learnt: Mapping[str, Mapping[int, Lesson]]
-    """The clients'; without those that keep their figures to themselves."""
+    """Each client's records; a client that does not share its metrics is absent."""
 
     @property
     def rounds(self) -> list[int]:
-        """All in which anybody learnt."""
-        return sorted({round for one in (self.server, *self.learnt.values()) for round in one})
+        """All rounds in which any participant learnt."""
+        learners = (self.server, *self.learnt.values())
+        return sorted({round for records in learners for round in records})
 
 
 def lessons(run: ReportedRun) -> Lessons:
-    """Of a run; `after` counts the rounds that were over when a side learnt.
+    """Read the records of distillation of a run.
 
-    A client that is scored learns as it will again at the start of the next round; the last counts.
+    A record's `after` is the number of rounds that were complete when the participant learnt. If a
+    client learns twice after a round, first to be scored and then to train, the last record counts.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
-        str(client): {lesson["after"]: lesson for lesson in found.to_dict("records")}
-        for client, found in run.by_client(TAUGHT).groupby("client")
+        str(client): {lesson["after"]: lesson for lesson in records.to_dict("records")}
+        for client, records in run.by_client(TAUGHT).groupby("client")
     }
     taught_by = {client for lesson in server.values() for client in lesson["by"]}
-    public = run.server.get("samples", {}).get("train")  # a server trains on the public samples
+    public = run.server.get("samples", {}).get("train")  # the server trains on public samples
     return Lessons(sorted({*taught_by, *learnt}), public, server, learnt)
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """A figure for each label whose sides teach each other, of the run with the first seed."""
-    every = {label: lessons(run) for label, run in experiment.first}
-    found = [_picture(label, one) for label, one in every.items() if one.rounds]
-    why = "no run uses a method with distillation between server and clients"
-    yield from found or [LeftOut("Who learnt from whom", why)]
+    """Yield a figure per label with distillation, from the run with the smallest seed."""
+    by_label = {label: lessons(run) for label, run in experiment.first}
+    pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
+    reason = "no run recorded distillation between a server and its clients"
+    yield from pictures or [LeftOut(TITLE, reason)]
 
 
-def _picture(label: str, one: Lessons) -> Picture:
+def _picture(label: str, records: Lessons) -> Picture:
     def draw(canvas: Canvas) -> Figure:
-        shown = [d for d, there in ((_bars, one.server), (_lines, one.learnt)) if there]
+        plots = [plot for plot, data in ((_bars, records.server), (_lines, records.learnt)) if data]
         figure, axes = canvas.panels(
-            len(shown), 2.5, (1, 2), "round", "public samples", sharex=True, sharey=True
+            len(plots), 2.5, (1, 2), "round", "public samples", sharex=True, sharey=True
         )
-        for axis, draw_one in zip(axes, shown, strict=True):
-            if one.public is not None:
-                axis.axhline(one.public, color=canvas.theme.quiet, linestyle=DASHES[2])
-            draw_one(axis, canvas, one)
+        for axis, plot in zip(axes, plots, strict=True):
+            if records.public is not None:
+                axis.axhline(records.public, color=canvas.theme.quiet, linestyle=DASHES[2])
+            plot(axis, canvas, records)
             axis.set_ylim(bottom=0)
         canvas.legend(figure, axes[-1])
         return figure
 
-    dotted = "" if one.public is None else f" Dotted line: all {one.public} public samples."
+    public = records.public
+    dotted = "" if public is None else f" Dotted line: all {public} public samples."
     return Picture(
         f"teaching-{path_part(label)}",
-        f"Who learnt from whom, {label}",
-        "Public samples on which a participant distilled another's predictions, because "
-        "these had the lowest loss of all, its own included. In each round the server learns "
-        f"from the clients, then the clients learn from the server.{dotted} First seed only.",
-        f"Number of public samples on which the server learnt from {listed(one.clients)}, and "
-        "they from the server, by round; the table lists the values.",
+        f"{TITLE}, {label}",
+        "Number of public samples on which a participant learnt another participant's "
+        "predictions, because these had a lower loss than those of all other participants and its "
+        "own. In each round, the server learns from the clients, then the clients learn from the "
+        f"server.{dotted} {SMALLEST_SEED}",
+        f"Numbers of public samples by round: bars for the server, which learns from "
+        f"{listed(records.clients)}, and lines for the clients, which learn from the server. The "
+        "table lists the values.",
         draw,
-        _table(one),
+        _table(records),
     )
 
 
-def _bars(axis: Axes, canvas: Canvas, one: Lessons) -> None:
-    """What the server took over, a bar per round, of pieces by client."""
-    rounds = sorted(one.server)
+def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
+    """Draw the server's samples by round as bars, stacked by client."""
+    rounds = sorted(records.server)
     below = np.zeros(len(rounds))
-    for n, client in enumerate(one.clients):
-        counts = np.array([one.server[round]["by"].get(client, 0) for round in rounds])
+    for n, client in enumerate(records.clients):
+        counts = np.array([records.server[round]["by"].get(client, 0) for round in rounds])
         axis.bar(rounds, counts, 0.7, below, color=canvas.series(n)["color"], label=entry(client))
         below += counts
     axis.set_title("the server learns from clients")
 
 
-def _lines(axis: Axes, canvas: Canvas, one: Lessons) -> None:
-    """What each client took over from the server, a line per client."""
-    for n, client in enumerate(one.clients):
-        counts = {r: lesson["samples"] for r, lesson in sorted(one.learnt.get(client, {}).items())}
+def _lines(axis: Axes, canvas: Canvas, records: Lessons) -> None:
+    """Draw each client's samples by round as a line."""
+    for n, client in enumerate(records.clients):
+        by_round = sorted(records.learnt.get(client, {}).items())
+        counts = {round: lesson["samples"] for round, lesson in by_round}
         axis.plot(list(counts), list(counts.values()), **canvas.series(n), label=entry(client))
     axis.set_title("clients learn from the server")
 
 
-def _table(one: Lessons) -> Table:
+def _table(records: Lessons) -> Table:
     rows: list[list[str]] = []
-    for at in (one.rounds[n] for n in evenly(len(one.rounds), MOST)):
-        if at in one.server:
-            given = [f"{client} {count}" for client, count in one.server[at]["by"].items()]
-            rows.append([str(at), SERVER, ", ".join(given), *_quality(one.server[at])])
-        for client in one.clients:
-            if lesson := one.learnt.get(client, {}).get(at):
-                rows.append([str(at), client, SERVER, *_quality(lesson)])
-    of = "" if one.public is None else f", of {one.public}"
+    for round in (records.rounds[n] for n in evenly(len(records.rounds), MOST)):
+        if round in records.server:
+            lesson = records.server[round]
+            teachers = [f"{client} {count}" for client, count in lesson["by"].items()]
+            rows.append([str(round), SERVER, ", ".join(teachers), *_quality(lesson)])
+        for client in records.clients:
+            if lesson := records.learnt.get(client, {}).get(round):
+                rows.append([str(round), client, SERVER, *_quality(lesson)])
+    total = "" if records.public is None else f" (of {records.public})"
     return Table(
         "Public samples learnt from other participants",
-        ["round", "learner", "from", f"samples{of}", "positions", "probability"],
+        ["round", "learner", "teacher", f"samples{total}", "positions", "probability"],
         rows,
-        "Positions: share of the answers' positions where the teacher has a position that "
-        "has read the same text. Probability: mean probability the teacher gave to the "
-        "transferred tokens at these positions. Other positions learn from the labels.",
+        "Positions: share of the answers' token positions that are aligned with a position of the "
+        "teacher; the other positions learn from the labels. Probability: mean probability that "
+        "the teacher gave to the transferred tokens at aligned positions.",
     )
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Samples, and how well their predictions came over."""
+    """Return the cells of a record: samples, share of aligned positions, and probability."""
     if not lesson["samples"]:
         return ["0", "", ""]
     return [str(lesson["samples"]), *(f"{lesson[k]:.1%}" for k in ("positions", "mass"))]

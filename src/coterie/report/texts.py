@@ -1,7 +1,7 @@
-"""Texts with every token coloured by the expert that its router scores highest.
+"""Figure of texts with every token coloured by the expert that the router scores highest.
 
 Rows are texts, columns are clients' models (CoMiGS, figures 2, 14-19). Clients' texts are private,
-so a report holds them only where it is asked for.
+so a report includes them only on request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,76 +15,78 @@ from coterie.analysis.tables import Table
 from coterie.analysis.texts import LENGTH, Coloured
 from coterie.errors import CoterieError
 from coterie.files import path_part
-from coterie.report.style import Canvas, LeftOut, Picture
+from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
 TINTS = {
     "light": ("#ffd0a8", "#bcdcf5", "#bfe8d2", "#f3cbe5", "#f2e3a0", "#d9d2f5", "#d7dade"),
     "dark": ("#7d4213", "#1d4e79", "#17604a", "#74345c", "#665300", "#4b3c86", "#4a525d"),
 }
-"""Backgrounds by expert, on which the page's ink is read well; the first is the paper's orange."""
+"""Background colours by expert, legible with the theme's ink; the first is the paper's orange."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextPicture(Picture):
-    """Texts by models, at one layer, which a page shows as text."""
+    """Texts routed by several models at one layer; the page shows them as text, not as an image."""
 
     texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
-    """By whose text, then by whose model, of those that can read it."""
+    """Routed texts by the name of the text, then by the client whose model routed the text."""
 
     @property
     def columns(self) -> list[str]:
-        """Whose models."""
+        """Names of the clients whose models routed the texts."""
         return list(dict.fromkeys(model for row in self.texts.values() for model in row))
 
     @property
     def experts(self) -> Sequence[str]:
-        """Of the client with the most."""
-        every = (one.experts for row in self.texts.values() for one in row.values())
-        return max(every, key=len)
+        """Names of the experts of the client with the most experts."""
+        names = (text.experts for row in self.texts.values() for text in row.values())
+        return max(names, key=len)
 
 
 def texts(
-    found: Mapping[str, Sequence[Coloured] | CoterieError],
+    results: Mapping[str, Sequence[Coloured] | CoterieError],
 ) -> Iterator[TextPicture | LeftOut]:
-    """Yield a picture for each label with routers, and each of its layers: all texts by all models.
+    """Yield a figure for each label with routers and each selected layer.
 
     Args:
-        found: see `coloured_texts`.
+        results: the return value of `coloured_texts`.
     """
-    if not found:
-        yield LeftOut("Experts of each token", "no run has routers over a fixed set of experts")
-    for label, coloured in found.items():
+    if not results:
+        reason = "no run recorded router weights over a fixed set of experts"
+        yield LeftOut("Experts of each token", reason)
+    for label, coloured in results.items():
         title = f"Experts of each token, {label}"
         if isinstance(coloured, CoterieError):
             yield LeftOut(title, str(coloured))
         elif not coloured:
-            yield LeftOut(title, "every client keeps the base as it came, which has no experts")
+            yield LeftOut(title, "every client kept the untrained base, which has no experts")
         else:
-            for place in dict.fromkeys(one.layer for one in coloured):
-                yield _picture(label, place, [one for one in coloured if one.layer == place])
+            for layer in dict.fromkeys(text.layer for text in coloured):
+                yield _picture(label, layer, [text for text in coloured if text.layer == layer])
 
 
-def _picture(label: str, place: str, coloured: Sequence[Coloured]) -> TextPicture:
+def _picture(label: str, layer: str, coloured: Sequence[Coloured]) -> TextPicture:
     rows: dict[str, dict[str, Coloured]] = {}
-    for one in coloured:
-        rows.setdefault(one.text_of, {})[one.model_of] = one
-    models = dict.fromkeys(one.model_of for one in coloured)
+    for text in coloured:
+        rows.setdefault(text.text_of, {})[text.model_of] = text
+    models = dict.fromkeys(text.model_of for text in coloured)
     shares = [
         [name, *(f"{row[model].generalists:.0%}" if model in row else "" for model in models)]
         for name, row in rows.items()
     ]
     grid = TextPicture(
-        f"texts-{path_part(label)}-{path_part(place)}",
-        f"Experts of each token, {label}, {place}",
-        f"The first {LENGTH} tokens (approximately) of each text, as each client's model reads "
-        "them. The background colour shows the expert with the highest router score.",
-        "Texts with coloured tokens, by the clients whose models read them.",
+        f"texts-{path_part(label)}-{path_part(layer)}",
+        f"Experts of each token, {label}, {layer}",
+        f"The first {LENGTH} tokens (approximately) of each text, routed by each client's model. "
+        "The background colour shows the expert with the highest router score. "
+        f"{SMALLEST_SEED}",
+        "Grid of texts with coloured tokens: a row per text, a column per client's model.",
         lambda canvas: _draw(canvas, grid),
         Table(
-            f"Share of tokens whose first expert is a generalist, {place}",
+            f"Share of tokens whose highest-scoring expert is a generalist, {layer}",
             ["text", *models],
             shares,
-            "Columns: whose model. Of clients without generalists, the share of expert 1.",
+            "A column per client's model. For clients without generalists: share of expert 1.",
         ),
         rows,
     )
@@ -92,27 +94,27 @@ def _picture(label: str, place: str, coloured: Sequence[Coloured]) -> TextPictur
 
 
 SIZE = 8.5
-"""Points of the type in a picture of texts."""
+"""Font size in points."""
 WIDE, HIGH = 0.602 * SIZE / 72, 1.65 * SIZE / 72
-"""Inches of a character of DejaVu Sans Mono, and from line to line."""
+"""Width of a character of DejaVu Sans Mono and height of a line, in inches."""
 ACROSS = 34
-"""Characters of a line of a text."""
+"""Maximum number of characters per line."""
 
 
 def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
-    """As many panels as there are texts by models; wider than the page if there are many."""
+    """Draw a panel per text and model; with many models, the figure is wider than the page."""
     tints, rows, columns = TINTS[canvas.theme.name], list(grid.texts), grid.columns
     lines = {
-        row: {model: wrapped(one.pieces, ACROSS) for model, one in found.items()}
-        for row, found in grid.texts.items()
+        row: {model: wrapped(text.pieces, ACROSS) for model, text in by_model.items()}
+        for row, by_model in grid.texts.items()
     }
-    # A text's name stands beside it, turned.
+    # The name of a text is written vertically beside the row.
     tall = {row: max(1 + len(row) // 3, *map(len, lines[row].values())) for row in rows}
     wide, high = (ACROSS + 3) * WIDE * len(columns), HIGH * sum(tall.values())
-    beside, above, between = 0.5, 3.3 * HIGH, 1.2 * HIGH  # inches left, on top, between texts
+    beside, above, between = 0.5, 3.3 * HIGH, 1.2 * HIGH  # margins: left, top, between texts
     figure = canvas.figure(above + high + between * len(rows))
     figure.set_figwidth(beside + wide)
-    figure.set_layout_engine("none")  # which fits axes to a figure, and not a figure to its texts
+    figure.set_layout_engine("none")  # a layout engine would resize the axes
     axes = figure.subplots(
         len(rows), len(columns), squeeze=False, height_ratios=list(tall.values()), gridspec_kw={
             "left": 1 - wide / figure.get_figwidth(), "right": 1 - 3 * WIDE / figure.get_figwidth(),
@@ -142,12 +144,12 @@ def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
 
 
 def wrapped(pieces: Iterable[tuple[str, int]], across: int) -> list[list[tuple[str, int]]]:
-    """Break a text, given in pieces with their experts, into lines of so many characters."""
+    """Wrap a text, given as pieces with experts, into lines of at most `across` characters."""
     lines: list[list[tuple[str, int]]] = [[]]
     for piece, expert in pieces:
         for text in piece.replace("\t", " ").replace("\n", "↵\n").splitlines(keepends=True):
             word = text.rstrip("\n")
-            if lines[-1] and sum(len(one) for one, _ in lines[-1]) + len(word) > across:
+            if lines[-1] and sum(len(part) for part, _ in lines[-1]) + len(word) > across:
                 lines.append([])
             lines[-1].append((word, expert))
             if text.endswith("\n"):

@@ -1,4 +1,4 @@
-"""Whom each client trusts: its weights of the others' updates, and how they change (PCL)."""
+"""Figures of PCL's trust weights: each client's weights for all clients' updates, over rounds."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,15 +16,15 @@ from coterie.report.style import Canvas, LeftOut, Picture, number
 
 METRIC = "trust"
 Matrices = Mapping[int, Frame]
-"""By round, clients' weights: a row per client that mixes, a column per client that is mixed in."""
+"""Trust weights by round: a row per client that averages, a column per client averaged over."""
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Heat maps and lines for each label whose runs have trust weights."""
-    found = [label for label, run in experiment.first if run.names(TRUST)]
-    if not found:
-        yield LeftOut("Trust weights", "no run uses a method with trust weights")
-    for label in found:
+    """Yield heat maps and line plots for each label whose runs have trust weights."""
+    labels = [label for label, run in experiment.first if run.names(TRUST)]
+    if not labels:
+        yield LeftOut("Trust weights", "no run recorded trust weights")
+    for label in labels:
         weights = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
         yield _heat_maps(label, weights)
         if len(next(iter(weights.values()))) > 2:
@@ -34,17 +34,17 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
-    """The weights' means over seeds.
+    """Average the weights over seeds.
 
-    A weight is NaN where a client set none in that round. After the last round's training clients
-    mix once more; of that round, the last weights are taken.
+    Weights of a client that set none in a round are NaN. Clients average once more after the last
+    round's training; the later weights of that round are used.
     """
-    each = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
-    found: Frame = pd.concat(each).fillna(0.0)
-    clients = sorted({*found.columns, *found.index.unique("client")})
-    means = found.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
+    by_run = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
+    weights: Frame = pd.concat(by_run).fillna(0.0)
+    clients = sorted({*weights.columns, *weights.index.unique("client")})
+    means = weights.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
     rounds = means.groupby("round")
-    return {n: own.droplevel("round").reindex(clients).rename_axis(None) for n, own in rounds}
+    return {n: frame.droplevel("round").reindex(clients).rename_axis(None) for n, frame in rounds}
 
 
 def _heat_maps(label: str, weights: Matrices) -> Picture:
@@ -53,52 +53,52 @@ def _heat_maps(label: str, weights: Matrices) -> Picture:
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices of {label}",
-        "Rows: the client that mixes. Columns: the client whose update is mixed in. Rows sum "
-        "to 1. Mean over seeds.",
-        f"Heat maps of trust weights between {listed(last)} at several rounds; the table "
-        "shows the last round.",
+        "Rows: the client that averages. Columns: the client whose update is weighted. Each row "
+        "sums to 1. Mean over seeds.",
+        f"Heat maps of trust weights between {listed(last)} in several rounds; the table shows "
+        "the last round.",
         lambda canvas: _draw(canvas, weights, 0.0, highest),
-        frame_table(f"Trust weights at round {round}", "client", last, ".3f"),
+        frame_table(f"Trust weights in round {round}", "client", last, ".3f"),
     )
 
 
 def _others(label: str, weights: Matrices) -> Picture:
-    """The same without the diagonal, and with colours from the lowest weight to the highest."""
-    others = {n: own.mask(np.eye(len(own), dtype=bool)) for n, own in weights.items()}
+    """Draw the weights without the diagonal, whose high values would hide the differences."""
+    others = {n: frame.mask(np.eye(len(frame), dtype=bool)) for n, frame in weights.items()}
     low, high = _ends(others)
     return Picture(
         f"trust-in-others-{path_part(label)}",
-        f"Trust in others of {label}",
-        f"The weights that clients give each other, without their own (PCL, figures 3, 4 and 8). "
-        f"Colours span the lowest ({number(low)}) to the highest ({number(high)}).",
+        f"Trust in other clients of {label}",
+        f"Trust weights without the clients' weights for themselves (PCL, figures 3, 4 and 8). "
+        f"Colours range from the lowest weight ({number(low)}) to the highest ({number(high)}).",
         f"Heat maps of trust weights between {listed(others[max(others)])} without the diagonal.",
         lambda canvas: _draw(canvas, others, low, max(high, low + 1e-9)),
     )
 
 
 def _ends(weights: Matrices) -> tuple[float, float]:
-    """The lowest weight and the highest."""
-    every = pd.concat(weights)
-    return float(every.min(axis=None)), float(every.max(axis=None))
+    """Return the lowest and the highest weight of all rounds."""
+    values = pd.concat(weights)
+    return float(values.min(axis=None)), float(values.max(axis=None))
 
 
 def _draw(canvas: Canvas, weights: Matrices, low: float, high: float) -> Figure:
-    """Matrices at up to four rounds, in colours from the palest (low) to the fullest (high)."""
+    """Draw the matrices of up to four rounds, in colours that range from `low` to `high`."""
     rounds = list(weights)
     matrices = {f"round {rounds[n]}": weights[rounds[n]] for n in evenly(len(rounds), 4)}
     return of_pairs(canvas, matrices, low, high, "trust weight")
 
 
 def _evolution(label: str, weights: Matrices) -> Picture:
-    every: Frame = pd.concat(weights)
+    frame: Frame = pd.concat(weights)
     highest = _ends(weights)[1]
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(
-            len(every.columns), 1.9, x="round", y="trust weight", sharex=True, sharey=True
+            len(frame.columns), 1.9, x="round", y="trust weight", sharex=True, sharey=True
         )
-        for axis, client in zip(axes, every, strict=True):
-            lines_by_client(canvas, axis, every.xs(client, level=1))
+        for axis, client in zip(axes, frame, strict=True):
+            lines_by_client(canvas, axis, frame.xs(client, level=1))
             axis.set_title(client)
             axis.set_ylim(0, 1.05 * highest)
         canvas.legend(figure, axes[0])
@@ -107,7 +107,8 @@ def _evolution(label: str, weights: Matrices) -> Picture:
     return Picture(
         f"trust-over-rounds-{path_part(label)}",
         f"Trust over rounds of {label}",
-        "One panel per client: its weights for all clients, including itself. Mean over seeds.",
-        f"Line plot of the weights for all clients by round, for each of {listed(every)}.",
+        "One panel per client: the client's weights for all clients, including itself. Mean over "
+        "seeds.",
+        f"Line plot of trust weights by round, with one panel for each of {listed(frame)}.",
         draw,
     )

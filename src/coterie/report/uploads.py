@@ -1,4 +1,4 @@
-"""How far each client's upload moved from its download, relative to the round's median."""
+"""Figure of the size of uploads: the norm of each change relative to the round's median."""
 
 from collections.abc import Iterator, Mapping
 
@@ -10,13 +10,13 @@ from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
 from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.report.plots import entry, plain_log
-from coterie.report.style import Canvas, LeftOut, Picture, looks, number
+from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, looks, number
 
 TITLE = "Size of uploads"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a panel per label, with a line of ratios per client; excluded uploads are crossed."""
+    """Yield a figure with a panel per label and a line per client; crosses: excluded uploads."""
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:
         yield _ratios(runs)
@@ -28,26 +28,30 @@ def _changes(run: ReportedRun) -> Frame:
     """Return `ratio`, `cosine` and `excluded` of each upload, a row per client and round."""
     rows = run.metrics[run.metrics["name"] == LEFT_OUT]
     excluded = pd.MultiIndex.from_frame(rows[["client", "round"]])
-    found = run.by_client(CHANGE).groupby(["client", "round"]).last().astype(float)
-    found = found.reindex(found.index.union(excluded))  # a client that diverged has no figures
-    return found.assign(excluded=found.index.isin(excluded))
+    changes = run.by_client(CHANGE).groupby(["client", "round"]).last().astype(float)
+    # The upload of a client that diverged is excluded without being measured.
+    changes = changes.reindex(changes.index.union(excluded))
+    return changes.assign(excluded=changes.index.isin(excluded))
 
 
 def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
     changes = {label: _changes(run) for label, run in runs.items()}
-    clients = sorted({name for found in changes.values() for name in found.index.unique("client")})
-    look = looks(clients)
+    clients = sorted({name for frame in changes.values() for name in frame.index.unique("client")})
+    styles = looks(clients)
 
     def draw(canvas: Canvas) -> Figure:
-        y = "change relative to the median"
-        figure, axes = canvas.panels(len(changes), 2.1, (1, 3), "round", y, sharey=True)
-        for axis, (label, found) in zip(axes, changes.items(), strict=True):
-            for client in found.index.unique("client"):
-                own, colour = found.loc[client], canvas.colour(look[client])
-                marks = {"marker": look[client].marker, "linestyle": look[client].dash}
-                axis.plot(own.index, own["ratio"], color=colour, label=entry(client), **marks)
-                out = own[own["excluded"]]
-                axis.plot(out.index, out["ratio"], "x", color=canvas.theme.ink, ms=9, mew=1.8)
+        axis_label = "change relative to the median"
+        figure, axes = canvas.panels(len(changes), 2.1, (1, 3), "round", axis_label, sharey=True)
+        for axis, (label, frame) in zip(axes, changes.items(), strict=True):
+            for client in frame.index.unique("client"):
+                uploads, colour = frame.loc[client], canvas.colour(styles[client])
+                marks = {"marker": styles[client].marker, "linestyle": styles[client].dash}
+                axis.plot(
+                    uploads.index, uploads["ratio"], color=colour, label=entry(client), **marks
+                )
+                excluded = uploads[uploads["excluded"]]
+                x, y = excluded.index, excluded["ratio"]
+                axis.plot(x, y, "x", color=canvas.theme.ink, ms=9, mew=1.8)
             axis.set_title(label)
             axis.set_yscale("log", nonpositive="mask")
         plain_log(axes[0].yaxis)
@@ -58,19 +62,19 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         [
             label,
             client,
-            "" if own["ratio"].isna().all() else number(own["ratio"].max()),
-            "" if own["cosine"].isna().all() else f"{own['cosine'].min():.2f}",
-            ", ".join(map(str, own.index.unique("round")[own["excluded"]])),
+            "" if uploads["ratio"].isna().all() else number(uploads["ratio"].max()),
+            "" if uploads["cosine"].isna().all() else f"{uploads['cosine'].min():.2f}",
+            ", ".join(map(str, uploads.index.unique("round")[uploads["excluded"]])),
         ]
-        for label, found in changes.items()
-        for client, own in found.groupby("client")
+        for label, frame in changes.items()
+        for client, uploads in frame.groupby("client")
     ]
     return Picture(
         "uploads",
         TITLE,
         "Norm of the difference between each upload and the preceding download, as a multiple of "
-        "the round's median; logarithmic scale. Crosses: uploads excluded from the round. From "
-        "the run with the smallest seed.",
+        "the round's median; logarithmic scale. Crosses: uploads excluded from the round. "
+        f"{SMALLEST_SEED}",
         f"Line plot of the relative size of each client's upload by round for {listed(changes)}; "
         "the table lists each client's largest ratio and the rounds that excluded its upload.",
         draw,
@@ -78,6 +82,6 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
             "Largest change of each client, as a multiple of the round's median",
             ["method", "client", "largest ratio", "lowest cosine", "excluded in rounds"],
             rows,
-            "Cosine: between an upload's change and the sum of the other clients' changes.",
+            "Cosine: between the change of an upload and the sum of the other clients' changes.",
         ),
     )
