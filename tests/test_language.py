@@ -25,7 +25,6 @@ UNREAD = {
     "methods",
     "network",
     "report",
-    "runs",
     "testing",
 }
 """Packages whose English was not gone through; the network is about to be replaced."""
