@@ -21,7 +21,6 @@ UNREAD = {
     "federation",
     "inference",
     "network",
-    "runs",
     "testing",
 }
 """Packages whose English was not gone through; the network is about to be replaced."""

@@ -36,7 +36,7 @@ def logged(path: Path, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a callback is told when a run begins or continues."""
+    """The facts about a run that callbacks receive when the run begins or continues."""
 
     method: str
     """The method's name in tables."""
@@ -49,7 +49,7 @@ class RunStart:
     tokens: int
     """The mean number of tokens that a client reads in a training step."""
     adapters: tuple[str, ...]
-    """What is trained where, in a sentence for each kind of adapter."""
+    """Descriptions of the adapters and the modules they are attached to, one sentence per kind."""
 
 
 class Callback:
