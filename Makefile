@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo quick test slow tenth lint mutants shuffled dist try-wheel setup clean \
+.PHONY: demo quick test slow tenth lint docs mutants shuffled dist try-wheel setup clean \
   thorough thorough-methods thorough-engines thorough-others
 
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
@@ -60,6 +60,9 @@ lint: setup  ## check format, lint rules, types and the order of packages; chang
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+docs: setup  ## build the documentation in build/site/html, and check its links; under a minute
+	$(BIN)/python scripts/build_site.py
 
 dist: setup  ## build a wheel and a source archive in dist/
 	rm -rf dist

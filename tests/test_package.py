@@ -28,6 +28,8 @@ EXTRAS = {
     name: [Requirement(each) for each in requirements]
     for name, requirements in PROJECT["optional-dependencies"].items()
 }
+TOOLS = ("dev", "docs")
+"""The extras with programs that the package does not import."""
 EVERYTHING = [*NEEDED, *(each for extra in EXTRAS.values() for each in extra)]
 PINS = {
     canonicalize_name(pin.name): pin
@@ -117,7 +119,9 @@ def test_what_is_imported_is_asked_for() -> None:
 
 
 def test_what_is_asked_for_is_imported() -> None:
-    asked = _names([*NEEDED, *(each for name in EXTRAS if name != "dev" for each in EXTRAS[name])])
+    asked = _names(
+        [*NEEDED, *(each for name in EXTRAS if name not in TOOLS for each in EXTRAS[name])]
+    )
     assert asked - set().union(*IMPORTED.values()) == {"click"}  # only held back, for Flower
 
 
