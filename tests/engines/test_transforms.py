@@ -162,7 +162,11 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
         ("local", "median", "has no effect with the method 'local'"),
         ("pcl-2", "clipped_gaussian", "covers; remove it"),
         ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
-        ({"name": "fedavg", "exact": True}, "median", "`exact: true` sends what makes means exact"),
+        (
+            {"name": "fedavg", "exact": True},
+            "median",
+            "method.exact needs the mean of uploads, which",
+        ),
     ],
 )
 def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:
