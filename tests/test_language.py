@@ -10,16 +10,11 @@ import pytest
 from language import SOURCE, breaches
 
 UNREAD = {
-    "__init__.py",
-    "__main__.py",
     "aggregation",
-    "api.py",
     "cli",
     "data",
     "engines",
     "evaluation",
-    "federation",
-    "inference",
     "network",
     "testing",
 }

@@ -149,7 +149,7 @@ class ClientPart:
             if self.config.method.reports != "aggregated":
                 self.side.restore(trained)
         if self.keeper is not None:
-            self._score_kept(self.keeper.found or kept, round + 1)
+            self._score_kept(self.keeper.unsaved or kept, round + 1)
 
     def _diverged(self, what: str, round: int) -> Diverged:
         return Diverged(
@@ -171,8 +171,8 @@ class ClientPart:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
-            yield f"kept-{self.name}", self.keeper.found
-            self.keeper.found = None
+            yield f"kept-{self.name}", self.keeper.unsaved
+            self.keeper.unsaved = None
 
     def restore(self, state: State, kept: State | None) -> None:
         """Go back to a checkpoint: the client's state, and what it has of the best model."""
