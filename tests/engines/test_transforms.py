@@ -36,7 +36,8 @@ TRANSFORMS: dict[str, Any] = {
 def _loaded() -> None:
     for file in sorted(EXAMPLES.glob("*.py")):
         load_plugin(file)
-    coterie.register(Failing)
+    for kind in (Failing, Phased, Trained):
+        coterie.register(kind)
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +160,18 @@ def test_keys_of_the_section_name_transforms(config, tmp_path) -> None:
         assert_same_states(ends[0], ends[2])
 
 
+class Phased(Transform):
+    name: ClassVar[str] = "phased"
+    summary: ClassVar[str] = "has a phase of a name that another has, too"
+    before: ClassVar[tuple[str, ...]] = ("keys",)
+
+
+class Trained(Transform):
+    name: ClassVar[str] = "trained"
+    summary: ClassVar[str] = "has a phase of the name of training"
+    before: ClassVar[tuple[str, ...]] = ("train",)
+
+
 class Failing(Transform):
     name: ClassVar[str] = "failing"
     summary: ClassVar[str] = "fails before the run"
@@ -236,6 +249,8 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ),
         ({"transforms": ["server_optimiser"]}, r"transforms\[0\].optimiser is missing"),
         ({"transforms": [{"name": "bounds", "largest_change": 0.5}]}, r"\[0\].largest_change"),
+        ({"transforms": ["masked_sum", "phased"]}, "The phase 'keys' of a round is of two"),
+        ({"transforms": ["trained"]}, "The phase 'train' of a round .* rename it"),
         ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
         (
             {"transforms": [{"name": "failing", "hook": "schema"}]},

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import coterie
 from coterie.aggregation.reductions import Median
-from coterie.aggregation.transform import TransformFacts
 from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
@@ -41,9 +40,6 @@ class Middle(Median):
 
     name: ClassVar[str] = "middle"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
-
-    def check(self, run: TransformFacts) -> None:
-        pass
 
 
 def held(local: LocalRun) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from coterie.aggregation.spec import BoundsSpec
-from coterie.aggregation.transform import Transform, TransformFacts
+from coterie.aggregation.transform import Transform
 from coterie.aggregation.weights import TOKENS, tokens_of
 from coterie.messages import Groups, Json, Message
 from coterie.messages.names import CHANGE
@@ -69,9 +69,6 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
     name: ClassVar[str] = "bounds"
     summary: ClassVar[str] = "uploads much larger than the round's median are excluded"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
-
-    def check(self, run: TransformFacts) -> None:
-        """Accept every run."""
 
     def join(self, client: str, hello: Message) -> int:
         """Return the client's weight: some methods weigh for themselves."""

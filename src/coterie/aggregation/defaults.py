@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from coterie.aggregation.bounds import Bounds
 from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.spec import AggregationSpec, BoundsSpec
-from coterie.aggregation.transform import Reduction, Transform
+from coterie.aggregation.transform import TRAIN, Reduction, Transform
 from coterie.aggregation.weights import TokenWeights
 from coterie.errors import CoterieError
 from coterie.messages import Schema
@@ -40,7 +40,7 @@ def with_defaults(
 
 
 def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
-    """Raise CoterieError if a run has a transform twice, or several that replace the mean.
+    """Raise CoterieError if a run has a transform or a phase twice, or replaces the mean twice.
 
     Args:
         listed: the transforms in `aggregation.transforms`.
@@ -51,6 +51,12 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
         raise CoterieError(
             "aggregation.transforms has several transforms that replace the mean "
             f"({', '.join(reductions)}); keep one of them."
+        )
+    phases = [TRAIN, *(phase for transform in every for phase in transform.before)]
+    if twice := [phase for number, phase in enumerate(phases) if phase in phases[:number]]:
+        raise CoterieError(
+            f"The phase {twice[0]!r} of a round is of two transforms, or of a transform and of "
+            "training; rename it."
         )
     names = [transform.name for transform in every]
     for number, transform in enumerate(every):

@@ -44,9 +44,10 @@ class ClientTransforms:
             message: the message as the method makes it.
             tokens: number of the client's training tokens.
         """
-        values = {
+        told = {
             s.transform.name: s.call("declare", tokens) for s in self.pipeline.having("declare")
         }
+        values = {name: value for name, value in told.items() if value is not None}
         return replace(message, values={**message.values, **values}) if values else message
 
     def receive(self, download: Message, exchange: int) -> Message:

@@ -177,7 +177,7 @@ class Transform(BaseModel):
                 f"The transform {self.name!r} needs at least {self.least} clients, and the run has "
                 f"{len(run.clients)}."
             )
-        if not self.covered(run.schema):
+        if self.reductions and not self.covered(run.schema):
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, whose "
                 "uploads contain nothing that it covers; remove it."
