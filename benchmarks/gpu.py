@@ -36,7 +36,7 @@ from coterie.bases.devices import devices_of
 from coterie.bases.sites import decoder_of
 from coterie.bases.weights import format_of
 from coterie.errors import CoterieError
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 
 SPEED, PEAK = {"1b": 1.0, "8b": 0.95}, 1.1
 """Smallest share of PEFT's tokens per second, by shape, and largest share of its peak."""
@@ -257,21 +257,21 @@ def public(base: Path, device: torch.device, size: Size, folder: Path) -> Iterat
 
 
 class Stopped(Exception):
-    """A run was stopped by its watch."""
+    """A run was stopped by a callback."""
 
 
-class StopAfterFirstRound(Watch):
+class StopAfterFirstRound(Callback):
     """Stops a run as Ctrl-C would."""
 
-    def round_over(self, round: int, note: str) -> None:
-        """The first round is saved."""
+    def on_round_end(self, round: int, scores: str) -> None:
+        """Stop the run once its first round is saved."""
         raise Stopped
 
 
 def _resumed(config: dict[str, Any], path: Path, whole: Path, what: str) -> Check:
     """Whether a run that is stopped and resumed ends in the bits of one that was not."""
     with suppress(Stopped):
-        coterie.run(config, out=path, watch=StopAfterFirstRound)
+        coterie.run(config, out=path, callbacks=[StopAfterFirstRound()])
     assert RunFolder(path).result is None, "it was stopped"
     coterie.resume(path)
     name = "client-client-00"

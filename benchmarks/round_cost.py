@@ -39,7 +39,7 @@ from coterie.engines.session import Session
 from coterie.messages import Message
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 CLIENTS = 10
 WORDS = ["the", "sea", "was", "calm", "and", "no", "one", "knew", "which", "way", "ships", "go"]
@@ -160,7 +160,7 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
     config = parse(run)
     session = Session(config)
     who = session.federation(config)
-    rounds = local_run(config, session.base, who.clients, RunFolder(out), Watch())
+    rounds = local_run(config, session.base, who.clients, RunFolder(out))
     clock = Clock()
     for part in map(rounds.clients.part, rounds.names):
         clock.time(part.side, "train", "train")

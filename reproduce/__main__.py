@@ -8,7 +8,7 @@ import typer
 
 from coterie.cli import main, terminal
 from coterie.cli.options import Command, Settings, listed
-from coterie.cli.run import Against, Tune, watch
+from coterie.cli.run import Against, Tune, progress
 from coterie.errors import CoterieError
 
 Methods = Annotated[
@@ -75,7 +75,7 @@ def reproduce(
     Finished runs are saved and reused: to continue after an interruption, or to add rows, columns
     or seeds, run the command again.
 
-    Example (see docs/tables.md for table files):
+    Example (see docs/research/tables.md for table files):
 
         python -m reproduce recipes/small/comigs-table4.yaml --set data_root=FOLDER
     """
@@ -103,7 +103,7 @@ def reproduce(
             seeds=seeds,
             against=against,
             out=folder,
-            watch=watch,
+            callbacks=progress(),
             report=terminal.say,
         )
     for table in shown(summary):

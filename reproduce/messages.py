@@ -34,7 +34,7 @@ def _weights(schema: Schema, way: Way, message: Message) -> Iterator[tuple[str, 
     for _, group, _, tensor in message.tensors():
         sizes[group] = sizes.get(group, 0) + size(tensor)
     for one in {one.name: one for one in declared}.values():
-        yield one.name, one.what, sizes.get(one.name, 0)
+        yield one.name, one.description, sizes.get(one.name, 0)
     yield WHOLE, "", len(schema.send(way, message))
 
 

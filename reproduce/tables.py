@@ -18,7 +18,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import metric_named
 from coterie.files import write_json, write_text
-from coterie.runs import Watch
+from coterie.runs import Callback
 from reproduce.messages import traffic
 from reproduce.overlap import jaccard, ranges
 from reproduce.pages import markdown, page_name, read_result
@@ -93,7 +93,7 @@ def compare_table(
     against: str | None = None,
     regime: str | None = None,
     out: str | Path | None = None,
-    watch: Callable[[], Watch] = Watch,
+    callbacks: Sequence[Callback] = (),
     report: Callable[[str], None] = lambda text: None,
 ) -> Summary:
     """Fill a paper's table in: run what is not there yet, and set it beside the paper's figures.
@@ -123,7 +123,7 @@ def compare_table(
         write_table(summary, folder)
         return summary
     scores = _empty(head, spec, sessions, against)
-    _fill_in(scores, spec, sessions, seeds or spec.seeds, folder, watch, report)
+    _fill_in(scores, spec, sessions, seeds or spec.seeds, folder, callbacks, report)
     write_table(scores.summary(), folder)
     return scores.summary()
 
@@ -245,7 +245,7 @@ def _fill_in(
     sessions: Sequence[tuple[Column, Session]],
     seeds: int,
     folder: Path,
-    watch: Callable[[], Watch],
+    callbacks: Sequence[Callback],
     report: Callable[[str], None],
 ) -> None:
     """Run column by column, and write the table after every run that was not finished before."""
@@ -257,7 +257,7 @@ def _fill_in(
         trials = {row: tuners[row].trials(row, run) for row, run in column.cells.items()}
         tuned.append({row: (tuners[row], tried) for row, tried in trials.items()})
     total = sum(len(trials) + seeds for rows in tuned for _, trials in rows.values())
-    cells, written = Cells(total, watch, report), 0
+    cells, written = Cells(total, callbacks, report), 0
     for (column, session), into, rows in zip(sessions, shown.columns, tuned, strict=True):
         name = column.spec.name
         for text in session.warnings:

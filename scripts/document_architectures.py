@@ -1,10 +1,10 @@
-"""Bring the table of docs/architectures.md up to date with where adapters stand."""
+"""Bring the table of docs/use/architectures.md up to date with where adapters stand."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "use" / "architectures.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from architectures import table  # noqa: E402

@@ -1,11 +1,11 @@
-"""Bring the table of keys in docs/run-file.md up to date with the models that it describes."""
+"""Bring the table of keys in docs/use/run-file.md up to date with the models that it describes."""
 
 import re
 from pathlib import Path
 
 from coterie.analysis.settings import run_file_keys
 
-PAGE = Path(__file__).parents[1] / "docs" / "run-file.md"
+PAGE = Path(__file__).parents[1] / "docs" / "use" / "run-file.md"
 
 if __name__ == "__main__":
     page = PAGE.read_text(encoding="utf-8")

@@ -73,10 +73,18 @@ class Deployment:
     """A server, its keys and clients, in a folder, from `with` to the end of its block.
 
     run: a run file's content; its clients have paths, which the server is not told.
+    plugins: files that the server and every client are given with --plugin.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], taped: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: Mapping[str, Any],
+        taped: tuple[str, ...] = (),
+        plugins: tuple[Path, ...] = (),
+    ) -> None:
         self.folder, self.run, self.taped = folder, run, taped
+        self.plugins = [word for plugin in plugins for word in ("--plugin", str(plugin))]
         folder.mkdir(exist_ok=True)
         self.port = free_port()
         self.texts = {c["name"]: Path(run.get("data_root", "")) / c["path"] for c in run["clients"]}
@@ -137,7 +145,8 @@ class Deployment:
         if name in self.taped:
             (self.folder / f"tape-{name}").mkdir(exist_ok=True)
             command = [sys.executable, __file__, str(self.folder / f"tape-{name}")]
-        program = Program([*command, *arguments], self.folder, self.folder / f"{name}.out")
+        command = [*command, *arguments, *self.plugins]
+        program = Program(command, self.folder, self.folder / f"{name}.out")
         self.programs[name] = program
         return program
 

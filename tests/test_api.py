@@ -18,7 +18,7 @@ from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
 from coterie.methods.contract import Method
 from coterie.methods.pretrained import PretrainedClient
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def counted(monkeypatch) -> list[str]:
     return labels
 
 
-class StopAfterFirstRound(Watch):
-    def round_over(self, round: int, note: str) -> None:
+class StopAfterFirstRound(Callback):
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -129,7 +129,7 @@ def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
 def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> None:
     run = parse(values(data_root=str(own_texts)))
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
     change(own_texts, "poet")
     with pytest.raises(CoterieError, match="text of client 'poet' has changed"):
         coterie.resume(tmp_path / "run")
@@ -186,7 +186,7 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     out, methods = tmp_path / "compare", ["pretrained", "fedavg"]
     coterie.compare(config(), methods[:1], out=out)
     with pytest.raises(KeyboardInterrupt):
-        coterie.compare(config(), methods, out=out, watch=StopAfterFirstRound)
+        coterie.compare(config(), methods, out=out, callbacks=[StopAfterFirstRound()])
     cell = next(out.glob("fedavg-*"))
     assert RunFolder(cell).rounds() == 1
     continued = coterie.compare(config(), methods, out=out)
@@ -238,7 +238,7 @@ class Unregistered(Method):
 def test_a_method_that_is_not_registered_can_be_resumed_and_loaded(config, tmp_path) -> None:
     method, out = Unregistered(), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(config(), method=method, out=out, watch=StopAfterFirstRound)
+        coterie.run(config(), method=method, out=out, callbacks=[StopAfterFirstRound()])
     with pytest.raises(CoterieError, match="no method 'unregistered'"):
         coterie.resume(out)
     run = coterie.resume(out, method=method)

@@ -22,7 +22,7 @@ from coterie.config.values import read_values
 from coterie.errors import CoterieError
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "deploy" / "deployment.md").read_text(encoding="utf-8")
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/coterie/bin/coterie"

@@ -1,11 +1,14 @@
 """The pages tell the truth: their code runs, their links lead somewhere."""
 
 import ast
+import csv
 import re
 import sys
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,25 +18,56 @@ from transformers import PreTrainedTokenizerBase
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.evaluation.metrics import METRICS
+from coterie.methods.adapter import copied
+from coterie.runs import RunFolder, RunStart
+from coterie.testing.rounds import joined, one_round
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
+    first, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert first == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    assert part in (ROOT / "examples" / "rolora.py").read_text(encoding="utf-8")
+
+
+def test_the_example_of_freezing_runs(config) -> None:
+    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
+    *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    found: dict[str, Any] = {"__name__": "example"}
+    exec(code, found)
+    run = joined(config(method=found["OneStep"](), rounds=2))
+    client, server = run.clients["poet"], cast("Any", run.server)
+    for exchange in range(2):
+        before = {name: copied(tensors) for name, tensors in tensors_of(client, server).items()}
+        server.start_round(exchange, sorted(run.clients))
+        expected = server.expects("poet")["adapter"]
+        uploads = one_round(run, exchange)
+        assert expected.keys() == uploads["poet"]["adapter"].keys()
+        parameters = server.parameters
+        assert {parameters[name].factor for name in expected} == {"B"}
+        after = tensors_of(client, server)
+        for name, parameter in parameters.items():
+            stays = parameter.factor == "A"
+            assert torch.equal(before["client"][name], after["client"][name]) == stays
+            stays = stays or (exchange == 0 and parameter.layer == 0)
+            assert torch.equal(before["server"][name], after["server"][name]) == stays
+
+
+def tensors_of(client: Any, server: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {"client": client.adapter.tensors(), "server": server.shared}
 
 
 def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
-    page = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
 
 
 def test_the_example_of_rounds_by_hand_runs(config) -> None:
-    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
     [code] = [code for code in page.split("```")[1::2] if "one_round" in code]
     found: dict[str, Any] = {"config": config(method="fedavg", rounds=2)}
     exec(code.replace('"anna"', '"poet"'), found)
@@ -41,9 +75,10 @@ def test_the_example_of_rounds_by_hand_runs(config) -> None:
     assert "poet" in found["uploads"]
 
 
-def test_the_page_on_metrics_shows_the_example_and_runs(monkeypatch, capsys) -> None:
-    page = (ROOT / "docs" / "develop-metrics-and-data.md").read_text(encoding="utf-8")
-    example, use = (part.split("```")[0] for part in page.split("```python\n")[1:])
+def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:
+    page = (ROOT / "docs" / "develop" / "metrics-and-data.md").read_text(encoding="utf-8")
+    example, use, kind = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    assert kind == (ROOT / "examples" / "ranked.py").read_text(encoding="utf-8")
     file = ROOT / "examples" / "distinct2.py"
     assert example == file.read_text(encoding="utf-8")
     monkeypatch.setattr(METRICS, "registered", {})
@@ -58,14 +93,35 @@ def test_links_lead_somewhere(page) -> None:
         assert (page.parent / link).exists(), link
 
 
-def test_the_example_of_following_a_run_runs(values, tmp_path, monkeypatch, capsys) -> None:
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    [code] = [code for code in codes if "watch=" in code]
+@pytest.mark.parametrize(("threshold", "rounds"), [("0.0", 2), ("100.0", 1)])
+def test_the_example_of_following_a_run_runs(
+    threshold, rounds, values, tmp_path, monkeypatch, capsys
+) -> None:
+    page = (ROOT / "docs" / "use" / "python.md").read_text(encoding="utf-8")
+    [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "callbacks=" in c]
     monkeypatch.chdir(tmp_path)
-    config = values(method="local", rounds=2)
-    exec(code.replace('"us.yaml"', "CONFIG"), {"CONFIG": config, "__name__": "example"})
-    assert re.findall(r"round \d", capsys.readouterr().out) == ["round 1", "round 2"]
+    code = code.replace('"us.yaml"', "CONFIG").replace("threshold=2.0", f"threshold={threshold}")
+    exec(code, {"CONFIG": values(method="local", rounds=2), "__name__": "example"})
+    assert ("stopped" in capsys.readouterr().out) == (rounds == 1)
+    run = RunFolder(Path("runs/us"))
+    assert run.rounds() == rounds
+    rows = list(csv.DictReader(Path("losses.csv").read_text().splitlines()))
+    losses = [line for line in run.metrics() if line["name"].startswith("loss/")]
+    assert rows == [{key: str(line[key]) for key in rows[0]} for line in losses]
+    assert {row["round"] for row in rows} == set(map(str, range(rounds)))
+
+
+def test_the_page_lists_every_hook() -> None:
+    page = (ROOT / "docs" / "use" / "python.md").read_text(encoding="utf-8")
+    hooks = {
+        f"{name}({', '.join([*signature(hook).parameters][1:])})"
+        for name, hook in vars(coterie.Callback).items()
+        if name.startswith("on_")
+    }
+    assert set(re.findall(r"^\| `(on_.*?)`", page, re.MULTILINE)) == hooks
+    described = re.search(r"`run` has (.*?) \|", page)
+    assert described is not None
+    assert re.findall(r"`(\w+)`", described[1]) == [field.name for field in fields(RunStart)]
 
 
 class Harness:
@@ -94,7 +150,7 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     method, values, tmp_path, monkeypatch, capsys
 ) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
-    page = (ROOT / "docs" / "loaded-models.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "trained-models.md").read_text(encoding="utf-8")
     first, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     texts = ["The sea is wide", "Call me"]
 

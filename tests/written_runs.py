@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coterie.messages.formats import stamp
+from coterie.messages.formats import version_fields
 
 Written = Callable[..., Path]
 CONFIG: dict[str, Any] = {
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 }
 """The keys of a run's configuration that are read without validating the whole of it."""
 DESCRIPTION: dict[str, Any] = {"clients": {}, "threads": 1, "config": CONFIG}
-"""What the smallest run.json holds besides its stamp."""
+"""The smallest content of run.json, without `version_fields()`."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def written(tmp_path: Path) -> Written:
         folder.mkdir(parents=True)
         settings = CONFIG | {"name": name.split("/")[-1], "seed": seed, "method": method} | config
         entries = clients or {"anna": {"data": "1"}, "ben": {"data": "2"}}
-        about = stamp() | DESCRIPTION | {"clients": entries, "config": settings}
+        about = version_fields() | DESCRIPTION | {"clients": entries, "config": settings}
         if served is not None:
             about["server"] = served
         (folder / "run.json").write_text(json.dumps(about))

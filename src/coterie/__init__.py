@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from coterie.config.plugins import load_plugin, register
     from coterie.config.read import load_config
     from coterie.config.run import RunConfig
+    from coterie.data.kind import DataKind
     from coterie.errors import CoterieError
     from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
+    from coterie.runs.progress import Callback
 
 # Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
 # run many times slower as soon as another process wants the same cores. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
+    "Callback",
     "CoterieError",
+    "DataKind",
     "Method",
     "Metric",
     "Reduction",
@@ -44,7 +48,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Callback": "runs.progress",
     "CoterieError": "errors",
+    "DataKind": "data.kind",
     "Method": "methods.contract",
     "Metric": "evaluation.metrics",
     "Reduction": "aggregation.transform",

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from coterie.aggregation.transform import Transform
 from coterie.analysis import Comparison, Table, run_table
 from coterie.analysis.cells import Cells, Tuner
 from coterie.analysis.comparison import check_against, gains
@@ -18,7 +19,7 @@ from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
 from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 
 __all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]
 
@@ -69,35 +70,41 @@ def run(
     *,
     out: str | Path | None = None,
     method: Method | None = None,
+    transforms: Sequence[Transform] | None = None,
     force: bool = False,
-    watch: Callable[[], Watch] = Watch,
+    callbacks: Sequence[Callback] = (),
     engine: Engine = "local",
 ) -> Run:
     """Run a method, after its baselines, into a new folder (default `runs/NAME`).
 
-    `watch` makes what follows each run, baselines included: a subclass of `coterie.runs.Watch`.
-    `method` replaces the configuration's, and need not be registered where `engine` is "local".
+    `callbacks` follow the baselines and the run; see `Callback` for what they are told.
+    `method` and `transforms` replace the configuration's; their classes need not be registered
+    where `engine` is "local".
     Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
     `force`.
     """
     config = _config(config)
     if method is not None:
         config = config.model_copy(update={"method": method})
+    if transforms is not None:
+        aggregation = config.aggregation.model_copy(update={"transforms": tuple(transforms)})
+        config = config.model_copy(update={"aggregation": aggregation})
     path = Path(out) if out is not None else Path("runs") / config.name
     RunFolder(path).refuse(force)  # before a base is loaded
     session = Session(config, engine=engine)
     session.check(config, *map(config.with_method, config.baselines))
     description = session.description(config, session.participants(config))
     for text in session.warnings:
-        watch().warn(text)
-    return _continue(session, RunFolder.create(path, description, force), watch)
+        for callback in callbacks:
+            callback.on_warning(text)
+    return _continue(session, RunFolder.create(path, description, force), callbacks)
 
 
 def resume(
     path: str | Path,
     *,
     method: Method | None = None,
-    watch: Callable[[], Watch] = Watch,
+    callbacks: Sequence[Callback] = (),
     engine: Engine | None = None,
     from_round: int | None = None,
 ) -> Run:
@@ -117,7 +124,7 @@ def resume(
     if from_round is not None:
         _go_back(folder, from_round)
     session = Session(config, began["threads"], engine or began.get("engine", "local"))
-    return _continue(session, folder, watch)
+    return _continue(session, folder, callbacks)
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
@@ -139,7 +146,7 @@ def compare(
     tune: Mapping[str, Sequence[Any]] | None = None,
     against: str | None = None,
     out: str | Path | None = None,
-    watch: Callable[[], Watch] = Watch,
+    callbacks: Sequence[Callback] = (),
     report: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Run several methods on the same data, over `seeds` seeds from the configuration's on.
@@ -167,7 +174,7 @@ def compare(
         report(text)
     tuner = Tuner(session, tune or {})
     trials = {name: tuner.trials(name, row) for name, row in rows.items()}
-    cells = Cells(sum(map(len, trials.values())) + seeds * len(rows), watch, report)
+    cells = Cells(sum(map(len, trials.values())) + seeds * len(rows), callbacks, report)
     tuned: dict[str, dict[str, Any]] = {}
     for name, tried in trials.items():
         if tried:
@@ -191,7 +198,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     write_json(path / "compare.json", comparison.summary())
 
 
-def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -> Run:
+def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]) -> Run:
     config, results = session.config, {}
     with folder.lock():
         for name in config.baselines:
@@ -202,9 +209,9 @@ def _continue(session: Session, folder: RunFolder, watch: Callable[[], Watch]) -
             if not inner.is_run:
                 description = session.description(baseline, session.participants(baseline))
                 inner = RunFolder.create(inner.path, description)
-            session.finish(inner, baseline, watch)
+            session.finish(inner, baseline, callbacks)
             results[name] = inner.result
-        session.finish(folder, config, watch)
+        session.finish(folder, config, callbacks)
         results[config.label] = folder.result
         finished = Run(folder.path, config, results)
         write_text(folder.path / "table.md", finished.table().markdown())

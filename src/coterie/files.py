@@ -1,4 +1,4 @@
-"""Writing files so that a kill or a full disk leaves the old content or the new, never half."""
+"""Atomic file writes: after a kill or on a full disk, a file has its old content or its new one."""
 
 import errno
 import json
@@ -18,16 +18,20 @@ from pydantic import AfterValidator
 from coterie.errors import CoterieError, Unwritable
 
 LOG_BYTES = 10 * 2**20
-"""Size at which a log file starts anew."""
+"""Maximum size of a log file in bytes; a larger one is rotated."""
 
 
 def path_part(name: str) -> str:
-    """A name as part of a path: "AG News, low" -> AG-News-low; empty if nothing of it is left."""
+    """Convert a name to a path component: "AG News, low" -> AG-News-low; "" if nothing remains."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")
 
 
 def expanded(path: str) -> Path:
-    """A path in which a leading ~ stands for a user's home; raises CoterieError for nobody's."""
+    """Expand a leading `~` or `~USER` to a home folder.
+
+    Raises:
+        CoterieError: This machine has no such user.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -38,8 +42,8 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
     """Parse JSON.
 
     Args:
-        text: a JSON document.
-        missing: return NaN and infinity, which are not JSON, as None.
+        text: A JSON document.
+        missing: Whether to return NaN and infinity, which are not JSON, as None.
 
     Raises:
         ValueError: The text is not JSON, too deeply nested, or has an integer of too many digits.
@@ -52,7 +56,7 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says about a write (full, read-only, ...) into a CoterieError."""
+    """Convert an OSError of a write (disk full, read-only, ...) to an `Unwritable` error."""
     try:
         yield
     except OSError as error:
@@ -62,14 +66,14 @@ def writing(path: Path) -> Iterator[None]:
 def read_inside(folder: Path, name: str | PurePath) -> bytes:
     """Return the content of a regular file inside a folder.
 
-    Neither the file nor a folder between may be a symbolic link: whoever can write into the
-    folder could otherwise make another user read, and disclose, any file.
+    Neither the file nor an intermediate folder may be a symbolic link. Otherwise, anybody with
+    write access to the folder could make another user read, and disclose, any file.
 
     Raises:
-        CoterieError: Something on the way is a link.
+        CoterieError: A component of the path is a symbolic link.
         OSError: The file cannot be read, or is a folder, a device or a pipe.
     """
-    refuse_links(folder, name)  # whose error says more than O_NOFOLLOW's
+    refuse_links(folder, name)  # with a clearer error than O_NOFOLLOW
     *between, last = PurePath(name).parts
     opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
     try:
@@ -89,23 +93,23 @@ def read_inside(folder: Path, name: str | PurePath) -> bytes:
 
 
 def refuse_links(folder: Path, name: str | PurePath) -> None:
-    """Raise CoterieError if a file inside a folder, or a folder between, is a symbolic link."""
+    """Raise CoterieError if a file inside a folder, or an intermediate folder, is a link."""
     path = folder
     for part in PurePath(name).parts:
         path = path / part
         if path.is_symlink():
             raise CoterieError(
-                f"{path} is a symbolic link, which is never followed inside a run folder; replace "
-                "it with what it points to."
+                f"{path} is a symbolic link; links inside a run folder are never followed. Replace "
+                "the link with its target."
             )
 
 
 def append_to(path: Path) -> IO[str]:
-    """Open a text file to append to it, for its owner alone if it is new.
+    """Open a text file for appending; a new file is readable by its owner only.
 
     Raises:
-        CoterieError: It is a symbolic link.
-        OSError: It cannot be opened.
+        CoterieError: The file is a symbolic link.
+        OSError: The file cannot be opened.
     """
     refuse_links(path.parent, path.name)
     # Without O_NONBLOCK, opening a pipe would wait for a reader.
@@ -114,13 +118,15 @@ def append_to(path: Path) -> IO[str]:
 
 
 class LogFile(RotatingFileHandler):
-    """A log that is not written through a symbolic link, and starts anew when it is large.
+    """A rotating log that is never written through a symbolic link.
 
     One earlier file is kept, as NAME.log.1.
+
+    Raises:
+        CoterieError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CoterieError if the file cannot be opened."""
         with writing(path):
             super().__init__(path, maxBytes=LOG_BYTES, backupCount=1)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -129,11 +135,11 @@ class LogFile(RotatingFileHandler):
         return append_to(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a failure to write: on a full disk, printed output is all there is."""
+        """Ignore a failed write: on a full disk, the terminal still shows the record."""
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a file that processes lock, for its owner alone if it is new; never through a link."""
+    """Open a lock file; a new file is readable by its owner only. Links are refused."""
     with writing(path):
         return append_to(path)
 
@@ -141,14 +147,21 @@ def open_lock(path: Path) -> IO[str]:
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file atomically: temporary file, fsync, rename.
 
-    mode: its permissions, less the umask; at no moment does it have others. Of several processes
-    that write it at once, the last one's content stays.
+    If several processes write the file at once, the last one wins.
+
+    Args:
+        path: The file to replace or create.
+        data: The new content.
+        mode: Permissions, less the umask; they hold from the file's creation.
+
+    Raises:
+        CoterieError: The file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
             temporary.unlink(missing_ok=True)
-            # O_EXCL: whoever else may write here cannot put a link in the temporary file's place.
+            # O_EXCL: nobody else with write access can put a link in the temporary file's place.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(temporary, flags, mode), "wb") as file:
                 file.write(data)
@@ -162,7 +175,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file that its owner alone may read, and make sure that it is there."""
+    """Replace a file atomically and durably; only its owner may read it."""
     write_bytes(path, data, mode=0o600)
     sync_folder(path.parent)
 
@@ -173,12 +186,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically; NaN and infinity are refused."""
+    """Replace a JSON file atomically; NaN and infinity raise ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file, or begin one with it, atomically."""
+    """Append a line to a text file atomically; create the file if it is missing."""
     with writing(path):
         before = path.read_bytes() if path.exists() else b""
     between = b"" if before.endswith(b"\n") or not before else b"\n"
@@ -186,7 +199,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def link(path: Path, new: Path) -> None:
-    """Give a file that nobody changes a second name; copy it where the file system has no links."""
+    """Create a hard link to a file that is never modified; copy it if links are not supported."""
     with writing(new):
         try:
             os.link(path, new)
@@ -195,7 +208,12 @@ def link(path: Path, new: Path) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder that appears whole or not at all; `fill` writes files into a temporary one."""
+    """Create a folder atomically.
+
+    Args:
+        path: The folder to create.
+        fill: Writes the files into the temporary folder that it is given.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     with writing(path):
@@ -215,15 +233,14 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
-    """Give what root has written to the owner of its folder: a service that runs as another user
-    must be able to read it."""
+    """Transfer a file written by root to its folder's owner: a service of that user reads it."""
     if os.geteuid() == 0:
         owner = folder.stat()
         os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames inside a folder survive a power cut."""
+    """Flush a folder to disk, so that renames inside it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -241,4 +258,4 @@ def _client_name(name: str) -> str:
 
 
 ClientName = Annotated[str, AfterValidator(_client_name)]
-"""A client's name, which also names its files and its certificate."""
+"""A client's name, also used in the names of the client's files and in its certificate."""

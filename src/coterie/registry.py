@@ -1,5 +1,6 @@
-"""Objects by name: built in, from installed packages, and registered while a process runs."""
+"""Registries of named objects: built-in, from installed packages, or registered at run time."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,34 +15,35 @@ T = TypeVar("T")
 
 @dataclass
 class Registry(Generic[T]):
-    """Objects that run files name. An object is imported when it is asked for, not before."""
+    """Objects that run files refer to by name. An object is imported on first use."""
 
     noun: str
-    """What the objects are, for error messages."""
+    """The kind of object, such as `method`, for error messages."""
     builtin: Mapping[str, Callable[[], T]]
-    """A function that returns the object, by name, in the order in which tables show them."""
+    """Functions that return the built-in objects, by name, in the order of tables."""
     group: str
-    """The group of entry points with which installed packages add objects."""
+    """The entry point group with which installed packages add objects."""
     accept: Callable[[Any], T]
     """Checks and registers the object of an entry point; raises CoterieError to refuse it."""
     reserved: tuple[str, ...] = ()
-    """Names that run files give a meaning of their own, so that no object can have them."""
+    """Names that have another meaning in run files, so that no object may have them."""
     advice: str = ""
-    """Last sentence of the error for an unknown name."""
+    """Last sentence of the error message for an unknown name."""
     registered: dict[str, T] = field(default_factory=dict)
 
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages, by name."""
+        """Entry points of installed packages, by name."""
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
-        """Return every name, in the order in which tables show them."""
+        """Return all names, in the order of tables."""
         return list(dict.fromkeys([*self.builtin, *self.entries, *self.registered]))
 
-    def is_installed(self, name: str) -> bool:
-        """Return whether every process on this machine finds the name without registering it."""
-        return name in self.builtin or name in self.entries
+    def is_installed(self, value: Any) -> bool:
+        """Return whether every process finds the class by its name, without registration."""
+        name = value.name
+        return (name in self.builtin or name in self.entries) and self.get(name) is value
 
     def check(self, name: str) -> None:
         """Raise CoterieError if no object has this name."""
@@ -50,20 +52,23 @@ class Registry(Generic[T]):
             raise CoterieError(f"There is no {self.noun} {name!r}.{hint} {self.advice}".rstrip())
 
     def get(self, name: str) -> T:
-        """Return the object of this name; raise CoterieError if there is none."""
+        """Return the object with this name; raise CoterieError if there is none."""
         self.check(name)
         if name in self.builtin:
             return self.builtin[name]()
         return self.registered[name] if name in self.registered else self._load(self.entries[name])
 
     def add(self, name: str, value: T) -> None:
-        """Register an object; raise CoterieError if its name is taken.
+        """Register an object.
 
-        A class may replace an earlier version of itself, from a file or a cell that was changed.
+        A class may replace its own earlier version, from an edited file or notebook cell.
+
+        Raises:
+            CoterieError: Another object has this name, or the name is reserved.
         """
         earlier = self.registered.get(name)
-        taken = name in self.builtin or name in self.reserved
-        if taken or (earlier is not None and _home(earlier) != _home(value)):
+        is_taken = name in self.builtin or name in self.reserved
+        if is_taken or (earlier is not None and _origin(earlier) != _origin(value)):
             raise CoterieError(f"A {self.noun} named {name!r} already exists; choose another name.")
         self.registered[name] = value
 
@@ -77,20 +82,47 @@ class Registry(Generic[T]):
             ) from error
 
 
-def _home(value: Any) -> tuple[str, str]:
-    """Return the file that defines a class, or else its module, and the class's name there."""
+def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
+    """Check that a class can be registered: that it has a valid name, and a class variable.
+
+    Args:
+        kind: The class, which is about to be registered.
+        noun: The word for such classes in error messages, such as "metric".
+        key: The class variable that it needs beside `name`.
+        purpose: The end of the error message for a missing class variable.
+
+    Raises:
+        CoterieError: The name or the class variable is missing or invalid.
+    """
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+        raise CoterieError(
+            f"The {noun} {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
+            "dashes and underscores."
+        )
+    if not hasattr(kind, key):
+        raise CoterieError(f"The {noun} {name!r} needs a `{key}`{purpose}.")
+
+
+def _origin(value: Any) -> tuple[str, str]:
+    """Return the file (or the module, if it has no file) that defines a class, and its name."""
     module = sys.modules.get(value.__module__)
     return getattr(module, "__file__", value.__module__), value.__qualname__
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question after the names that may have been meant; empty without such names."""
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return a "Did you mean ...?" sentence for a misspelt name, or "" without similar names.
+
+    Args:
+        name: The unknown name.
+        candidates: All valid names.
+    """
     from rapidfuzz.fuzz import ratio
     from rapidfuzz.process import extractOne
 
-    known = list(known)
-    longer = [each for each in known if name and each.startswith(name)]
-    if len(longer) > 1:
-        return f" Did you mean one of {', '.join(longer)}?"
-    near = extractOne(name, known, scorer=ratio, score_cutoff=65)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    candidates = list(candidates)
+    completions = [candidate for candidate in candidates if name and candidate.startswith(name)]
+    if len(completions) > 1:
+        return f" Did you mean one of {', '.join(completions)}?"
+    closest = extractOne(name, candidates, scorer=ratio, score_cutoff=65)
+    return f" Did you mean {closest[0]!r}?" if closest else ""

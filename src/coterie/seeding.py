@@ -1,8 +1,7 @@
-"""Chance is counted, not carried: every random draw names what it is for.
+"""Random generators derived from the run's seed and the purpose of each draw.
 
-A generator is made from the run's seed and the purpose of the draw (client, round, step, tensor
-name, ...), so there is no generator state to save, and neither a crash, nor another engine, nor
-another order of clients can change a draw.
+A purpose names the client, round, step, tensor, ... that a draw is for. So no generator state has
+to be saved, and a crash, another engine or another order of clients cannot change any draw.
 """
 
 from hashlib import blake2b
@@ -11,9 +10,13 @@ import torch
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator for one purpose of one run; equal arguments give equal draws.
+    """Create the CPU generator for one purpose of a run; equal arguments give equal draws.
 
-    Draw on the CPU and move the result: generators of other devices give other numbers.
+    Draw on the CPU and move the result: generators of other devices produce other numbers.
+
+    Args:
+        seed: The run's seed.
+        *purpose: Words and numbers that identify the draw.
     """
     key = repr((seed, *purpose)).encode()
     number = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")

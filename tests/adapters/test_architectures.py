@@ -189,7 +189,7 @@ def test_an_mlp_that_does_more_than_its_layers_tell_is_refused(dtype) -> None:
     mlp = base.model.layers[1].mlp
     mlp.forward = lambda x: 1.1 * type(mlp).forward(mlp, x)
     adapter_of(base, Layout(placement="beside")).attach(base)
-    with pytest.raises(CoterieError, match=r"something else with an .* differ by \d"):
+    with pytest.raises(CoterieError, match=r"changes the outputs of .* by \d"):
         adapter_of(base, Layout()).attach(base)
     assert not any(isinstance(module, StandIn) for module in base.modules())
 
@@ -225,12 +225,12 @@ def test_an_mlp_is_known_by_its_layers() -> None:
     assert mlp_shape(nn.Linear(2, 2)) is None
     base = small_model("mixtral")
     assert [shape for _, shape in expert_sites(base).values()] == [None, None]
-    with pytest.raises(CoterieError, match="has no MLP that experts could stand on"):
+    with pytest.raises(CoterieError, match="has no MLP to which experts can be attached"):
         adapter_of(base, Layout(placement="inside"))
 
 
 def test_the_page_shows_where_adapters_stand() -> None:
-    page = Path(__file__).parents[2] / "docs" / "architectures.md"
+    page = Path(__file__).parents[2] / "docs" / "use" / "architectures.md"
     assert table() in page.read_text(encoding="utf-8"), (
-        "docs/architectures.md is behind; run scripts/document_architectures.py"
+        "docs/use/architectures.md is behind; run scripts/document_architectures.py"
     )

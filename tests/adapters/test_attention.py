@@ -68,5 +68,5 @@ def test_unknown_architectures_are_named() -> None:
         layer.attention = nn.Identity()
     with pytest.raises(CoterieError, match="RwkvForCausalLM has no supported attention"):
         Adapter(rwkv, PAIRS, 0, "ada", lambda _: False)
-    with pytest.raises(CoterieError, match="RwkvForCausalLM has no MLP that experts"):
+    with pytest.raises(CoterieError, match="RwkvForCausalLM has no MLP to which experts"):
         Adapter(rwkv, Layout(placement="inside"), 0, "ada", lambda _: False)

@@ -24,7 +24,7 @@ from coterie.engines.session import Session
 from coterie.messages import Field, Groups, Message, Schema, State
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_equal, deploy
 from coterie.testing.rounds import joined, one_round
 
@@ -187,16 +187,16 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     deployed = RunFolder(tmp_path / "deployed" / "server")
     assert_equal(deployed.load("transforms"), whole.load("transforms"), "transforms")
 
-    class Stopped(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stopped(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             raise KeyboardInterrupt
 
     session = Session(run)
     people = session.participants(run)
     cut = RunFolder.create(tmp_path / "cut", session.description(run, people))
     with pytest.raises(KeyboardInterrupt):
-        local_run(run, session.base, people, cut, Stopped()).run()
-    local_run(run, session.base, people, cut, Watch()).run()
+        local_run(run, session.base, people, cut, [Stopped()]).run()
+    local_run(run, session.base, people, cut).run()
     for side in ("server", "transforms", "client-poet"):
         assert_equal(cut.load(side), whole.load(side), side)
 

@@ -17,7 +17,7 @@ from coterie.alignment import (
     read_vocabulary,
     vocabulary_map,
 )
-from coterie.alignment.cache import kept_map
+from coterie.alignment.cache import load_map
 from coterie.alignment.summary import readable, summarise, worst
 from coterie.errors import CoterieError
 
@@ -189,7 +189,7 @@ def test_a_damaged_map_is_found_again(cache, monkeypatch, vocabulary) -> None:
     made = counted(monkeypatch)
     for damaged in (b"", b"x" * 40, whole[:-3], whole[:20], bytes(flipped)):
         path.write_bytes(damaged)
-        assert kept_map(source, target) is None
+        assert load_map(source, target) is None
         same(cached_map(source, target), expected)
         assert path.read_bytes() == whole
     assert len(made) == 5
@@ -197,7 +197,7 @@ def test_a_damaged_map_is_found_again(cache, monkeypatch, vocabulary) -> None:
     cached_map(longer, target)
     wrong = next(p for p in cache.iterdir() if p != path)
     path.write_bytes(wrong.read_bytes())  # of another vocabulary's length
-    assert kept_map(source, target) is None
+    assert load_map(source, target) is None
 
 
 def test_a_cache_that_cannot_be_used_is_gone_without(monkeypatch, tmp_path, vocabulary) -> None:

@@ -83,7 +83,7 @@ def test_python_that_comes_with_a_base_is_never_run(load, known, tmp_path, monke
     if known:
         assert load(str(place))  # with the code of transformers
     else:
-        with pytest.raises(CoterieError, match=r"code that comes with a base|not be loaded"):
+        with pytest.raises(CoterieError, match=r"code shipped with a base|not be loaded"):
             load(str(place))
     assert not marker.exists()
 

@@ -28,7 +28,7 @@ def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
     assert run.as_dict()["device"] == device
     assert parse(run.as_dict()) == run
     assert run.digest() == plain.digest()
-    assert "device" not in run.told_to("poet")
+    assert "device" not in run.visible_to("poet")
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,13 @@ def test_what_is_no_device_is_said_in_a_sentence(device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "there"), [(0, "no GPU that PyTorch can use"), (1, "1 GPU"), (2, "2 GPUs")]
+    ("count", "gpus"), [(0, "no CUDA GPU"), (1, "only 1 CUDA GPU"), (2, "only 2 CUDA GPUs")]
 )
-def test_a_device_that_is_not_here_is_said_in_a_sentence(count, there, monkeypatch) -> None:
+def test_the_error_for_a_missing_device_counts_the_gpus(count, gpus, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    with pytest.raises(CoterieError, match=rf"There is no cuda:3 here \({there}\); set `device`"):
+    fault = f"'cuda:3' is not available: PyTorch finds {gpus} on this machine; set `device`"
+    with pytest.raises(CoterieError, match=fault):
         devices_of(("cuda:0", "cuda:3") if count else "cuda:3")
     assert names_of("auto") == ("cuda" if count else "cpu")
     assert names_of("cpu") == "cpu"

@@ -137,15 +137,15 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json has more layers": (lambda f: configure(f, n_layer=9), r"lacks transformer\.h\.2"),
     "config.json has fewer layers": (
         lambda f: configure(f, n_layer=1),
-        r"should not have transformer\.h\.1\..* more tensors",
+        r"does not describe transformer\.h\.1\..* more tensors",
     ),
-    "a further layer": (add_layer, r"should not have transformer\.h\.2\..* more tensors"),
+    "a further layer": (add_layer, r"does not describe transformer\.h\.2\..* more tensors"),
     "names have a prefix": (rename, r"incomplete: it lacks lm_head\.weight"),
     "another vocab_size": (
         lambda f: configure(f, vocab_size=1100),
-        r"wte\.weight has the shape \[1024, 32\] in the checkpoint, and \[1100, 32\]",
+        r"wte\.weight has shape \[1024, 32\] in the checkpoint, but \[1100, 32\]",
     ),
-    "another width": (lambda f: configure(f, n_embd=16), r"does not fit its config\.json"),
+    "another width": (lambda f: configure(f, n_embd=16), r"does not match its config\.json"),
     "another context": (lambda f: configure(f, n_positions=33), r"transformer\.wpe\.weight has"),
     "NaN": (
         lambda f: fill(f, "h.1.mlp.c_fc.weight", float("nan")),
@@ -167,10 +167,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "model.safetensors").write_text("<html>not found</html>" * 9),
         r"model\.safetensors is damaged",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no weights"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"contains no weights"),
     "a pickle": (lambda f: replace_weights(f, "pytorch_model.bin"), r"pickle \(pytorch_model\.bin"),
-    "GGUF": (lambda f: replace_weights(f, "m.gguf"), r"keeps its weights in m\.gguf"),
-    "a shard is missing": (lost_shard, r"lacks the file model-00002-of-00002"),
+    "GGUF": (lambda f: replace_weights(f, "m.gguf"), r"stores its weights in m\.gguf"),
+    "a shard is missing": (lost_shard, r"lacks the weight file model-00002-of-00002"),
     "a pointer as a shard": (shard_pointer, r"model-00002-of-00002\.safetensors is a Git LFS"),
     "an adapter": (bare_adapter, r"PEFT adapter of 'some/model'"),
     "an adapter beside a model": (write_adapter, r"PEFT adapter of 'some/model'"),
@@ -201,7 +201,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "tokenizer.json").write_text("null"),
         r"tokenizer\.json does not contain a JSON object",
     ),
-    "an empty vocabulary": (forget_tokens, r"no tokens but special ones"),
+    "an empty vocabulary": (forget_tokens, r"has only special tokens"),
     "more tokens than embeddings": (
         add_tokens,
         r"1,026 tokens with ids up to 1,025, but the base's embedding has only 1,024 rows",
@@ -272,7 +272,9 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path) -> None:
     assert load_base(str(folder), "fp32", 16).digest == whole
     bias = torch.ones(load_skeleton(str(folder)).config.hidden_size)
     change(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": bias}))
-    with pytest.raises(CoterieError, match=r"should not have model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(
+        CoterieError, match=r"does not describe model\.layers\.0\.self_attn\.q_proj"
+    ):
         load_base(str(folder), "fp32", 16)
 
 

@@ -137,5 +137,5 @@ def test_a_deployment_ends_in_the_same_bits(config, folders, tmp_path) -> None:
 
 def test_what_is_missing_is_said_in_a_sentence(folders, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(CoterieError, match=r"llama in nf4 needs bitsandbytes; .*\[quantised\]"):
+    with pytest.raises(CoterieError, match=r"llama in nf4 requires bitsandbytes, .*\[quantised\]"):
         loaded(folders["llama"], "nf4")

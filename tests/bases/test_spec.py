@@ -15,7 +15,7 @@ def test_a_name_alone_stays_one_wherever_it_is_written() -> None:
     plain, long = parse({**CLIENTS, "base": "gpt2"}), parse({**CLIENTS, "base": {"name": "gpt2"}})
     assert plain.base == long.base == BaseSpec(name="gpt2")
     assert plain.as_dict()["base"] == long.as_dict()["base"] == "gpt2"
-    assert plain.told_to("poet")["base"] == "gpt2"
+    assert plain.visible_to("poet")["base"] == "gpt2"
     assert plain.digest() == long.digest()
     assert parse(CLIENTS).as_dict()["base"] == "tiny-gpt2"
 
@@ -24,7 +24,7 @@ def test_a_format_is_kept_told_and_another_run() -> None:
     run = parse({**CLIENTS, "base": NF4, "bases": {"poet": {"name": "gpt2", "revision": "v1"}}})
     assert run.as_dict()["base"] == NF4
     assert parse(run.as_dict()) == run
-    assert run.told_to("poet")["base"] == {"name": "gpt2", "revision": "v1"}
+    assert run.visible_to("poet")["base"] == {"name": "gpt2", "revision": "v1"}
     assert run.digest() != parse({**CLIENTS, "base": "gpt2", "bases": {"poet": "gpt2"}}).digest()
     assert len({run.base, run.base_of("poet"), BaseSpec.model_validate(NF4)}) == 2
     own = parse({**CLIENTS, "server": {"base": NF4}})
@@ -68,7 +68,9 @@ def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
 )
 def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
     assert parse({**CLIENTS, **bases})
-    with pytest.raises(CoterieError, match=r"precision is fp32, but a base's weights are to be"):
+    with pytest.raises(
+        CoterieError, match=r"precision: fp32` contradicts `weights: bf16` of a base"
+    ):
         parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
 
 

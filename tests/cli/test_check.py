@@ -73,7 +73,7 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
 
 
 def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = None) -> Order:
-    told = parse(run).told_to("poet")
+    told = parse(run).visible_to("poet")
     more: dict[str, Any] = {"protocol": protocol, "config": told, "public": public}
     return Order(run="0" * 16, client="poet", kind="join", round=0, **more)
 
@@ -109,8 +109,8 @@ def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, m
     monkeypatch.setattr(fleet, "first_order", lambda *_: asked)
     result = client(place, "--run", "run.yaml")
     assert result.exit_code == 1
-    assert "run         NOT OK  The run is not what was agreed" in result.output
-    assert "rounds: agreed 3, asked 9" in " ".join(result.output.split())
+    assert "run         NOT OK  The run differs from what was agreed" in result.output
+    assert "rounds: agreed 3, requested 9" in " ".join(result.output.split())
     monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, public="0" * 32))
     mine = str(Path(place["data_root"]) / "whaler.txt")
     result = client(place, "--run", "run.yaml", "--public", mine)

@@ -81,7 +81,7 @@ def finished(values, tmp_path_factory) -> Path:
     ("arguments", "words"),
     [
         ([], ["run", "compare", "report", "methods", "audit", "generate"]),
-        (["run"], ["method: comigs-1g1s", "docs/run-file.md", "coterie methods", "--resume"]),
+        (["run"], ["method: comigs-1g1s", "docs/use/run-file.md", "coterie methods", "--resume"]),
         (["compare"], ["--methods", "--seeds", "saved and reused"]),
         (["methods"], ["settings of this method"]),
         (["audit"], ["leaves a client"]),

@@ -58,7 +58,7 @@ def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None
     own = {"poet": {"train": 300}, "whaler": {"train": 200}}
     run = config(data={"window": 16, "limits": LIMITS, "limits_of": own})
     for name, size in (("poet", 300), ("whaler", 200), ("diarist", 500)):
-        told = run.told_to(name)
+        told = run.visible_to(name)
         others = {client.name for client in run.clients} - {name}
         assert not any(re.search(other, repr(told)) for other in others)
         at_home = site(run, name, tmp_path).config(joining(told))
@@ -83,4 +83,4 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
     at_home = Site(
         "poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path, clean.base.name
     )
-    assert size(at_home.config(joining(clean.told_to("poet")))) == size(clean)
+    assert size(at_home.config(joining(clean.visible_to("poet")))) == size(clean)

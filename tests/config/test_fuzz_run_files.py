@@ -34,7 +34,7 @@ DEEP = [
 
 def originals() -> list[str]:
     """The run files of the package and of the documentation."""
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     blocks = [re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in pages]
     shipped = Path(coterie.__file__).parent.glob("assets/*.yaml")
     return [*(path.read_text() for path in shipped), *(text for found in blocks for text in found)]

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from coterie.bases import context_token
 from coterie.data.chat import OURS, ChatTemplate
 from coterie.data.examples import Encoding, with_choices
-from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.items import Conversation, Instruction, Ranking, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import pairs
+from coterie.data.kinds.preferences import Preferences
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 from coterie.evaluation import generation
@@ -146,7 +146,7 @@ def test_instructions_and_preferences_are_encoded_as_a_whole(kind: str, strip: s
             how = Encoding(encoder, (1, end), WIDE, None, "The text")
             samples = examples([item], how)
             assert samples.ids.tolist() == [1, *ids, end]
-            both = pairs([Preference(item, item)], how).both
+            both = Preferences().encode([Ranking((item, item))], how).rows
             assert both.only([0]).ids.tolist() == [1, *ids, end]
             assert both.answers[0] == samples.answers[0]
 

@@ -199,7 +199,7 @@ def test_a_template_that_changes_answers_is_refused() -> None:
         chat.rendered(Talk(None, [Said("\ue000", None, "small")]).conversation())
 
 
-TABLE = Path(__file__).parents[2] / "docs" / "conversations.md"
+TABLE = Path(__file__).parents[2] / "docs" / "use" / "conversations.md"
 MODELS = {
     "cohere2": "Aya, Command R7B",
     "deepseekv3": "DeepSeek-V3",

@@ -1,5 +1,6 @@
 """Records of a prompt with a chosen and a rejected answer, and the pairs of samples they become."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ from questions import records
 from coterie.bases import context_token, load_tokenizer
 from coterie.data.chat import chat_template
 from coterie.data.examples import Encoding, joined
-from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.items import Conversation, Instruction, Ranking, Turn
 from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import Pairs, pairs, preferences
+from coterie.data.kinds.preferences import Pairs, Preferences, preferences
 from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec, PreferenceSpec
 from coterie.errors import CoterieError
@@ -27,25 +28,25 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No, neve
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def read(record: dict[str, Any], **spec: Any) -> Preference:
+def read(record: dict[str, Any], **spec: Any) -> Ranking:
     [found] = preferences(records(record), PreferenceSpec(**spec))
     return found
 
 
-def made(items: list[Preference], window: int = 60, limit: int | None = None) -> Pairs:
+def made(items: list[Ranking], window: int = 60, limit: int | None = None) -> Pairs:
     how = Encoding(ENCODER, (FIRST, END), window, limit, "Ada: its text", TEMPLATE)
-    return pairs(items, how)
+    return Preferences().encode(items, how)
 
 
 def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     item = read({"prompt": "Is it so? ", "chosen": " Yes.", "rejected": "No, never."})
-    assert item.chosen == Instruction("Is it so? ", "Yes.")
+    assert item.answers[0] == Instruction("Is it so? ", "Yes.")
     found = made([item])
     wanted = [Instruction("Is it so?", "Yes."), Instruction("Is it so?", "No, never.")]
     alike = examples(wanted, Encoding(ENCODER, (FIRST, END), 60, None, "Ada"))
-    assert torch.equal(found.both.ids, alike.ids)
-    assert torch.equal(found.both.counted, alike.counted)
-    assert (len(found), found.both.bytes, found.chosen.bytes) == (1, 14, 4)
+    assert torch.equal(found.rows.ids, alike.ids)
+    assert torch.equal(found.rows.counted, alike.counted)
+    assert (len(found), found.rows.bytes, found.best.bytes) == (1, 14, 4)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,10 @@ def test_messages_go_through_the_chat_template(record) -> None:
     item = read(record)
     turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
     both = [(*turns, Turn("assistant", text)) for text in ("Yes.", "No, never.")]
-    assert [item.chosen, item.rejected] == [Conversation(t, "line 1 of x.jsonl") for t in both]
+    assert list(item.answers) == [Conversation(t, "line 1 of x.jsonl") for t in both]
     how = Encoding(ENCODER, (FIRST, END), 60, None, "Ada", TEMPLATE)
     wanted = chats([Conversation(t) for t in both], how)
-    found = made([item]).both
+    found = made([item]).rows
     for name in ("ids", "starts", "answers", "counted", "sizes"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
@@ -79,8 +80,8 @@ def test_sharegpts_form_and_answers_that_differ_in_thinking_alone() -> None:
     asked = {"from": "human", "value": "Is it so?"}
     said = [{"from": "gpt", "value": f"<think>{text}</think>Yes."} for text in ("Hm.", "Oh.")]
     item = read({"prompt": [asked], "chosen": said[:1], "rejected": said[1:]})
-    assert item.chosen.answer == item.rejected.answer == "Yes."
-    assert item.chosen != item.rejected
+    assert item.answers[0].answer == item.answers[1].answer == "Yes."
+    assert item.answers[0] != item.answers[1]
 
 
 def test_a_text_prompt_can_be_a_users_turn() -> None:
@@ -92,7 +93,7 @@ def test_a_text_prompt_can_be_a_users_turn() -> None:
 
 def test_only_the_last_answer_counts() -> None:
     before = [ASKED, YES, {"role": "user", "content": "Sure?"}]
-    found = made([read({"prompt": before, "chosen": [YES], "rejected": [NO]})]).both
+    found = made([read({"prompt": before, "chosen": [YES], "rejected": [NO]})]).rows
     for row, answer in enumerate(("Yes.", "No, never.")):
         ids = found.ids[found.starts[row] : found.starts[row + 1]]
         said = ids[found.counted[found.starts[row] : found.starts[row + 1]]]
@@ -135,9 +136,9 @@ def test_a_missing_field_is_named(field) -> None:
         read({key: value for key, value in FINE.items() if key != field})
 
 
-def some(count: int) -> list[Preference]:
+def some(count: int) -> list[Ranking]:
     return [
-        Preference(Instruction(f"{n}:", "yes " * n), Instruction(f"{n}:", "no"))
+        Ranking((Instruction(f"{n}:", "yes " * n), Instruction(f"{n}:", "no")))
         for n in range(1, count)
     ]
 
@@ -156,9 +157,7 @@ def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
 
 def known(found: Pairs) -> Pairs:
     numbers = torch.arange(2.0 * len(found), dtype=torch.float64).view(-1, 2)
-    return Pairs(
-        found.both, found.items, found.too_long, Reference(numbers, 0.1, 0.0, numbers[:, 0])
-    )
+    return replace(found, reference=Reference(numbers, 0.1, 0.0, numbers[:, 0]))
 
 
 def test_some_pairs_keep_their_reference() -> None:
@@ -167,14 +166,14 @@ def test_some_pairs_keep_their_reference() -> None:
     alone = made([found.items[4], found.items[1]])
     assert torch.equal(part.ids, alone.ids)
     assert part.items == alone.items
-    batch = part.batch(range(2))
+    batch = part.batch(torch.arange(2))
     assert batch.reference.logprobs.tolist() == [[8, 9], [2, 3]]
     short = batch.by_length()
     assert short.reference.logprobs.tolist() == [[2, 3], [8, 9]]
-    assert torch.equal(short.both.ids, part.batch(torch.tensor([1, 0])).both.ids)
-    pieces = list(known(made(some(6))).batch(range(5)).split(2))
+    assert torch.equal(short.rows.ids, part.batch(torch.tensor([1, 0])).rows.ids)
+    pieces = list(known(made(some(6))).batch(torch.arange(5)).split(2))
     assert [p.reference.logprobs[:, 0].tolist() for p in pieces] == [[0, 2], [4, 6], [8]]
-    assert [len(p.both.ids) for p in pieces] == [4, 4, 2]
+    assert [len(p.rows.ids) for p in pieces] == [4, 4, 2]
 
 
 def test_pairs_of_several_clients_are_one_clients() -> None:

@@ -22,7 +22,7 @@ from coterie.config.run import parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.messages import MessageError
-from coterie.messages.envelope import TOLD, Order, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, unseal
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 from coterie.testing.loop import flat
@@ -305,7 +305,7 @@ def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -
     room = filled(here.folder / f"site-{name}", here.programs[name])
     try:
         rope.unlink()
-        fault = f"{name} could not step: {TOLD['failed']}"
+        fault = f"{name} could not train: {FAULT_MESSAGES['failed']}"
         here.wait(lambda: fault in here.log(before))
         here.rounds_more(1)
         assert here.counted(name)[-1] == last
@@ -354,7 +354,7 @@ def test_a_client_whose_kit_is_renewed_is_cut_off_and_goes_on_with_the_new_one(l
     said = len(here.programs["poet"].text)
     kit = Keys(here.folder / "keys").renew("poet", here.folder / "new.key")
     here.wait(lambda: "hung up on this client" in here.programs["poet"].text[said:])
-    here.wait(lambda: "poet is gone" in here.log())
+    here.wait(lambda: "poet disconnected" in here.log())
     kit.replace(here.folder / "poet.key")
     here.until_counted("poet", after=here.done() + 1)
 

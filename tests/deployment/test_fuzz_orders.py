@@ -12,9 +12,9 @@ from coterie.cli.console import in_words
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
-from coterie.deployment.terms import agreed_in, asked_by, differences
+from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
-from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, Reply, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.testing.loop import RUN
 
@@ -27,7 +27,7 @@ def orders(seed: int, count: int) -> list[bytes]:
     clients = [{"name": "poet", "path": "-"}]
     header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
     good = [
-        {**header, "config": parse({"method": name, "clients": clients}).told_to("poet")}
+        {**header, "config": parse({"method": name, "clients": clients}).visible_to("poet")}
         for name in METHODS
     ]
     texts = []
@@ -52,15 +52,15 @@ def check(folder: Path, seed: int, count: int) -> None:
     found = Counter[str]()
     site = Site("poet", {"path": "-"}, folder, agrees=shown)
     run: RunConfig = parse({"clients": [{"name": "poet", "path": "-"}]})
-    agreed = agreed_in(run, "poet")
+    agreed = agreed_terms(run, "poet")
     for data in orders(seed, count):
         try:
             reply, body = unseal(Reply, Worker(site).answer(data))
             assert body == b""
-            assert reply.fault in TOLD
+            assert reply.fault in FAULT_MESSAGES
             found[str(reply.fault)] += 1
             if reply.fault == "terms":  # it got so far as to be shown to somebody
-                differences(agreed, asked_by(unseal(Order, data)[0]))
+                differences(agreed, requested_terms(unseal(Order, data)[0]))
         except CoterieError:
             found["no order"] += 1
         except BaseException as error:

@@ -194,7 +194,7 @@ def test_a_message_that_flower_cannot_read(here, rogue, what) -> None:
     if what == "no message":
         here.wait(lambda: "rejected a message: Expected object of type Message" in here.log(before))
     connection.leave()
-    here.wait(lambda: f"{ROGUE} is gone" in here.log(before))  # the server goes on looking
+    here.wait(lambda: f"{ROGUE} disconnected" in here.log(before))  # the server goes on looking
     assert here.programs["server"].process.poll() is None
 
 

@@ -34,7 +34,7 @@ class Slow(ServerSide):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
-    monkeypatch.setattr(joins, "TOGETHER", 0.2)
+    monkeypatch.setattr(joins, "INITIAL_WAIT", 0.2)
     server = Slow()
     part: Any = SimpleNamespace(
         server=server,
@@ -50,7 +50,7 @@ def test_what_takes_long_goes_on_aside(slow: tuple[Slow, Joins]) -> None:
     them.begin("diarist", b"hi")
     assert list(them.ended()) == [("diarist", None)]
     assert them.hellos == {"diarist": b"hi"}
-    with pytest.raises(MessageError, match="still preparing for it"):
+    with pytest.raises(MessageError, match="still preparing for this client"):
         them.begin("poet", b"hello")
     server.go_on.set()
     end = time.monotonic() + 20

@@ -238,8 +238,8 @@ def done(config, tmp_path) -> RunFolder:
 def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     before = {path.name: done.load(path.stem) for path in done.checkpoint(3).glob("*.safetensors")}
     told = forget(done, "poet")
-    assert told == Forgotten(figures=told.figures, lines=4, rounds=[1, 2, 3])
-    assert told.figures > 10
+    assert told == Forgotten(metrics=told.metrics, log_lines=4, rounds=[1, 2, 3])
+    assert told.metrics > 10
     named = {
         path.relative_to(done.path).as_posix()
         for path in done.path.rglob("*")
@@ -250,7 +250,7 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
         kept, was = done.load("server").parts[name], before["server.safetensors"].parts[name]
         assert all(torch.equal(t, was["adapter"][n]) for n, t in kept["adapter"].items())
     assert set(done.result["trained"]) == {"diarist", "whaler"}
-    assert forget(done, "poet").figures == 0
+    assert forget(done, "poet").metrics == 0
 
 
 def test_what_transforms_remember_of_a_client_is_deleted(config, tmp_path) -> None:
@@ -327,7 +327,7 @@ def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
     assert [client.name for client in config.clients] == ["diarist", "whaler"]
     with pytest.raises(CoterieError, match="or leave it out with --without poet"):
         check_start(load_deployment(read_values(path), ["diarist"]), ["diarist", "whaler"])
-    with pytest.raises(CoterieError, match="no client left"):
+    with pytest.raises(CoterieError, match="no clients left"):
         load_deployment(read_values(path), [], NAMES)
 
 
@@ -355,7 +355,10 @@ def test_a_server_goes_on_without_a_client_whose_key_is_gone(three) -> None:
     removed(three)
     three.serve("--resume")
     three.wait(
-        lambda: "poet has no key; add one, or run without it" in three.programs["server"].text
+        lambda: (
+            "poet has no key; create one with `coterie keys add poet`"
+            in three.programs["server"].text
+        )
     )
     three.kill("server")
     three.serve("--resume", "--without", "poet", "--from-round", "1")
@@ -374,7 +377,9 @@ def test_a_server_goes_on_with_a_smaller_quorum(three) -> None:
     run = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**run, "deployment": {"share_metrics": True, "quorum": 2}}))
     assert three.serve("--resume").end() == 2
-    assert "Clients have agreed to deployment.share_metrics" in three.programs["server"].text
+    assert (
+        "deployment.share_metrics has changed since clients agreed" in three.programs["server"].text
+    )
     path.write_text(yaml.safe_dump({**run, "deployment": {"quorum": 2}}))
     three.serve("--resume")
     three.programs.pop("poet")

@@ -9,8 +9,8 @@ from test_terms import asked, order
 
 from coterie.cli.console import costs_in_words
 from coterie.deployment.client import Worker
-from coterie.deployment.costs import MOST_DISK, too_costly
-from coterie.deployment.orders import NEW_RUNS, TIMES, UNFINISHED
+from coterie.deployment.costs import MAX_DISK, too_costly
+from coterie.deployment.orders import MAX_NEW_RUNS, MAX_TRAININGS, MAX_UNFINISHED
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.testing.loop import server, site, workers
@@ -60,33 +60,33 @@ def test_a_round_is_trained_a_few_times_for_different_downloads(sent, config, tm
     told, body = unseal(Order, sent[1])
     assert fault(worker, sent[0]) is None
     message, found = Message.decode(body), []
-    for number in range(TIMES + 3):
+    for number in range(MAX_TRAININGS + 3):
         groups = {
             group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
             for group, tensors in message.groups.items()
         }
         other = Message(message.round, groups, message.values).encode()
         found.append(fault(worker, seal(told, other)))
-    assert found == [None] * TIMES + ["failed"] * 3
+    assert found == [None] * MAX_TRAININGS + ["failed"] * 3
     worker.close()
 
 
 def test_few_new_runs_are_begun_without_a_person(config, tmp_path) -> None:
     run = config()
-    ids = [f"{number:016x}" for number in range(1, NEW_RUNS + 3)]
+    ids = [f"{number:016x}" for number in range(1, MAX_NEW_RUNS + 3)]
     orders = [order(run).model_copy(update={"run": id[::-1]}) for id in ids]
     worker, replies = asked(run, site(run, "poet", tmp_path), *orders)
-    assert [reply.fault for reply in replies] == [None] * NEW_RUNS + ["terms"] * 2
+    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["terms"] * 2
     assert worker.finished
     assert "start this client again" in worker.declined
-    assert len(list(tmp_path.glob("*poet*/run.json"))) == NEW_RUNS
+    assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_NEW_RUNS
     _, [again] = asked(run, site(run, "poet", tmp_path), orders[0])  # an earlier run goes on
     assert again.fault is None
 
 
 def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
     run = config()
-    for number in range(UNFINISHED):
+    for number in range(MAX_UNFINISHED):
         folder: Path = tmp_path / f"small-poet-{number}"
         folder.mkdir()
         (folder / "run.json").write_text("{}")
@@ -133,7 +133,7 @@ def test_costs_of_usual_runs_are_accepted(config) -> None:
 def test_trainings_of_a_round_are_counted_across_restarts(sent, config, tmp_path) -> None:
     told, body = unseal(Order, sent[1])
     message, found = Message.decode(body), []
-    for number in range(TIMES + 2):
+    for number in range(MAX_TRAININGS + 2):
         worker = Worker(site(config(rounds=2), "poet", tmp_path))  # a new process
         assert fault(worker, sent[0]) is None
         groups = {
@@ -143,7 +143,7 @@ def test_trainings_of_a_round_are_counted_across_restarts(sent, config, tmp_path
         other = Message(message.round, groups, message.values).encode()
         found.append(fault(worker, seal(told, other)))
         worker.close()
-    assert found == [None] * TIMES + ["failed"] * 2
+    assert found == [None] * MAX_TRAININGS + ["failed"] * 2
 
 
 def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> None:
@@ -152,7 +152,8 @@ def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> Non
         site(run, "poet", tmp_path), asks=True, agrees=lambda order, _: shown.append(order) or True
     )
     orders = [
-        order(run).model_copy(update={"run": f"{number:x}" * 16}) for number in range(NEW_RUNS + 2)
+        order(run).model_copy(update={"run": f"{number:x}" * 16})
+        for number in range(MAX_NEW_RUNS + 2)
     ]
     worker, replies = asked(run, place, *orders)
     assert [reply.fault for reply in replies] == [None] * len(orders)
@@ -167,7 +168,7 @@ def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
     for name in ("run.json", "result.json"):
         (folder / name).write_text("{}")
     with (folder / "large").open("wb") as file:
-        file.truncate(MOST_DISK + 1)  # a sparse file
+        file.truncate(MAX_DISK + 1)  # a sparse file
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
     assert reply.fault == "terms"
     assert "32 GiB" in worker.declined

@@ -15,11 +15,11 @@ from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
-from coterie.deployment.terms import agreed_in, asked_by, differences
+from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
 from coterie.messages import MessageError
-from coterie.messages.envelope import TOLD, Order, Reply, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Order, Reply, unseal
 from coterie.messages.envelope import seal as sealed
 from coterie.messages.formats import PROTOCOL
 from coterie.runs import RunFolder
@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
-    told = json.loads(json.dumps(run.told_to("poet")))
+    told = json.loads(json.dumps(run.visible_to("poet")))
     change(told)
     header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
     return Order.model_validate({**header, "config": told, **more})
@@ -64,10 +64,10 @@ def deadline(told: dict[str, Any]) -> None:
 
 
 CHANGES: dict[Change, str] = {
-    steps: "training.steps: agreed 2, asked 500",
-    shares: "share_metrics: agreed false, asked true",
-    other_method: 'method.name: agreed "comigs-1g1s", asked "fedavg"',
-    rank: "method.mlp.rank: agreed 8, asked 16",
+    steps: "training.steps: agreed 2, requested 500",
+    shares: "share_metrics: agreed false, requested true",
+    other_method: 'method.name: agreed "comigs-1g1s", requested "fedavg"',
+    rank: "method.mlp.rank: agreed 8, requested 16",
 }
 
 
@@ -75,7 +75,7 @@ CHANGES: dict[Change, str] = {
 def test_what_was_agreed_is_all_that_a_client_takes_part_in(change, config, tmp_path) -> None:
     run = config()
     place = site(run, "poet", tmp_path)
-    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_in(run, "poet"))
+    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_terms(run, "poet"))
     worker, [reply] = asked(run, agreed, order(run, change))
     assert reply.fault == "terms"
     assert CHANGES[change] in worker.declined
@@ -106,10 +106,13 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.declined
     assert len(questions) == 1
-    narrow = {**agreed_in(run, "poet"), "share_metrics": True}  # a run file that says other things
+    narrow = {
+        **agreed_terms(run, "poet"),
+        "share_metrics": True,
+    }  # a run file that says other things
     pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
     worker, replies = asked(run, pinned, order(run))
-    assert "share_metrics: agreed true, asked false" in worker.declined
+    assert "share_metrics: agreed true, requested false" in worker.declined
 
 
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
@@ -214,7 +217,7 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
     other = Site(place.name, place.texts, tmp_path / "other", place.base, str(texts / "poet.txt"))
     _, [reply] = asked(run, other, order(run, public=digest))
     assert reply.fault == "public"
-    assert TOLD[reply.fault].startswith("it has no copy of")
+    assert FAULT_MESSAGES[reply.fault].startswith("the run's public text is missing")
     loop = deploy(run, tmp_path / "whole")
     told = [one for _, one in loop.orders if one.kind == "join"]
     assert {one.public for one in told} == {digest}
@@ -226,9 +229,9 @@ def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path
     del run["name"]  # then it is that of the file, which may differ
     path = tmp_path / "from-the-server.yaml"
     path.write_text(yaml.safe_dump({**run, "clients": [{"name": n} for n in ("poet", "zed")]}))
-    agreed = agreed_in(load_agreed(path, "poet"), "poet")
+    agreed = agreed_terms(load_agreed(path, "poet"), "poet")
     there = parse({**run, "clients": [{"name": n, "path": "-"} for n in ("poet", "zed")]})
-    assert differences(agreed, asked_by(order(there))) == []
+    assert differences(agreed, requested_terms(order(there))) == []
     path.write_text(yaml.safe_dump({k: v for k, v in run.items() if k != "clients"}))
     assert load_agreed(path, "poet").deployment.anyone  # for all that have a key
 
@@ -247,7 +250,7 @@ def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
             notes.append(text)
 
     server(run, tmp_path / "server", Loop(clients), Notes()).rounds()
-    assert f"poet could not join: {TOLD['terms']}" in notes
+    assert f"poet could not join: {FAULT_MESSAGES['terms']}" in notes
     assert RunFolder(tmp_path / "server").result is not None
 
 
@@ -268,5 +271,5 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
 def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
     place = site(config(), "poet", tmp_path)
     for told in ({}, {"data": []}, None):
-        with pytest.raises(MessageError, match="sent no run"):
+        with pytest.raises(MessageError, match="contains no valid run"):
             place.config(Order(run=RUN, client="poet", kind="join", round=0, config=told))

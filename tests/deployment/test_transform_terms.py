@@ -10,9 +10,9 @@ from coterie.analysis.audit import audit_run
 from coterie.cli.console import in_words
 from coterie.config.plugins import load_plugin
 from coterie.deployment.client import Worker
-from coterie.deployment.orders import joining
+from coterie.deployment.orders import join_fields
 from coterie.deployment.site import Site, ledger_of
-from coterie.deployment.terms import surplus, unlike
+from coterie.deployment.terms import extra_plugin, version_mismatch
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.privacy.ledger import Budget
@@ -35,7 +35,7 @@ def noisy(config: Any) -> coterie.RunConfig:
 
 def order_to_join(run: coterie.RunConfig, **changes: Any) -> Order:
     header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
-    return Order(**header, **{**joining(run, "poet", None), **changes})
+    return Order(**header, **{**join_fields(run, "poet", None), **changes})
 
 
 @pytest.mark.parametrize(("limit", "fault"), [(8.0, None), (7.9, "budget"), (None, None)])
@@ -67,19 +67,22 @@ def test_the_agreement_names_transforms_and_what_they_spend(noisy) -> None:
 
 def test_a_client_needs_the_same_file(noisy) -> None:
     order = order_to_join(noisy)
-    assert unlike(order) is None
-    assert surplus(order, noisy) is None
+    assert version_mismatch(order) is None
+    assert extra_plugin(order, noisy) is None
     assert order.plugins is not None
     [(key, plugin)] = order.plugins.items()
     other = {key: plugin.model_copy(update={"sha256": "0" * 64})}
     assert "different version of the plugin gaussian.py" in (
-        unlike(order_to_join(noisy, plugins=other)) or ""
+        version_mismatch(order_to_join(noisy, plugins=other)) or ""
     )
     unknown = {"transform nosuch": plugin}
-    assert "needs the plugin gaussian.py" in (unlike(order_to_join(noisy, plugins=unknown)) or "")
+    assert "needs the plugin gaussian.py" in (
+        version_mismatch(order_to_join(noisy, plugins=unknown)) or ""
+    )
     less = order_to_join(noisy, plugins=None)
     assert (
-        surplus(less, noisy) == f"uses {key!r} without a plugin; start this client without --plugin"
+        extra_plugin(less, noisy)
+        == f"uses {key!r} without a plugin; start this client without --plugin"
     )
 
 

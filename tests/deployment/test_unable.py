@@ -12,7 +12,7 @@ from coterie.deployment import server as engine
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, site, workers
 
@@ -107,7 +107,7 @@ def test_it_leaves_with_the_error_and_the_run_goes_on(
     assert worker.error.endswith(".")
     assert "\n" not in worker.error
     assert [order.kind for name, order in network.orders if name == WHO] == ["join"]
-    assert f"{WHO} could not join: {TOLD['unable']}" in notes.lines
+    assert f"{WHO} could not join: {FAULT_MESSAGES['unable']}" in notes.lines
     result = RunFolder(tmp_path / "server").result
     assert result is not None
     assert all(everybody[name].finished and not everybody[name].error for name in run_names(run))

@@ -17,7 +17,7 @@ from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.engines.uploads import Uploads
 from coterie.messages import Message, formats
-from coterie.messages.envelope import TOLD, Reply, seal, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
@@ -222,11 +222,14 @@ def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypat
         worker.seen = lambda what, value: told.append((what, value))
     with pytest.raises(Killed), caplog.at_level("ERROR", "coterie"):
         server(run, tmp_path / "server", loop, notes).rounds()
-    sentence = f"the run uses protocol version {PROTOCOL + 1}, and this client {PROTOCOL}"
+    sentence = (
+        f"the run uses protocol version {PROTOCOL + 1}, but this client uses version {PROTOCOL}; "
+        "install the same version of Coterie on both sides"
+    )
     assert told == [("fault", sentence)] * 3
     assert sentence in caplog.text
     for name in NAMES:
-        assert f"{name} could not join: {TOLD['protocol']}" in notes.lines
+        assert f"{name} could not join: {FAULT_MESSAGES['protocol']}" in notes.lines
     assert {order.kind for _, order in loop.orders} == {"join"}
 
 

@@ -23,7 +23,7 @@ from coterie.evaluation.evaluate import evaluate
 from coterie.federation.participants import EVERYONE, gathered, served
 from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
-from coterie.runs import RunFolder, Watch, describe
+from coterie.runs import Callback, RunFolder, describe
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, folder, workers
 
 NAMES = ("diarist", "poet", "whaler")
@@ -136,15 +136,15 @@ def test_methods_are_told_of_bases_and_of_the_server(with_server, other) -> None
     ]
 
 
-class StopAfterFirstRound(Watch):
-    def round_over(self, round: int, note: str) -> None:
+class StopAfterFirstRound(Callback):
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(mixed, tmp_path) -> None:
     whole = coterie.run(mixed(), out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(mixed(), out=tmp_path / "run", watch=StopAfterFirstRound)
+        coterie.run(mixed(), out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
     assert_same_bits(RunFolder(coterie.resume(tmp_path / "run").path), RunFolder(whole.path))
 
 
@@ -220,7 +220,7 @@ def test_a_changed_text_of_the_server_is_noticed(with_server, texts, tmp_path) -
     own.write_text((texts / "poet.txt").read_text(encoding="utf-8"), encoding="utf-8")
     run = with_server(server={"test": str(own)})
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
     own.write_text("Another text. " + own.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(CoterieError, match="The text of the server has changed"):
         coterie.resume(tmp_path / "run")

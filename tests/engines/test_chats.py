@@ -19,7 +19,7 @@ from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling
 from coterie.federation.participants import digest_of, participants_of, public_digest
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy, folder
 
 NAMES = ("diarist", "poet")
@@ -59,10 +59,10 @@ def run(values: Callable[..., dict[str, Any]], talks: Path) -> Run:
     return make
 
 
-class _Once(Watch):
+class _Once(Callback):
     """Stops a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -118,7 +118,7 @@ def test_a_stopped_run_is_resumed_to_the_same_bits(run: Run, talks: Path, tmp_pa
     whole = RunFolder(coterie.run(config, out=tmp_path / "whole").path)
     for out in ("resumed", "changed"):
         with pytest.raises(KeyboardInterrupt):
-            coterie.run(config, out=tmp_path / out, watch=_Once)
+            coterie.run(config, out=tmp_path / out, callbacks=[_Once()])
     resumed = RunFolder(coterie.resume(tmp_path / "resumed").path)
     assert_same_states(resumed, whole)
     file = copy / "poet.jsonl"

@@ -15,15 +15,15 @@ from coterie.engines.clients import STATES, NewStates
 from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session
 from coterie.errors import Diverged
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import joined, one_round
 
 
-class Stop(Watch):
+class Stop(Callback):
     """Ends a run after its second round, as Ctrl-C would."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         """Ends it."""
         if round == 1:
             raise KeyboardInterrupt
@@ -34,7 +34,7 @@ def stopped(run: RunConfig, path: Path) -> RunFolder:
     session = Session(run)
     folder = RunFolder.create(path, session.description(run, session.participants(run)))
     with pytest.raises(KeyboardInterrupt):
-        session.start(run, folder, Stop()).run()
+        session.start(run, folder, [Stop()]).run()
     assert not (path / STATES).exists()
     (path / STATES).mkdir()  # as a kill leaves it, with what is worth nothing
     (path / STATES / "client-poet.safetensors").write_bytes(b"damaged")

@@ -8,7 +8,7 @@ import pytest
 
 import coterie
 from coterie.deployment.client import Worker
-from coterie.runs import Watch
+from coterie.runs import Callback
 from coterie.testing.loop import Loop, server, site
 
 SHARED = "validation and test texts in other clients' training"
@@ -43,11 +43,11 @@ def run(config, texts, tmp_path) -> coterie.RunConfig:
     return config(clients=clients, data_root=str(tmp_path), method="local", rounds=1, data=data)
 
 
-class Told(Watch):
+class Told(Callback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def warn(self, text: str) -> None:
+    def on_warning(self, text: str) -> None:
         self.lines.append(text)
 
 
@@ -58,7 +58,7 @@ def kinds(lines: list[str]) -> set[str]:
 
 def test_a_run_that_begins_tells_of_all_clients(run, tmp_path) -> None:
     told, compared = Told(), []
-    coterie.run(run, out=tmp_path / "run", watch=lambda: told)
+    coterie.run(run, out=tmp_path / "run", callbacks=[told])
     assert {OWN, SHARED} <= kinds(told.lines)
     coterie.compare(run, ["local"], out=tmp_path / "compare", report=compared.append)
     assert compared == [*told.lines, "Run 1 of 1: local-seed0"]

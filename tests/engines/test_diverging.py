@@ -13,11 +13,11 @@ from coterie.config.plugins import load_plugin
 from coterie.engines.runtime import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.methods import registry
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.loop import Loop, assert_as_local, assert_equal, assert_same_states, deploy
 from coterie.testing.rounds import joined
@@ -91,15 +91,15 @@ def entries(folder: RunFolder) -> list[dict[str, Any]]:
 def test_a_round_goes_on_without_a_client_that_diverges(method, last, broken, tmp_path) -> None:
     warned: list[str] = []
 
-    class Warned(Watch):
-        def warn(self, text: str) -> None:
+    class Warned(Callback):
+        def on_warning(self, text: str) -> None:
             warned.extend([text] if text.startswith("Round") else [])
 
     run = broken(method, last=last)
-    folder = RunFolder(coterie.run(run, out=tmp_path / "run", watch=Warned).path)
+    folder = RunFolder(coterie.run(run, out=tmp_path / "run", callbacks=[Warned()]).path)
     assert folder.result is not None
-    assert folder.result["left_out"] == {WHO: {str(ROUND + 1): TOLD["diverged"]}}
-    assert warned == [f"Round {ROUND + 1} goes on without {WHO}: {TOLD['diverged']}."]
+    assert folder.result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
+    assert warned == [f"Round {ROUND + 1} goes on without {WHO}: {FAULT_MESSAGES['diverged']}."]
     for side in loop.sides(folder):
         assert folder.load(side).is_finite()
     scored = [m for m in folder.metrics() if (m["client"], m["name"]) == (WHO, "test/trained")]
@@ -111,7 +111,7 @@ def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> N
     run = broken("comigs-1g1s", rounds=2, evaluation={"keep": "last"})
     found = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "before", watch=stopping(1))
+        coterie.run(run, out=tmp_path / "before", callbacks=[stopping(1)])
     before = RunFolder(tmp_path / "before")
     mine, earlier = (folder.load(f"client-{WHO}") for folder in (found, before))
     private = {part.name for part in _parts(run) if not run.method.shared(part)}
@@ -124,15 +124,15 @@ def test_the_client_keeps_its_state_from_before_the_round(broken, tmp_path) -> N
         assert_equal(theirs, before_it, "diarist")
 
 
-def stopping(after: int) -> type[Watch]:
+def stopping(after: int) -> Callback:
     """Return what interrupts a run after some rounds."""
 
-    class Stop(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stop(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             if round + 1 == after:
                 raise KeyboardInterrupt
 
-    return Stop
+    return Stop()
 
 
 def _parts(run: coterie.RunConfig) -> list[Any]:
@@ -144,7 +144,7 @@ def test_a_run_resumed_after_it_has_the_same_bits(after, broken, tmp_path) -> No
     run = broken("comigs-1g1s", evaluation={"every": 1, "patience": 3})
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "resumed", watch=stopping(after))
+        coterie.run(run, out=tmp_path / "resumed", callbacks=[stopping(after)])
     resumed = RunFolder(coterie.resume(tmp_path / "resumed").path)
     assert_same_states(resumed, whole)
     assert entries(resumed) == entries(whole)
@@ -234,7 +234,7 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
     monkeypatch.setattr(AdapterClient, "upload", upload)
     result = RunFolder(coterie.run(run, out=tmp_path / "run").path).result
     assert result is not None
-    assert result["left_out"] == {WHO: {str(ROUND + 1): TOLD["diverged"]}}
+    assert result["left_out"] == {WHO: {str(ROUND + 1): FAULT_MESSAGES["diverged"]}}
 
 
 def test_a_server_s_own_model_that_diverges_is_a_sentence(teachers, tmp_path, monkeypatch) -> None:

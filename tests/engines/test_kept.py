@@ -18,7 +18,7 @@ from coterie.engines import runtime as part
 from coterie.engines.session import Session
 from coterie.messages.names import JUMPED
 from coterie.methods.pretrained import bare
-from coterie.runs import RunFolder, Watch, folder
+from coterie.runs import Callback, RunFolder, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
@@ -108,8 +108,8 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
         if count == 3:
             raise KeyboardInterrupt
 
-    class Stop(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stop(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             stop("the end of a round")
 
     with monkeypatch.context() as patch:
@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
 
             patch.setattr(folder, write, stopped)
         with pytest.raises(KeyboardInterrupt):
-            coterie.run(again(), out=tmp_path / "run", watch=Stop)
+            coterie.run(again(), out=tmp_path / "run", callbacks=[Stop()])
     stopped_run = RunFolder(tmp_path / "run")
     assert 2 <= stopped_run.rounds() <= 3
     coterie.resume(stopped_run.path)
@@ -198,13 +198,13 @@ def test_who_does_not_gain_keeps_the_base_as_it_came(method, config, tmp_path) -
     assert torch.equal(done.model("poet")(ids).logits, own(ids).logits)
 
 
-class Shown(Watch):
+class Shown(Callback):
     """What was logged."""
 
     def __init__(self) -> None:
         self.jumps: list[tuple[str | None, int]] = []
 
-    def seen(self, client: str | None, name: str, value: Any) -> None:
+    def on_metric(self, round: int, client: str | None, name: str, value: Any) -> None:
         if name == JUMPED:
             self.jumps.append((client, value["round"]))
 
@@ -214,7 +214,7 @@ def test_a_client_warns_when_its_validation_loss_jumps(rate, config, tmp_path) -
     training = HIGH | {"learning_rate": rate}
     run = config(method="fedavg", rounds=2, training=training, base="tiny-gpt2-2m")
     shown = Shown()
-    done = coterie.run(run, out=tmp_path / "run", watch=lambda: shown)
+    done = coterie.run(run, out=tmp_path / "run", callbacks=[shown])
     lines = list(RunFolder(done.path).metrics())
     losses = {
         (m["client"], m["round"] + 1): m["value"] for m in lines if m["name"] == "validation/loss"

@@ -20,7 +20,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_equal
 
 
@@ -104,7 +104,7 @@ def test_the_order_of_clients_does_not_matter(config, undisturbed, tmp_path) -> 
     session = Session(run)
     participants = session.participants(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, participants))
-    local_run(run, session.base, participants[::-1], folder, Watch()).run()
+    local_run(run, session.base, participants[::-1], folder).run()
     assert_identical(final_states(folder.path), final_states(undisturbed))
 
 
@@ -257,7 +257,7 @@ def test_one_base_in_memory(config) -> None:
     run = config()
     session = Session(run)
     participants = session.participants(run)
-    local = local_run(run, session.base, participants, RunFolder(Path()), Watch())
+    local = local_run(run, session.base, participants, RunFolder(Path()))
     frozen = {p.data_ptr() for p in session.base.model.parameters()}
     for client in local.clients.values():
         model = client.model()
@@ -290,19 +290,18 @@ def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypa
 
 
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
-    config, undisturbed, tmp_path, monkeypatch
+    config, undisturbed, tmp_path
 ) -> None:
     class Stopped(Exception):
         pass
 
-    def stop(self: Watch, round: int, note: str = "") -> None:
-        if round == 1:
-            raise Stopped
+    class Stop(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
+            if round == 1:
+                raise Stopped
 
-    monkeypatch.setattr(Watch, "round_over", stop)
     with pytest.raises(Stopped):
-        coterie.run(config(), out=tmp_path / "run")
-    monkeypatch.undo()
+        coterie.run(config(), out=tmp_path / "run", callbacks=[Stop()])
     folder = RunFolder(tmp_path / "run")
     path = folder.checkpoint(2) / "client-poet.safetensors"
     data = bytearray(path.read_bytes())

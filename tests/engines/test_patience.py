@@ -11,7 +11,7 @@ from coterie.config.run import RunConfig
 from coterie.deployment import server as engine
 from coterie.messages.envelope import Entry, Reply, unseal
 from coterie.methods.pretrained import bare
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, up
 from coterie.training.spec import EvaluationSpec
@@ -114,14 +114,14 @@ def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
 
 
 def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
-    class Stop(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stop(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             if round == patient.rounds() - 2:
                 raise KeyboardInterrupt
 
     run = trained(config, evaluation={"patience": 1})
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=Stop)
+        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
     coterie.resume(tmp_path / "run")
     again = RunFolder(tmp_path / "run")
     assert files(again) == files(patient)
@@ -163,7 +163,7 @@ def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, m
 @pytest.mark.parametrize("value", [-1, 2.0, "3", True, None, {"round": 3}])
 def test_a_kept_round_that_a_client_tells_is_a_number_of_rounds(value) -> None:
     assert Entry(round=1, client="poet", name="kept", value=3)
-    with pytest.raises(ValueError, match="not an entry"):
+    with pytest.raises(ValueError, match="invalid for this metric"):
         Entry(round=1, client="poet", name="kept", value=value)
 
 
@@ -186,5 +186,5 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
 
 
 def test_patience_needs_a_best_model() -> None:
-    with pytest.raises(ValueError, match="needs keep: best"):
+    with pytest.raises(ValueError, match="has no effect with `keep: last`"):
         EvaluationSpec(keep="last", patience=1)

@@ -19,7 +19,7 @@ from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
 
@@ -32,10 +32,10 @@ adapter has learnt alone by then."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
 
 
-class Stopped(Watch):
+class Stopped(Callback):
     """Ends a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -114,7 +114,7 @@ def test_the_reference_is_the_base_without_its_adapter(run) -> None:
     assert test is part.participant.data.test
     assert test.reference is not None
     assert test.reference.logprobs.shape == (5, 2)
-    alone = -answer_losses(part.base, bare(part.base), test.both, 1)
+    alone = -answer_losses(part.base, bare(part.base), test.rows, 1)
     torch.testing.assert_close(test.reference.logprobs.flatten(), alone, rtol=0, atol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_the_base_is_half_right_and_a_better_model_is_kept(run, tmp_path, monkey
         lambda self, best, *rest: (found.append(best), keep(self, best, *rest)),
     )
     evaluation = {"validation_samples": 3}
-    done = coterie.run(run(method="local", evaluation=evaluation, rounds=4), out=tmp_path / "run")
+    done = coterie.run(run(method="local", evaluation=evaluation, rounds=8), out=tmp_path / "run")
     assert [(b.loss, b.accuracy) for b in found if b.round == 0] == 3 * [(math.log(2), 0.5)]
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] == 1.0
     assert "reward accuracy" in str(done.table().title)
@@ -180,7 +180,7 @@ def test_a_resumed_run_and_a_deployment_have_the_same_bits(run, tmp_path) -> Non
     whole = run(method="comigs-1g1s", training=TRAINING | {"sampling": "epochs", "micro_batch": 3})
     local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(whole, out=tmp_path / "half", watch=Stopped)
+        coterie.run(whole, out=tmp_path / "half", callbacks=[Stopped()])
     half = RunFolder(coterie.resume(tmp_path / "half").path)
     for name in NAMES:
         one, two = (folder.load(f"client-{name}").encode() for folder in (local, half))
@@ -199,7 +199,7 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None
     base = local.clients.part("poet").base
-    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.both, 1)
+    wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.rows, 1)
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")
     assert done.results["local"]["trained"]["poet"]["reward_accuracy"] >= 0
@@ -219,7 +219,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
     described["clients"] = [{"name": name} for name in NAMES]
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(described))
-    with pytest.raises(CoterieError, match=r"training\.dpo\.reference names a run"):
+    with pytest.raises(CoterieError, match=r"training\.dpo\.reference is the folder of a run"):
         load_deployment(read_values(file), NAMES)
 
 
@@ -229,7 +229,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
         ({"data": {"window": 48}, "training": {"dpo": {}}}, "no effect without data.preferences"),
         ({"training": {"dpo": {"beta": 0}}}, "greater than 0"),
         ({"training": {"dpo": {"label_smoothing": 0.5}}}, "less than 0.5"),
-        ({"server": {}}, "remove a server"),
+        ({"server": {}}, "`data.preferences` and `server` are mutually exclusive"),
         ({"evaluation": {"generate": 5}}, "needs answers"),
         (
             {"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}},

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import yaml
 
 import coterie
+from coterie.config.plugins import load_plugin
 from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method, ServerSide
 from coterie.methods.pretrained import PretrainedClient
-from coterie.runs import RunFolder, Watch
-from coterie.testing.loop import assert_same_states
+from coterie.runs import Callback, RunFolder
+from coterie.testing.loop import assert_same_states, assert_same_tensors, sides
 
 SIMULATION = "flower-simulation"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 METHODS: dict[str, dict[str, Any]] = {
     "comigs": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
     "pcl": {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1},
@@ -58,8 +61,8 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     run = config(method=METHODS["pcl"], evaluation={"every": 1}, rounds=2)
     reachable: set[str] = set()
 
-    class Listening(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Listening(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             for process in family():
                 for socket in process.net_connections("inet"):
                     if socket.status == psutil.CONN_LISTEN:
@@ -67,7 +70,7 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
 
     expected = coterie.run(run, out=tmp_path / "local")
     monkeypatch.setattr(LocalClients, "step", None)  # no other engine does the work
-    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, watch=Listening)
+    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, callbacks=[Listening()])
     assert_same(RunFolder(done.path), RunFolder(expected.path))
     assert not (done.path / "states").exists()
     # A table for people, and a model to write with, as after any run.
@@ -77,6 +80,19 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     assert reachable == {"127.0.0.1"} or reachable == {"127.0.0.1", "::ffff:127.0.0.1"}
     assert capfd.readouterr() == ("", "")
     assert [process for process in family() if "ray" in process.name()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["int8", "masked_sum"])
+def test_example_transforms_act_as_in_the_local_engine(transform, config, tmp_path) -> None:
+    load_plugin(EXAMPLES / f"{transform}.py")
+    aggregation = {"transforms": [transform], "largest_change": None}
+    run = config(rounds=2, evaluation={"every": 1}, aggregation=aggregation)
+    expected = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    done = RunFolder(coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION).path)
+    assert entries(done) == entries(expected)
+    for side in sides(expected):  # without clients' secrets, which differ in every run
+        assert_same_tensors(done.load(side), expected.load(side), side)
 
 
 @pytest.mark.slow
@@ -97,17 +113,17 @@ def test_clients_keep_their_best_models_and_stop_as_in_the_local_engine(config, 
 STOPPED = """
 import os, signal, sys
 import coterie
-from coterie.runs import Watch
+from coterie.runs import Callback
 
-class Stop(Watch):
-    def worked(self, round, client):
+class Stop(Callback):
+    def on_client_end(self, round, client):
         if (round, client) == (1, "diarist"):  # the others are at work
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             number = int(sys.argv[3])
             os.kill(os.getpid() if number == signal.SIGKILL else 0, number)
 
 try:
-    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", watch=Stop)
+    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", callbacks=[Stop()])
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -160,14 +176,14 @@ def session(process: psutil.Process) -> int:
 def test_an_actor_that_dies_ends_the_run_with_a_sentence(config, local, tmp_path) -> None:
     run = config(method=METHODS["comigs"], evaluation={"every": 1})
 
-    class Kill(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Kill(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             for process in family():
                 if "ray::ClientAppActor" in " ".join(process.cmdline()):
                     process.kill()
 
     with pytest.raises(CoterieError, match=r"Client '\w+' failed; .*simulation\.log"):
-        coterie.run(run, out=tmp_path, engine=SIMULATION, watch=Kill)
+        coterie.run(run, out=tmp_path, engine=SIMULATION, callbacks=[Kill()])
     assert "died" in (tmp_path / "simulation.log").read_text()
     coterie.resume(tmp_path, engine="local")
     assert_same(RunFolder(tmp_path), local)

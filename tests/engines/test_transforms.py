@@ -15,7 +15,7 @@ from coterie.errors import CoterieError
 from coterie.messages import Message, Schema
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.privacy import secrets
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
 from coterie.testing.loop import workers as clients_of
 
@@ -58,10 +58,10 @@ def run(request: pytest.FixtureRequest, config: Any) -> coterie.RunConfig:
     )
 
 
-class Stop(Watch):
+class Stop(Callback):
     """Interrupts a run after its first round."""
 
-    def round_over(self, round: int, note: str) -> None:
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -79,7 +79,7 @@ def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None
     description = session.description(run, session.participants(run))
     stopped = RunFolder.create(tmp_path / "stopped", description)
     with pytest.raises(KeyboardInterrupt):
-        session.start(run, stopped, Stop()).run()
+        session.start(run, stopped, [Stop()]).run()
     coterie.resume(stopped.path)
     assert_same_states(stopped, local)
 

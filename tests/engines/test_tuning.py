@@ -17,7 +17,7 @@ from coterie.engines import runtime as part
 from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.methods.contract import Method
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder, RunStart
 
 RATE = "training.learning_rate"
 
@@ -143,12 +143,12 @@ def test_a_trial_that_diverges_is_left_out(config, tmp_path) -> None:
         coterie.compare(config(), ["local"], tune={RATE: [1e30]}, out=tmp_path / "b")
 
 
-class StopAtSecondTrial(Watch):
+class StopAtSecondTrial(Callback):
     begun = 0
 
-    def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
-        StopAtSecondTrial.begun += 1
-        if StopAtSecondTrial.begun == 2:
+    def on_run_begin(self, run: RunStart) -> None:
+        self.begun += 1
+        if self.begun == 2:
             raise KeyboardInterrupt
 
 
@@ -156,7 +156,7 @@ class StopAtSecondTrial(Watch):
 def test_an_interrupted_tuning_is_continued(config, tmp_path, counted) -> None:
     run, tune = config(rounds=1), {RATE: [1e-3, 1e-2]}
     with pytest.raises(KeyboardInterrupt):
-        coterie.compare(run, ["local"], tune=tune, out=tmp_path, watch=StopAtSecondTrial)
+        coterie.compare(run, ["local"], tune=tune, out=tmp_path, callbacks=[StopAtSecondTrial()])
     coterie.compare(run, ["local"], tune=tune, out=tmp_path)
     names = [name for name, *_ in counted]
     assert names == ["local-trial1", "local-trial2", "local-trial2", "local-seed0"]
@@ -182,9 +182,9 @@ def test_any_row_can_be_tuned_that_has_the_keys(config) -> None:
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [
-        ("training.learning_rate", "--tune takes a key and its values, such as"),
-        ("training.learning_rate=", "--tune takes a key and its values"),
-        ("training.learning_rate=[1,", "--tune takes a key and its values"),
+        ("training.learning_rate", "is not a key with values, such as"),
+        ("training.learning_rate=", "is not a key with values"),
+        ("training.learning_rate=[1,", "is not a key with values"),
         ("training.lerning_rate=1", r"Did you mean 'training\.learning_rate'\?"),
         ("training.learning_rate=1,fast", r"training\.learning_rate should be a number"),
         ("data.window=8,16", r"data\.window cannot be tuned"),

@@ -109,7 +109,7 @@ def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypat
         names = {m["name"] for m in folder.metrics()}
         assert {"test/trained"} <= names
         assert not {"mine", "trust"} & names
-    assert "the figure 'mine' of poet is not finite and is not recorded" in caplog.text
+    assert "the metric 'mine' of poet is not finite and is not recorded" in caplog.text
 
 
 def test_a_cell_of_a_table_stays_short() -> None:

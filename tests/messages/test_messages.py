@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from coterie.messages import Field, Groups, Message, MessageError, Schema, State, check_shapes
-from coterie.messages.formats import FORMAT, VERSION, FormatError, stamp
+from coterie.messages.formats import FORMAT, VERSION, FormatError, version_fields
 
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,9}", fullmatch=True)
 """Names of groups, peers and parts; those of tensors are any text."""
@@ -98,7 +98,7 @@ def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
 
 def raw(*keys: str, **header: Any) -> bytes:
     """Bytes with tensors under these keys; what is None is left out of the header."""
-    whole = stamp() | {"round": 0, "values": {}} | header
+    whole = version_fields() | {"round": 0, "values": {}} | header
     text = json.dumps({key: value for key, value in whole.items() if value is not None})
     return save({key: torch.ones(1) for key in keys}, {"coterie": text})
 
@@ -123,7 +123,7 @@ def test_a_tensor_of_no_group_is_refused(key) -> None:
 
 def test_peers_have_no_parts_and_states_do() -> None:
     data = raw("alice:training:exp_avg/x", "alice:training/x")
-    with pytest.raises(MessageError, match="parts of other clients' messages"):
+    with pytest.raises(MessageError, match="nested groups in another client's upload"):
         Message.decode(data)
     state = State.decode(data)
     assert list(state.parts["alice"].parts["training"]["exp_avg"]) == ["x"]
@@ -142,7 +142,7 @@ def test_peers_have_no_parts_and_states_do() -> None:
     ids=range(len(OUTSIDE) + 4),
 )
 def test_values_of_no_part_are_refused(values) -> None:
-    with pytest.raises(MessageError, match="values of unknown parts"):
+    with pytest.raises(MessageError, match="values of unknown nested states"):
         State.decode(raw(values=values))
 
 

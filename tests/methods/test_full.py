@@ -13,7 +13,7 @@ from coterie.adapters.coverage import coverage
 from coterie.adapters.full import FullAdapter
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined
 from coterie.training import local as local_training
 
@@ -130,7 +130,7 @@ def test_another_method_runs_on_the_base_that_was_fine_tuned(config, tmp_path, m
         folder = RunFolder.create(
             tmp_path / name, session.description(run, session.participants(run))
         )
-        session.start(run, folder, Watch()).run()
+        session.start(run, folder).run()
         return [line["value"] for line in folder.metrics() if line["name"] != "seconds"]
 
     shared = Session(config())

@@ -16,7 +16,7 @@ from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import copied
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.testing.rounds import take
 
 TOLD = ("comigs-1g1s", "fedit", "fedamole", "pcl-2")
@@ -69,7 +69,7 @@ def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
     )
     session = Session(run, threads=1)
     folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
-    local = session.start(run, folder, Watch())
+    local = session.start(run, folder)
     [first, *_] = session.participants(run)
     text = first.data.train.ids.long().view(3, 27)
     before = loss(local, first.name, text)

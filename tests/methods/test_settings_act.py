@@ -25,7 +25,7 @@ from coterie.messages import Schema
 from coterie.methods.contract import Method
 from coterie.methods.registry import available
 from coterie.privacy import secrets
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 Given = Mapping[str, Any]
 """Settings by dotted path."""
@@ -211,7 +211,7 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
         patch.setattr(Schema, "send", seen)
         patch.setattr(secrets, "draw", lambda: next(source))
         session.check(config)
-        run = session.start(config, folder, Watch())
+        run = session.start(config, folder)
         run.run()
     for line in folder.metrics():
         if line["name"] != "seconds":

@@ -119,7 +119,7 @@ def private(config) -> RunConfig:
 
 
 def join(run: RunConfig) -> bytes:
-    told = run.told_to("poet")
+    told = run.visible_to("poet")
     return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=PROTOCOL, config=told))
 
 
@@ -134,7 +134,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
         return private_mean(samples, **how)  # pyright: ignore
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
-    monkeypatch.setattr("coterie.deployment.orders.TIMES", 25)
+    monkeypatch.setattr("coterie.deployment.orders.MAX_TRAININGS", 25)
     local = joined(private)
     local.server.start_round(0, sorted(local.clients))
     download, schema = down(local, "poet"), private.method.schema()
@@ -177,7 +177,11 @@ def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
     ("limit", "noise", "why"),
     [
         (8.0, True, None),
-        (7.9, True, "with an epsilon of 8; the limit of all its runs is 7.9, of which 0 is spent"),
+        (
+            7.9,
+            True,
+            "with an epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent",
+        ),
         (7.9, False, "of this client's samples without noise"),
         (None, False, None),
     ],

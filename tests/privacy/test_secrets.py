@@ -11,7 +11,7 @@ from coterie.messages import Message, Schema, State
 from coterie.messages.schema import Way
 from coterie.privacy import secrets
 from coterie.privacy.secrets import BITS, Secrets, draw
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import down, joined, one_round, step
 
@@ -130,13 +130,13 @@ def test_no_message_and_no_server_s_state_holds_one(private, monkeypatch) -> Non
 def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
     """The folder of a run that was stopped after so many rounds."""
 
-    class Stop(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stop(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             if round + 1 == rounds:
                 raise Killed
 
     with pytest.raises(Killed):
-        coterie.run(run, out=path, watch=Stop)
+        coterie.run(run, out=path, callbacks=[Stop()])
     folder = RunFolder(path)
     assert folder.rounds() == rounds
     return folder

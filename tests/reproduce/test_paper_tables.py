@@ -14,7 +14,7 @@ from coterie import CoterieError
 from coterie.analysis.experiments import MEAN
 from coterie.config.run import parse
 from coterie.engines.rounds import Rounds
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder, RunStart
 from reproduce.table_file import is_table, merged, slug, table_folder
 from reproduce.tables import compare_table, load_table
 
@@ -199,7 +199,7 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     out, said = tmp_path / "out", []
     path = table()
     with pytest.raises(KeyboardInterrupt):
-        compare_table(path, out=out, watch=StopAtFedAvg)
+        compare_table(path, out=out, callbacks=[StopAtFedAvg()])
     begun = json.loads((out / "table.json").read_text())["columns"]
     assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
     shown = compare_table(path, out=out, seeds=2, report=said.append)
@@ -225,9 +225,9 @@ def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, coun
     assert "| Low rank |" in (out / "table.md").read_text()
 
 
-class StopAtFedAvg(Watch):
-    def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
-        if title == "fedavg":
+class StopAtFedAvg(Callback):
+    def on_run_begin(self, run: RunStart) -> None:
+        if run.method == "fedavg":
             raise KeyboardInterrupt
 
 
@@ -372,7 +372,7 @@ def test_messages_are_weighed_for_every_row(table, tmp_path) -> None:
 
 
 def test_the_pages_example_is_a_table(tmp_path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "tables.md"
+    page = Path(__file__).parents[2] / "docs" / "research" / "tables.md"
     (example,) = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     path = tmp_path / "table.yaml"
     path.write_text(example)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "research"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
 TEXT = "\n".join(PAGES.values())
+PAPERS = sorted(PAGES.keys() - {"index", "reproduced-papers", "tables"})
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 CLAIMS = yaml.safe_load((ROOT / "reproduce" / "claims.yaml").read_text(encoding="utf-8"))
 BUILT_IN = set(available())  # before any test registers a plugin
@@ -20,9 +21,8 @@ FIGURES = {"comigs": 19, "pcl": 8, "fedamole": 10}
 
 
 def test_there_is_a_page_for_each_paper_and_an_index_that_links_them() -> None:
-    papers = PAGES.keys() - {"README"}
-    assert papers == {paper.lower() for paper in CLAIMS}
-    assert papers <= set(re.findall(r"\]\((\w+)\.md\)", PAGES["README"]))
+    assert set(PAPERS) == {paper.lower() for paper in CLAIMS}
+    assert set(PAPERS) <= set(re.findall(r"\]\((\w+)\.md\)", PAGES["reproduced-papers"]))
 
 
 def test_every_recipe_is_linked() -> None:
@@ -30,7 +30,7 @@ def test_every_recipe_is_linked() -> None:
     assert linked == set(RECIPES)
 
 
-@pytest.mark.parametrize("paper", sorted(PAGES.keys() - {"README"}))
+@pytest.mark.parametrize("paper", PAPERS)
 def test_a_papers_own_recipes_are_on_its_page(paper: str) -> None:
     own = {
         name for name in RECIPES if name.startswith((f"recipes/{paper}/", f"recipes/small/{paper}"))
@@ -53,7 +53,7 @@ def test_every_page_of_results_is_linked() -> None:
 
 def test_every_method_is_in_a_table_of_methods() -> None:
     """Except those that no paper has: they are federated averaging's neighbours."""
-    sections = [section(page, "Methods") for name, page in PAGES.items() if name != "README"]
+    sections = [section(PAGES[paper], "Methods") for paper in PAPERS]
     named = set(re.findall(r"`([\w-]+)`", "\n".join(sections)))
     beyond = {"fedavg-ft", "fedprox", "fedprompt-ft", "fedptuning-ft"}
     assert BUILT_IN - beyond <= named

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from coterie import CoterieError
-from coterie.deployment.forgetting import known
+from coterie.deployment.forgetting import check_participant
 from coterie.files import write_json, write_text
 from coterie.messages import State
-from coterie.messages.formats import stamp
+from coterie.messages.formats import version_fields
 from coterie.runs import Recorder, RunFolder
 from tests.written_runs import CONFIG, DESCRIPTION
 
@@ -112,13 +112,14 @@ def test_a_torn_line_of_figures_is_left_out_and_then_gone(torn, folder) -> None:
 
 def test_a_recorder_writes_a_round_at_once(folder) -> None:
     seen = []
-    recorder = Recorder(lambda *figure: seen.append(figure))
+    recorder = Recorder(lambda *metric: seen.append(metric))
     recorder.log("poet", "loss", 4.0)
-    assert seen == [("poet", "loss", 4.0)]
+    recorder.log(None, "loss", 3.0, 7)
+    assert seen == [(0, "poet", "loss", 4.0), (7, None, "loss", 3.0)]
     assert list(folder.metrics()) == []
     folder.append(recorder.take())
     folder.append(recorder.take())
-    assert [found["value"] for found in folder.metrics()] == [4.0]
+    assert [found["value"] for found in folder.metrics()] == [4.0, 3.0]
 
 
 def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
@@ -196,16 +197,16 @@ def test_what_is_damaged_is_named(folder, damage) -> None:
 @pytest.mark.parametrize("key", sorted(CONFIG.keys() - {"divide"}))
 def test_a_configuration_without_a_key_is_damaged(folder, key) -> None:
     kept = {name: value for name, value in CONFIG.items() if name != key}
-    write_json(folder.path / "run.json", {**stamp(), **DESCRIPTION, "config": kept})
+    write_json(folder.path / "run.json", {**version_fields(), **DESCRIPTION, "config": kept})
     with pytest.raises(CoterieError, match=rf"run.json is damaged: config.{key}: Field required;"):
         _ = folder.description
 
 
 def test_a_configuration_that_does_not_say_who_may_take_part_is_damaged(folder) -> None:
     described = {**DESCRIPTION, "run": "0", "config": CONFIG | {"deployment": {}}}
-    write_json(folder.path / "run.json", {**stamp(), **described})
+    write_json(folder.path / "run.json", {**version_fields(), **described})
     with pytest.raises(CoterieError, match=r"damaged: config.deployment.anyone: Field required;"):
-        known(folder, "poet")
+        check_participant(folder, "poet")
 
 
 def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:

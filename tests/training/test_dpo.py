@@ -87,7 +87,8 @@ def batch_of(reference: Tensor, beta: float, eps: float = 0.0) -> PairBatch:
     lengths = counted.sum(1).view(-1, 2)
     dpo = DPOSpec(beta=beta, label_smoothing=eps)
     known = reference_of(reference, lengths, "fp32", dpo)
-    return PairBatch(Batch(ids, counted[:, 1:], real[:, 1:]), known)
+    rows = Batch(ids, counted[:, 1:], real[:, 1:])
+    return PairBatch(rows, torch.full((len(ROWS),), 2), known)
 
 
 def only_the_mlp(model: Any) -> Tensor:

@@ -11,7 +11,7 @@ from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.training.local import LocalTraining
 
 ROUNDS, STEPS, EVERY, TURNS = 4, 2, 3, 2
@@ -29,7 +29,7 @@ def run(request, config, values, tmp_path):
     training = {**values()["training"], **request.param}
     run = config(method=METHOD, rounds=ROUNDS, training=training)
     session = Session(run)
-    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path))
 
 
 def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
@@ -102,8 +102,8 @@ def adapter_state(client: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
 
 
-class StopAfterFirstRound(Watch):
-    def round_over(self, round: int, note: str) -> None:
+class StopAfterFirstRound(Callback):
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -112,6 +112,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(config, tmp_path) -> Non
     run = config(method={**METHOD, "router": router}, rounds=2)
     whole = coterie.run(run, out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "stopped", watch=StopAfterFirstRound)
+        coterie.run(run, out=tmp_path / "stopped", callbacks=[StopAfterFirstRound()])
     resumed = coterie.resume(tmp_path / "stopped")
     assert resumed.results["comigs-2s"]["trained"] == whole.results["comigs-2s"]["trained"]

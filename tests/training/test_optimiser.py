@@ -11,7 +11,7 @@ import coterie
 from coterie import CoterieError
 from coterie.config.read import load_config
 from coterie.config.run import parse
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_state
 from coterie.training.optimiser import REFUSED, build, classes
 from coterie.training.spec import ADAMW, OptimiserSpec
@@ -24,8 +24,8 @@ OTHERS = {
 }
 
 
-class StopAfterFirstRound(Watch):
-    def round_over(self, round: int, note: str) -> None:
+class StopAfterFirstRound(Callback):
+    def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
 
 
@@ -51,7 +51,7 @@ def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> 
     run = make(optimiser=OTHERS[name])
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", watch=StopAfterFirstRound)
+        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
     resumed = RunFolder(coterie.resume(tmp_path / "run").path)
     for client in ("client-diarist", "client-poet", "client-whaler"):
         theirs, ours = whole.load(client), resumed.load(client)
@@ -93,7 +93,10 @@ def test_every_optimiser_can_be_chosen_by_its_name_alone(name) -> None:
         (3, "training.optimiser: give a name, such as sgd, or a mapping"),
         ({"name": "sgd", "momentun": 1}, "Did you mean 'training.optimiser.momentum'?"),
         ({"name": "sgd", "betas": [1, 1]}, "Unknown key 'training.optimiser.betas'. Known keys:"),
-        ({"name": "sgd", "lr": 1}, "Set training.learning_rate instead of"),
+        (
+            {"name": "sgd", "lr": 1},
+            "training.optimiser.lr is not supported; set training.learning_rate",
+        ),
         ({"name": "sgd", "params": []}, "Unknown key 'training.optimiser.params'."),
         (
             {"name": "sgd", "nesterov": True},

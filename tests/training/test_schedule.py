@@ -11,7 +11,7 @@ from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.losses import tokens as losses
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.training import local
 from coterie.training.schedule import Level, learning_rate, learning_rate_beside
 from coterie.training.spec import TrainingSpec
@@ -22,7 +22,7 @@ def run(config, tmp_path):
     """CoMiGS, routers every second step for one step."""
     run = config()
     session = Session(run)
-    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(tmp_path))
 
 
 def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
@@ -61,7 +61,7 @@ def test_router_phases_follow_the_steps_of_the_run(config, tmp_path) -> None:
     run = config(method={"name": "comigs-1g1s", "router": {"every": 3, "steps": 2}}, rounds=3)
     session = Session(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
-    local_run(run, session.base, session.participants(run), folder, Watch()).run()
+    local_run(run, session.base, session.participants(run), folder).run()
     names = [
         (line["round"], line["name"])
         for line in folder.metrics()

@@ -17,7 +17,7 @@ from coterie.data.windows import epoch_batch
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 from coterie.seeding import generator
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined, one_round, take
@@ -78,7 +78,7 @@ def sides_of(run: coterie.RunConfig) -> LocalRun:
     """A run's sides before its first round."""
     key = repr((run.data, run.clients, run.training.precision))
     session = SESSIONS.setdefault(key, Session(run))
-    return local_run(run, session.base, session.participants(run), RunFolder(Path()), Watch())
+    return local_run(run, session.base, session.participants(run), RunFolder(Path()))
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -130,7 +130,7 @@ def test_what_contradicts_itself_is_refused(training, sentence, values) -> None:
 def test_a_schedule_reaches_a_deployed_client_as_it_is(config) -> None:
     rates = {"learning_rates": {"poet": 4e-3}, "schedule": "one-cycle", "warmup": 0.1}
     run = config(training={**BASICS, **rates, "initial_learning_rate": 2e-4})
-    told = parse({**run.told_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
+    told = parse({**run.visible_to("poet"), "clients": [{"name": "poet", "path": "poet.txt"}]})
     assert told.training == run.training_of("poet")
     assert told.training.initial_learning_rate == pytest.approx(4e-4)
 
@@ -233,14 +233,14 @@ def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
     people = session.participants(knobs)
     folder = RunFolder.create(tmp_path / "cut", session.description(knobs, people))
 
-    class Stopped(Watch):
-        def round_over(self, round: int, note: str) -> None:
+    class Stopped(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        local_run(knobs, session.base, people, folder, Stopped()).run()
+        local_run(knobs, session.base, people, folder, [Stopped()]).run()
     torch.manual_seed(12345)  # torch's own generators are nobody's
-    resumed = local_run(knobs, session.base, people, RunFolder(folder.path), Watch())
+    resumed = local_run(knobs, session.base, people, RunFolder(folder.path))
     resumed.run()
     for side in ("server", "client-poet", "client-diarist"):
         assert folder.load(side).encode() == whole.load(side).encode()

@@ -1,4 +1,4 @@
-"""What is attached to a frozen base and trained: low-rank experts, their router, dense LoRA."""
+"""Adapters: the trained modules attached to a frozen base, such as LoRA, experts and routers."""
 
 from coterie.adapters.adapter import Adapter as Adapter
 from coterie.adapters.adapter import Trainable as Trainable

@@ -1,6 +1,6 @@
-"""Element-wise functions of an MLP with their derivatives, in PyTorch's native kernels.
+"""Activation functions with their derivatives, computed by PyTorch's native kernels.
 
-GPT-2's `gelu_new` is a chain of eight operations in transformers, and one here.
+GPT-2's `gelu_new` is a chain of eight operations in transformers, but a single kernel here.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """`value(p)`, and `slope(grad, p)`: the gradient that reaches p."""
+    """An element-wise function with its derivative."""
 
     value: Callable[[Tensor], Tensor]
+    """Returns the function's value at p."""
     slope: Callable[[Tensor, Tensor], Tensor]
+    """Returns the gradient with respect to p, given the gradient of the value and p."""
 
 
 _GELU_TANH = Activation(
@@ -40,10 +42,10 @@ _NATIVE: dict[type[nn.Module], Activation] = {
 
 
 def native(module: nn.Module) -> Activation:
-    """The same function as a base's activation module; without a native kernel, the module."""
-    known = _NATIVE.get(type(module))
-    if known is not None:
-        return known
+    """Return an activation module's function, computed by a native kernel if there is one."""
+    activation = _NATIVE.get(type(module))
+    if activation is not None:
+        return activation
 
     def slope(grad: Tensor, p: Tensor) -> Tensor:
         with torch.enable_grad():

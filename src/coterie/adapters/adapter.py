@@ -1,4 +1,4 @@
-"""One client's adapter: stand-ins for a base's MLPs and attention layers, put in and taken out."""
+"""A client's adapter: stand-ins that replace a base's MLPs and attention layers while attached."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,15 +23,15 @@ from coterie.errors import CoterieError
 
 
 class Trainable:
-    """Whatever a client trains, as training and averaging need it.
+    """The parameters that a client trains, and the stand-ins that apply them to a base.
 
-    Many can share one base in memory: each holds its own parameters only. The base's own are never
-    trained.
+    Many instances can share one base in memory, as each contains only its own parameters. The
+    base's parameters are never trained.
 
     Args:
-        parameters: what an optimiser updates.
-        stand_ins: what stands for modules of the base, by path.
-        routers: those of them that route.
+        parameters: Parameters that are trained or kept with the adapter.
+        stand_ins: Modules that replace modules of the base, by path.
+        routers: The stand-ins that have a router, by path.
     """
 
     _pairs: Sequence[LoraPair] = ()
@@ -54,19 +54,27 @@ class Trainable:
         return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
     def require_grad(self, selects: Selects) -> None:
-        """Compute gradients of exactly the selected parameters."""
+        """Enable gradients for exactly the selected parameters."""
         for parameter in self._parameters.values():
             parameter.tensor.requires_grad_(selects(parameter))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """The base with what is trained, in place of anything else, ready to run; it is frozen."""
+        """Attach the parameters to a base, in place of any other adapter, and freeze the base.
+
+        Returns:
+            The model to run: the base itself, or a wrapper of it.
+
+        Raises:
+            CoterieError: The base's architecture is not supported.
+        """
         attach(base, self._stand_ins)
         return base
 
     def residual(self) -> dict[str, Tensor]:
-        """Return what is added to LoRA pairs and never trained, by the names of their A and B.
+        """Return the residuals of LoRA pairs, which are added to a pair and never trained.
 
-        The residual of an A is (any, in), and that of its B is (out, any).
+        Returns:
+            The residual factors (any, in) and (out, any) by the names of the pair's A and B.
         """
         return {
             parameter.name: tensor
@@ -78,7 +86,7 @@ class Trainable:
         }
 
     def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the residuals of all LoRA pairs."""
+        """Replace the residuals of all LoRA pairs; pairs without an entry have none afterwards."""
         for pair in self._pairs:
             A, B = (tensors.get(parameter.name) for parameter in pair.described())
             pair.residual_A = pair.residual_B = None
@@ -87,29 +95,29 @@ class Trainable:
 
     @property
     def balances(self) -> bool:
-        """Whether a load-balance loss has a gradient: some router leaves experts out."""
+        """Whether a load-balance loss has a gradient: some router does not choose all experts."""
         return any(router.balances for router in self._routers.values())
 
     def routing(self) -> dict[str, Tensor]:
-        """Mean routing weight per expert in the last forward pass, (experts,), by layer."""
+        """Return the mean weight of each expert in the last forward pass, (experts,), by layer."""
         return {path: router.routing() for path, router in self._routers.items()}
 
 
 class Adapter(Trainable):
-    """Everything one client trains: modules that stand in for modules of a base.
+    """A client's LoRA on attention and mixture of experts, as stand-ins for modules of a base.
 
-    Attaching one swaps modules of the base, not values.
+    Attaching an adapter replaces modules of the base and changes no values.
 
     Args:
-        base: a causal language model; on the meta device, the adapter learns names and shapes from
-            it and is made on the CPU.
-        layout: which experts, which ranks, routed or averaged.
-        seed: the run's seed.
-        client: the client's name, from which its personal parameters are drawn.
-        common: whether a parameter's first values are the same for all clients.
+        base: A causal language model. If it is on the meta device, the adapter uses its names and
+            shapes only and is created on the CPU.
+        layout: Numbers of experts, ranks and routing.
+        seed: The run's seed.
+        client: The client's name, which enters the initialisation of private parameters.
+        common: Selects the parameters with equal initial values for all clients.
 
     Raises:
-        CoterieError: the base has nothing that the layout's adapters could stand on.
+        CoterieError: The base has no module to which the layout's experts or LoRA can be attached.
     """
 
     def __init__(
@@ -128,23 +136,25 @@ class Adapter(Trainable):
         for path, m in stand_ins.items():
             if isinstance(m, Routed) and m.router is not None:
                 parameters.append(
-                    Parameter(f"router/{m.home}.weight", "router", m.router, "normal", m.home)
+                    Parameter(f"router/{m.path}.weight", "router", m.router, "normal", m.path)
                 )
                 routers[path] = m
         super().__init__(parameters, stand_ins, routers)
         initialise(parameters, seed, client, common)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put this adapter into a base, in place of any other; see `Trainable`.
-
-        Raises CoterieError if an adapter of this layout, before training, changes what the base
-        computes; it is tried once for each base.
-        """
         check_unchanged(base, self.layout)
         return super().attach(base)
 
     def load_balance(self, form: Balance) -> Tensor:
-        """The last forward pass's load-balance loss, averaged over layers: a scalar."""
+        """Return the load-balance loss of the last forward pass, averaged over layers: a scalar.
+
+        Args:
+            form: See `Router.load_balance`.
+
+        Raises:
+            CoterieError: The adapter has no router.
+        """
         losses = [router.load_balance(form) for router in self._routers.values()]
         if not losses:
             raise CoterieError("This adapter has no router, so it has no load-balancing loss.")
@@ -152,28 +162,35 @@ class Adapter(Trainable):
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
-    """The best-scored expert of each token in the last forward pass, (tokens,), by routed layer.
+    """Return the expert with the highest score of each token in the last forward pass.
 
-    model: a base with an adapter attached. Raises CoterieError before its first forward pass.
+    Args:
+        model: A base with an adapter attached.
+
+    Returns:
+        (tokens,) indices of experts, by the path of each routed layer.
+
+    Raises:
+        CoterieError: The model has not run yet.
     """
-    found = ((path, m) for path, m in model.named_modules() if isinstance(m, Routed))
-    return {path: m.first_experts() for path, m in found if m.router is not None}
+    routed = ((path, m) for path, m in model.named_modules() if isinstance(m, Routed))
+    return {path: m.first_experts() for path, m in routed if m.router is not None}
 
 
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
-    """Put stand-ins where they belong, by path, in place of any other adapter; freeze the base."""
+    """Insert stand-ins at their paths, in place of any other adapter, and freeze the base."""
     detach(base)
     base.requires_grad_(False)
-    # A block's own layers first: afterwards they cannot be reached by their paths.
+    # Inner modules first: once a block is replaced, their paths are no longer valid.
     for path, module in sorted(stand_ins.items(), key=lambda item: -item[0].count(".")):
         module.base = base.get_submodule(path)
         base.set_submodule(path, module)
 
 
 def detach(base: nn.Module) -> None:
-    """Take whichever adapter is attached out of a base."""
+    """Remove the attached adapter, if any, from a base."""
     for module in base.modules():
-        if parametrize.is_parametrized(module):  # by full fine-tuning
+        if parametrize.is_parametrized(module):  # full fine-tuning parametrizes weights
             for name in list(cast(nn.ModuleDict, module.parametrizations)):
                 parametrize.remove_parametrizations(module, name, leave_parametrized=False)
     stand_ins = [(path, m) for path, m in base.named_modules() if isinstance(m, StandIn)]
@@ -181,26 +198,29 @@ def detach(base: nn.Module) -> None:
         base.set_submodule(path, module.base)
 
 
-_tried: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
-"""For each base, the layouts that were found not to change it."""
+_checked: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
+"""The layouts for which `check_unchanged` has passed, by base."""
 TOKENS = 8
-"""How many tokens a base reads to be compared with itself."""
-INSTEAD = "Try `placement: beside` in the method's mlp, or other attention.targets."
+"""Number of input tokens with which `check_unchanged` compares outputs."""
+ADVICE = "Try `placement: beside` in the method's mlp, or other attention.targets."
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 1e-4, torch.float64: 1e-6}
-"""How far MLPs' outputs and hidden states may be from the base's, relative to their norm, by the
-coarsest dtype."""
+"""Maximum relative difference of MLP outputs and hidden states, by the least precise dtype."""
 
 
-Seen = dict[str, tuple[tuple[Tensor, ...], Tensor]]
-"""What modules were given and gave in a forward pass, by path."""
+Calls = dict[str, tuple[tuple[Tensor, ...], Tensor]]
+"""Inputs and output of modules in a forward pass, by path."""
 
 
 @torch.no_grad()
 def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
-    """Raise CoterieError if adapters whose every B is zero change what a base computes.
+    """Check that an untrained adapter (every B is zero) does not change a base's outputs.
 
-    Then the base's MLPs or attention do more than their layers' names tell. MLPs are compared one
-    by one, as the residual stream would hide what they do.
+    Otherwise, the base's MLPs or attention compute more than the names of their layers suggest.
+    MLPs are compared individually, as the residual stream would conceal differences. Each kind of
+    layout is checked once per base.
+
+    Raises:
+        CoterieError: The outputs differ, or the base cannot run with the adapter.
     """
     layout = Layout(
         generalists=min(layout.experts, 1),
@@ -210,101 +230,101 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
         targets=layout.targets,
         placement=layout.placement,
     )
-    tried = _tried.setdefault(base, set())
+    checked = _checked.setdefault(base, set())
     weight = base.get_input_embeddings().weight
-    if layout in tried or weight.is_meta or isinstance(weight.data, FakeTensor):
-        return  # where there are no weights, there is nothing to compare
+    if layout in checked or weight.is_meta or isinstance(weight.data, FakeTensor):
+        return  # without weights there are no outputs to compare
     detach(base)
     stand_ins = _stand_ins(base, layout)
-    seen: Seen = {}
+    calls: Calls = {}
     with ExitStack() as hooks:
         for path, module in stand_ins.items():
-            if isinstance(module, Mixture) and module.home == path:
-                hook = partial(_record, seen, path)
+            if isinstance(module, Mixture) and module.path == path:
+                hook = partial(_record, calls, path)
                 hooks.enter_context(base.get_submodule(path).register_forward_hook(hook))
-        want = _hidden_states(base)
+        expected = _hidden_states(base)
     attach(base, stand_ins)
     try:
-        errors = [_distance(_hidden_states(base), want)]
-        with _working(base):
-            for path, (inputs, output) in seen.items():
-                rest = inputs[1] if len(inputs) > 1 else 0  # a residual that the MLP adds
-                got = base.get_submodule(path)(*inputs) - rest
-                errors.append(_distance(got, output - rest))
+        errors = [_distance(_hidden_states(base), expected)]
+        with _autocast(base):
+            for path, (inputs, output) in calls.items():
+                residual = inputs[1] if len(inputs) > 1 else 0  # some MLPs add a residual
+                actual = base.get_submodule(path)(*inputs) - residual
+                errors.append(_distance(actual, output - residual))
     except (AttributeError, TypeError) as error:
         raise CoterieError(
             f"{type(base).__name__} cannot run with an adapter ({error}), so its architecture is "
-            f"not supported. {INSTEAD}"
+            f"not supported. {ADVICE}"
         ) from error
     finally:
         detach(base)
     dtypes = {parameter.dtype for parameter in base.parameters()}
     if not max(errors) <= next(most for dtype, most in ROUNDING.items() if dtype in dtypes):
         raise CoterieError(
-            f"{type(base).__name__} computes something else with an untrained adapter than without "
-            f"(values differ by {max(errors):.1%}), so its architecture is not supported. {INSTEAD}"
+            f"An untrained adapter changes the outputs of {type(base).__name__} by "
+            f"{max(errors):.1%}, so its architecture is not supported. {ADVICE}"
         )
-    tried.add(layout)
+    checked.add(layout)
 
 
-def _distance(got: Tensor, want: Tensor) -> float:
-    """Relative to what is wanted."""
-    got, want = got.cpu().double(), want.cpu().double()  # some devices have no float64
-    return ((got - want).norm() / want.norm()).item()
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    """Compute the norm of the difference relative to the norm of the expected tensor."""
+    actual, expected = actual.cpu().double(), expected.cpu().double()  # not all devices have it
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 def _record(
-    seen: Seen, path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+    calls: Calls, path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> None:
-    seen[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon adds to it in place
+    calls[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon modifies it in place
 
 
-def _working(base: PreTrainedModel) -> torch.autocast:
-    """The context in which a base runs whose weights are in several dtypes."""
+def _autocast(base: PreTrainedModel) -> torch.autocast:
+    """Return the autocast context for a base, enabled if its weights have several dtypes."""
     floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
     mixed = torch.bfloat16 in floats and len(floats) > 1
     return torch.autocast(base.device.type, torch.bfloat16, enabled=mixed)
 
 
 def _hidden_states(base: PreTrainedModel) -> Tensor:
-    """A base's hidden states for some tokens: (1, tokens, dim)."""
+    """Compute a base's hidden states for fixed tokens: (1, tokens, dim)."""
     embedding = base.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     ids = torch.linspace(0, embedding.num_embeddings - 1, TOKENS, device=embedding.weight.device)
-    with _working(base):
+    with _autocast(base):
         hidden = decoder_of(base)(input_ids=ids.long()[None], use_cache=False)
     return hidden.last_hidden_state
 
 
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """By path; those of the same layer together."""
-    found = _experts(base, layout) if layout.experts else {}
+    """Create a layout's stand-ins by path: experts first, then LoRA."""
+    stand_ins = _experts(base, layout) if layout.experts else {}
     if layout.attention_rank:
-        inside = {pair.path for module in found.values() for pair in pairs_in(module)}
+        with_experts = {pair.path for module in stand_ins.values() for pair in pairs_in(module)}
         for path, linear in chosen_linears(base, layout.targets).items():
-            if path not in inside:  # a mixture's own layers have its experts
-                found[path] = LoraLinear(linear, path, layout)
-    return found
+            if path not in with_experts:
+                stand_ins[path] = LoraLinear(linear, path, layout)
+    return stand_ins
 
 
 def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Stand-ins with the experts, by path."""
-    found: dict[str, StandIn] = {}
-    own = layers(base)
+    """Create the stand-ins with experts by path."""
+    stand_ins: dict[str, StandIn] = {}
+    decoder_layers = layers(base)
     for path, (module, shape) in expert_sites(base).items():
         if shape is not None and layout.placement != "beside":
             ahead: dict[str, Passed] = {}
-            if path in own:  # the MLP is no module of its own
+            if path in decoder_layers:  # the MLP's modules belong to the decoder layer itself
                 ahead = {name: Passed(module) for name in (*shape.up, shape.act)}
-                found |= {f"{path}.{name}": passed for name, passed in ahead.items()}
+                stand_ins |= {f"{path}.{name}": passed for name, passed in ahead.items()}
             at = f"{path}.{shape.down}" if ahead else path
-            found[at] = Mixture(module, path, shape, layout, ahead)
+            stand_ins[at] = Mixture(module, path, shape, layout, ahead)
         elif layout.placement != "inside":
-            found[path] = Beside(module, path, width(base), layout)
-    if not found:
-        where = "MLP" if layout.placement == "inside" else "MLP or other block in its layers"
+            stand_ins[path] = Beside(module, path, width(base), layout)
+    if not stand_ins:
+        missing = "MLP" if layout.placement == "inside" else "MLP or other block in its layers"
         raise CoterieError(
-            f"{type(base).__name__} has no {where} that experts could stand on; set `mlp` of the "
-            "method to null to train LoRA on attention alone."
+            f"{type(base).__name__} has no {missing} to which experts can be attached; set `mlp` "
+            "of the method to null to train only LoRA on attention."
         )
-    return found
+    return stand_ins

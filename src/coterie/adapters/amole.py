@@ -1,13 +1,13 @@
-"""FedAMoLE's mixture on single linear layers (arXiv 2411.19128, section 4): one expert that all
-clients share, and the domain experts that chose this client.
+"""FedAMoLE's mixture on single linear layers (arXiv 2411.19128, section 4).
 
-With n domain experts held, and t = W_t x the token's embedding (r,), e_j = A_j x an expert's (r,):
+A layer has one expert that all clients share, and the n domain experts that chose the client. With
+the token embedding t = W_t x (r,) and the expert embeddings e_j = A_j x (r,):
 
     p = softmax_j(t . e_j / sqrt(r))        w = p of the k highest, 0 elsewhere, summing to 1
     y = W x + b + g B_s A_s x + g sum_j w_j B_j e_j
 
-The router's shape does not depend on n, so clients with different experts can average it. All
-embeddings come from one product, and all experts' outputs from another.
+The router's shape does not depend on n, so clients with different experts can average it. One
+matrix product computes all embeddings, and another one all experts' outputs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,46 +33,55 @@ from coterie.errors import CoterieError
 
 @dataclass(frozen=True)
 class AmoleLayout:
-    """What stands on each chosen linear layer."""
+    """The adapter on each chosen linear layer."""
 
     experts: int
-    """How many domain experts there are; a client holds some of them."""
+    """Number of domain experts in the run; a client holds some of them."""
     rank: int = 8
     alpha: float = 16.0
     top_k: int = 2
-    """How many domain experts work on a token; all of them where fewer are held."""
+    """Maximum number of domain experts per token."""
     targets: str | None = QUERY_VALUE
-    """Regular expression for the last part of a linear layer's path, as a whole, or for what it
-    does; None: all of attention's."""
+    """Regular expression for the last component of a linear layer's path, or for its place (see
+    `place_of`); None selects all linear layers of attention."""
     shared: bool = True
-    """Whether an expert that every client holds works on every token."""
+    """Whether there is an expert that every client holds and that processes every token."""
     router: Literal["token", "vanilla"] = "token"
-    """vanilla: a gate with one row for each of all experts, of which the held ones are used."""
+    """token: FedAMoLE's router. vanilla: a gate with one row for every expert of the run; only the
+    rows of held experts are used."""
     score_scale: Literal["rank", "dim"] = "rank"
-    """The token router's scores are divided by sqrt(rank), or by sqrt(in) as in the paper."""
+    """Divisor of the token router's scores: sqrt(rank), or sqrt(in) as in the paper."""
     renormalise: bool = True
-    """Whether the weights of a token's experts are scaled to sum to 1; not so in the paper."""
+    """Whether the weights of a token's experts are scaled to sum to 1, unlike in the paper."""
     load: Literal["top_k", "first"] = "top_k"
-    """What counts as an expert's load: the tokens it works on, or those whose best expert it is."""
+    """An expert's load: the tokens that it processes, or the tokens for which it has the highest
+    score."""
     dropout: float = 0.0
-    """Rate of dropout on what every expert's A reads, in training; the router reads all."""
+    """Dropout rate of the input of every expert's A in training; the router has no dropout."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers."""
+        """Raise CoterieError if a number is out of range."""
         if min(self.rank, self.top_k) < 1 or self.experts < 0:
             raise CoterieError("rank and top_k must be at least 1, and experts at least 0.")
 
     @property
     def gain(self) -> float:
-        """The factor g of a low-rank product."""
+        """The scaling factor g of a low-rank product."""
         return self.alpha / self.rank
 
 
 class AmoleLinear(Router):
-    """A linear layer with a shared expert and n domain experts, stacked.
+    """A linear layer with a shared expert and n stacked domain experts.
 
-    A: (n, r, in) and B: (n, out, r) are those of the experts in `held`, in this order; router is
-    the token projection (r, in) or the gate (experts, in), whose `rows` (n,) are theirs.
+    `A` (n, r, in) and `B` (n, out, r) belong to the experts `held`, in this order. `router` is the
+    token projection (r, in), or the gate (experts, in), in which the held experts have the rows
+    `rows` (n,).
+
+    Args:
+        base: The linear layer.
+        path: Path of the layer in the base.
+        layout: Numbers of experts, ranks and routing.
+        held: Numbers of the domain experts that the client holds.
     """
 
     rows: Tensor
@@ -89,10 +98,14 @@ class AmoleLinear(Router):
         self.router = nn.Parameter(A.new_zeros(rows, A.shape[1]))
         self.register_buffer("rows", torch.tensor(self.held, device=A.device, dtype=torch.long))
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
-        """Where `AmoleAdapter.recording` wants them: each forward pass's sums and counts."""
+        """Sums and counts of each forward pass while `AmoleAdapter.recording` is active."""
 
     def described(self, stacked: bool) -> Iterator[Parameter]:
-        """Declare what is trained: domain experts in one stack, or each as a view of that."""
+        """Yield the layer's parameters.
+
+        Args:
+            stacked: Whether the domain experts are one parameter, or one view of it per expert.
+        """
         path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
         if not stacked:
             experts = [
@@ -108,42 +121,49 @@ class AmoleLinear(Router):
         yield Parameter(f"{kind}/{path}", "projection", self.router, "kaiming", path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, time, in) to (batch, time, out)."""
+        """Map (batch, time, in) to (batch, time, out)."""
         x = x.to(working_dtype(x))
         y = self.base(x)
-        seen, shared, domain = self._project(x.flatten(0, -2))
+        router_output, shared, domain = self._project(x.flatten(0, -2))
         if self.recorded is not None:
-            self.recorded.append(_sums(torch.cat([domain, seen.unsqueeze(1)], dim=1), x))
-        weights = self._route(seen, domain)
+            self.recorded.append(_sums(torch.cat([domain, router_output.unsqueeze(1)], dim=1), x))
+        weights = self._route(router_output, domain)
         low = torch.cat([shared, (domain * weights.to(x.dtype).unsqueeze(-1)).flatten(1)], dim=1)
         Bs = [] if self.shared is None else [self.shared.B.t()]
-        # (rank, out) in memory, so that its gradient is computed with the thin factor first.
+        # This memory layout, (rank, out), makes the backward pass use the thin factor first.
         B = torch.cat([*Bs, self.B.transpose(1, 2).flatten(0, 1)]).to(x.dtype)
         return torch.addmm(y.flatten(0, -2), low, B, alpha=self.layout.gain).view_as(y)
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All that is computed from tokens (tokens, in), in one product unless inputs drop out.
+        """Compute all products of the input with the router and every A.
 
-        What the router sees, (tokens, r) or with a gate (tokens, n); A_s x: (tokens, r), or
-        (tokens, 0) without a shared expert; and the domain experts' embeddings: (tokens, n, r).
+        Without dropout, this is one matrix product.
+
+        Args:
+            tokens: (tokens, in).
+
+        Returns:
+            The token embeddings (tokens, r), or the gate's scores (tokens, n); the shared expert's
+            A_s x, (tokens, r), or (tokens, 0) without a shared expert; and the domain experts'
+            embeddings (tokens, n, r).
         """
-        token = self.layout.router == "token"
-        router = self.router if token else self.router.index_select(0, self.rows)
+        has_gate = self.layout.router != "token"
+        router = self.router.index_select(0, self.rows) if has_gate else self.router
         As = [] if self.shared is None else [self.shared.A]
         widths = [len(router), sum(map(len, As)), len(self.held) * self.layout.rank]
-        if drops(rate := self.layout.dropout):  # each expert has a mask of its own
+        if drops(rate := self.layout.dropout):  # each expert has its own mask
             experts = [dropout(tokens, rate) @ A.to(tokens.dtype).t() for A in (*As, *self.A)]
             product = torch.cat([tokens @ router.to(tokens.dtype).t(), *experts], dim=1)
         else:
             product = tokens @ torch.cat([router, *As, self.A.flatten(0, 1)]).to(tokens.dtype).t()
-        seen, shared, domain = product.split(widths, dim=1)
-        return seen, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
+        router_output, shared, domain = product.split(widths, dim=1)
+        return router_output, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
-    def _route(self, seen: Tensor, domain: Tensor) -> Tensor:
-        """Each token's weights, 0 for the experts that do not work on it: (tokens, n)."""
-        scores = seen.to(self.router.dtype)
+    def _route(self, router_output: Tensor, domain: Tensor) -> Tensor:
+        """Compute the weight of each expert for each token, 0 if not chosen: (tokens, n)."""
+        scores = router_output.to(self.router.dtype)
         if self.layout.router == "token":
-            # Not a matrix product: autocast would compute that with less precision.
+            # Autocast would reduce the precision of a matrix product, so this is none.
             scores = (domain.to(scores.dtype) * scores.unsqueeze(1)).sum(-1)
             dim = self.layout.rank if self.layout.score_scale == "rank" else self.router.shape[1]
             scores = scores / dim**0.5
@@ -152,7 +172,7 @@ class AmoleLinear(Router):
         return self._weights(p)
 
     def _works(self, p: Tensor) -> Tensor:
-        """1 for the experts that work on a token, else 0: (tokens, n)."""
+        """Mark the experts chosen for each token with 1, the others with 0: (tokens, n)."""
         if len(self.held) <= self.layout.top_k:
             return torch.ones_like(p)
         chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
@@ -161,12 +181,11 @@ class AmoleLinear(Router):
     def _weights(self, p: Tensor) -> Tensor:
         weights = p * self._works(p)
         if not self.layout.renormalise or self.layout.top_k == 1:
-            return weights  # scaled to 1, the weight of a single expert would have no gradient
+            return weights  # a single weight that is scaled to 1 would have no gradient
         return weights / weights.sum(-1, keepdim=True)
 
     def _loads(self) -> tuple[Tensor, Tensor]:
-        """The load is the tokens that an expert works on, or those whose best it is (eq. 27)."""
-        p = self._last_scores()
+        p = self._last_scores()  # eq. 27
         if self.layout.load == "top_k":
             f = self._works(p).mean(0) / self.layout.top_k
         else:
@@ -174,13 +193,19 @@ class AmoleLinear(Router):
         return f, p.mean(0)
 
     def routing(self) -> Tensor:
-        """See `Router`."""
         return self._weights(self._last_scores().detach()).mean(0)
 
 
 def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Over each sample's real tokens, the sum of embeddings (batch * time, n + 1, r) to
-    (batch, n + 1, r), and how many these are: (batch,); x: (batch, time, in)."""
+    """Sum embeddings over each sample's tokens without padding.
+
+    Args:
+        embeddings: (batch * time, n + 1, r).
+        x: (batch, time, in), the layer's input.
+
+    Returns:
+        The sums (batch, n + 1, r) and the numbers of tokens (batch,).
+    """
     mask = real_mask(x.device)
     if mask is None:
         mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -191,38 +216,41 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Recording:
-    """What forward passes saw, sample by sample as they were read; the caller divides."""
+    """Sums of embeddings from several forward passes, by sample in the order of the passes."""
 
     passes: Mapping[str, list[tuple[Tensor, Tensor]]]
+    """Sums and counts of every forward pass, by the layer's path; see `_sums`."""
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """By module, summed over a sample's real tokens: (samples, n + 1, r), the embeddings of
-        the experts held and last the token embedding."""
-        return {path: torch.cat([s for s, _ in seen]) for path, seen in self.passes.items()}
+        """Embeddings summed over each sample's tokens without padding, by the layer's path.
+
+        The shape is (samples, n + 1, r): first the n held experts, then the token embedding.
+        """
+        return {path: torch.cat([s for s, _ in passes]) for path, passes in self.passes.items()}
 
     @property
     def counts(self) -> Tensor:
-        """Real tokens of each sample: (samples,)."""
-        seen = next(iter(self.passes.values()))
-        return torch.cat([count for _, count in seen])
+        """Number of tokens without padding in each sample: (samples,)."""
+        passes = next(iter(self.passes.values()))
+        return torch.cat([count for _, count in passes])
 
 
 class AmoleAdapter(Trainable):
-    """Everything one client trains with FedAMoLE: stand-ins for linear layers of a base.
+    """A client's FedAMoLE adapter: stand-ins for linear layers of a base.
 
-    Many adapters can share one base in memory, as with `Adapter`. A tensor's first values depend
-    on the seed and its name alone, so they are equal wherever that expert is held.
+    Many adapters can share one base in memory, as with `Adapter`. A tensor's initial values depend
+    only on the seed and its name, so an expert starts equal on every client that holds it.
 
     Args:
-        base: any model with linear layers that the layout names; on the meta device, the adapter
-            learns names and shapes from it and is made on the CPU.
-        layout: which layers, how many experts, how routed.
-        seed: the run's seed.
-        held: by path of each adapted layer, the domain experts held there, ascending.
+        base: A model with linear layers that match the layout. If it is on the meta device, the
+            adapter uses its names and shapes only and is created on the CPU.
+        layout: The adapted layers, numbers of experts, ranks and routing.
+        seed: The run's seed.
+        held: Numbers of the domain experts held, ascending, by the path of each adapted layer.
 
     Raises:
-        CoterieError: the layout names no layer, or `held` is not of its layers and experts.
+        CoterieError: The layout matches no layer, or `held` does not match the layout.
     """
 
     def __init__(
@@ -239,23 +267,22 @@ class AmoleAdapter(Trainable):
         initialise(self.parameters().values(), seed, "", common=lambda parameter: True)
 
     def parameters(self) -> dict[str, Parameter]:
-        """What travels, by expert and sorted by name; a domain expert's are views of the stacks.
-
-        `shared/PATH.A`: (r, in) and `.B`: (out, r), `domain.ID/PATH.A` and `.B` alike, and
-        `projection/PATH`: (r, in) or `gate/PATH`: (experts, in).
-        """
+        # `shared/PATH.A` (r, in) and `shared/PATH.B` (out, r); `domain.ID/PATH.A` and `.B` with the
+        # same shapes, as views of the stacks; `projection/PATH` (r, in) or `gate/PATH`
+        # (experts, in).
         return by_name(
             parameter for m in self.linears.values() for parameter in m.described(stacked=False)
         )
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put this adapter into a base, in place of any other; see `Trainable`."""
         check_unchanged(base, Layout(0, 0, attention_rank=1, targets=self.layout.targets))
         return super().attach(base)
 
     def load_balance(self) -> Tensor:
-        """The last forward pass's load-balance loss, summed over the modules where it is not
-        constant: a scalar, 0 where there is none."""
+        """Return the load-balance loss of the last forward pass, summed over layers: a scalar.
+
+        Layers with a constant loss are omitted; the result is 0 if no layers remain.
+        """
         losses = [m.load_balance() for m in self.linears.values() if m.balances]
         if not losses:
             return torch.zeros(())
@@ -263,14 +290,15 @@ class AmoleAdapter(Trainable):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Forward passes inside have no gradient, and their embeddings are summed up.
+        """Record sums of embeddings in forward passes within the block, which have no gradient.
 
-        Raises CoterieError where a gate routes: it has no token embedding.
+        Raises:
+            CoterieError: The router is a gate, which has no token embeddings.
         """
         if self.layout.router != "token":
             raise CoterieError(
-                "A vanilla router has no token embeddings for experts to choose by; set "
-                "router.kind to token."
+                "A vanilla router has no token embeddings, which experts need to choose clients; "
+                "set router.kind to token."
             )
         passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self.linears}
         try:
@@ -288,7 +316,7 @@ def _refuse_held(
 ) -> None:
     if wrong := sorted(held.keys() ^ linears.keys()):
         raise CoterieError(
-            f"Held experts must be given for exactly the adapted layers; {wrong[0]!r} is "
+            f"The held experts do not match the adapted layers: {wrong[0]!r} is "
             f"{'missing' if wrong[0] in linears else 'not adapted'}."
         )
     for path, ids in held.items():

@@ -1,9 +1,9 @@
-"""Low-rank experts beside a block that is no MLP of a known shape, or that is left as it is.
+"""Low-rank experts beside a block, for blocks that are no MLP of a known shape.
 
     y = block(x) + g sum_i w_i B_i A_i x
 
-It works for any block that maps hidden states to hidden states, such as a mixture of experts or a
-state-space block; the router is that of the mixture on an MLP.
+The block may be any module that maps hidden states to hidden states, such as a mixture of experts
+or a state-space block. The router is the same as for experts inside an MLP.
 """
 
 from typing import Any
@@ -19,14 +19,27 @@ BLOCK = "block"
 
 
 class Beside(Routed):
-    """A block with low-rank experts next to it; `dim` is the width of hidden states."""
+    """A block with low-rank experts beside it.
+
+    Args:
+        base: The block.
+        path: Path of the block in the base.
+        dim: Width of hidden states.
+        layout: Numbers of experts, ranks and routing.
+    """
 
     def __init__(self, base: nn.Module, path: str, dim: int, layout: Layout) -> None:
         places = {BLOCK: (path, (dim, dim), next(base.parameters()))}
         super().__init__(base, path, layout, places)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states: (..., dim); what the block returns, the first of it with the experts'."""
+        """Run the block and add the experts' output to its (first) output.
+
+        Args:
+            hidden_states: (..., dim).
+            *args: Further arguments of the block.
+            **kwargs: Further arguments of the block.
+        """
         out = self.base(hidden_states, *args, **kwargs)
         y, *more = out if isinstance(out, tuple) else (out,)
         tokens = hidden_states.flatten(0, -2)

@@ -1,7 +1,7 @@
-"""Dropout in front of low-rank pairs: the A of every pair reads its own `dropout(x)` in training.
+"""Dropout of the inputs of low-rank pairs: in training, every A has its own mask.
 
-Masks are drawn from a generator that is set around a training's forward pass, as the models pass
-nothing down to their linear layers. Where none is set (evaluation) nothing is dropped.
+Models pass no generator to their linear layers, so it is set in a context around each forward pass
+of training. Without a generator (in evaluation), there is no dropout.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,11 @@ _chance: ContextVar[torch.Generator | None] = ContextVar("chance", default=None)
 
 @contextmanager
 def drawing_masks(chance: torch.Generator) -> Iterator[None]:
-    """Forward passes inside draw masks from this generator, which is on the base's device."""
+    """Enable dropout for forward passes within the block.
+
+    Args:
+        chance: Generator of the masks.
+    """
     before = _chance.set(chance)
     try:
         yield
@@ -25,24 +29,24 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Forward passes inside draw the masks that one here and now would draw."""
+    """Return a context whose forward passes draw the masks that a pass at this call would draw."""
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())
 
 
 def drops(rate: float) -> bool:
-    """Whether this rate of dropout acts now."""
+    """Return whether dropout of this rate is active."""
     return rate > 0 and _chance.get() is not None
 
 
 def mask_like(x: Tensor, rate: float) -> Tensor:
-    """A mask of x's shape and dtype: 0 with the probability `rate`, else 1 / (1 - rate)."""
+    """Draw a mask of x's shape and dtype: 0 with probability `rate`, else 1 / (1 - rate)."""
     chance = _chance.get()
-    assert chance is not None, "nothing drops out"
+    assert chance is not None, "dropout is not active"
     kept = torch.empty_like(x, device=chance.device).bernoulli_(1 - rate, generator=chance)
     return kept.div_(1 - rate).to(x.device)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """x times a mask of its own, where dropout acts; else x."""
+    """Multiply x by a new mask if dropout is active; otherwise return x."""
     return x * mask_like(x, rate) if drops(rate) else x

@@ -1,7 +1,7 @@
-"""Full fine-tuning: every weight of a base is trained, as its difference from the base's own.
+"""Full fine-tuning: every weight of a base is trained, as a difference from the base's weight.
 
-Many clients share one base in memory, so each holds its differences, which begin at zero. Weight
-decay therefore pulls towards the base, not towards zero.
+Many clients share one base in memory, and each has its own differences, which start at zero.
+Weight decay therefore pulls weights towards the base's weights, not towards zero.
 """
 
 import torch
@@ -15,28 +15,32 @@ from coterie.errors import CoterieError
 
 
 class Difference(nn.Module):
-    """weight + difference, in the difference's dtype; both of the same shape."""
+    """A parametrization that adds a trained difference to a weight of the same shape."""
 
     def __init__(self, difference: nn.Parameter) -> None:
         super().__init__()
         self.difference = difference
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Of a base's weight, what the client has in its place."""
+        """Return the client's weight, in the difference's dtype."""
         return weight.to(self.difference.dtype) + self.difference
 
 
 class FullAdapter(Trainable):
-    """One client's differences from all weights of a base; a tied weight has one.
+    """A client's differences from all weights of a base; tied weights share one difference.
 
-    Raises CoterieError if the base is quantised.
+    Args:
+        base: The base; it may be on the meta device.
+
+    Raises:
+        CoterieError: The base is quantised.
     """
 
     def __init__(self, base: nn.Module) -> None:
         detach(base)
         parameters: dict[str, Parameter] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """By parameter: the modules' paths, and what they call the weight."""
+        """Modules' paths and attributes of the weights to which each parameter is added."""
         names: dict[nn.Parameter, str] = {}
         for path, module in base.named_modules():
             for name, weight in module.named_parameters(recurse=False):
@@ -47,12 +51,11 @@ class FullAdapter(Trainable):
         super().__init__(parameters.values())
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Put the differences into a base, in place of any adapter, and return it."""
         super().attach(base)
         for key, places in self._places.items():
             for path, name in places:
                 difference = Difference(self.parameters()[key].tensor)
-                # unsafe: the base may be in bf16, what is trained is in fp32.
+                # unsafe: the base may be in bf16, but differences are in fp32.
                 parametrize.register_parametrization(
                     base.get_submodule(path), name, difference, unsafe=True
                 )

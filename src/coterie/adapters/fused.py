@@ -1,7 +1,7 @@
-"""The wide part of a mixture, between the MLP's frozen products, with its gradient by hand.
+"""The computation between a mixture's frozen products, with a hand-written backward pass.
 
-Automatic differentiation would keep every intermediate of every expert; here only the frozen
-products are kept, whatever the number of experts, and the rest is recomputed by rank-r products.
+Automatic differentiation would store every intermediate tensor of every expert. Here, only the
+frozen products are stored, whatever the number of experts; rank-r products recompute the rest.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from coterie.adapters.activations import Activation
 
 
 class WideExperts(torch.autograd.Function):
-    """Activations of k slots, their weighted sum, and what their low-rank down-projections see.
+    """Activations of k slots: their weighted sum, and their low-rank products with every A.
 
     With `p_is = u_i + g h_is B_is^T` for the MLP's one or (gated) two upward layers i:
 
@@ -23,9 +23,16 @@ class WideExperts(torch.autograd.Function):
         total = sum_s w_s z_s             (tokens, wide)
         low_s = w_s (m_s z_s) A_s^T       (tokens, r)
 
-    Arguments: act; gain g; w: (k, tokens, 1); A: (k, r, wide); dropout masks m: (k, tokens, wide),
-    or None for ones; then for each upward layer u: (tokens, wide), h: (k, tokens, r),
-    B: (k, wide, r). Returns total and low: (k, tokens, r).
+    Args:
+        act: The activation function.
+        gain: The scaling factor g of low-rank products.
+        w: (k, tokens, 1), the slots' weights.
+        A: (k, r, wide), the factors A of the downward layer.
+        m: (k, tokens, wide), dropout masks; None for ones.
+        *up: For each upward layer: u (tokens, wide), h (k, tokens, r) and B (k, wide, r).
+
+    Returns:
+        total and low.
     """
 
     @staticmethod
@@ -38,7 +45,7 @@ class WideExperts(torch.autograd.Function):
         m: Tensor | None,
         *up: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Compute total and low; see the class for the arguments."""
         zs = [_activations(act, _pre_activations(up, gain, s)) for s in range(len(w))]
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
@@ -53,7 +60,12 @@ class WideExperts(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """From d/d total: (tokens, wide) and d/d low: (k, tokens, r) to every tensor argument."""
+        """Compute the gradient of every tensor argument.
+
+        Args:
+            ctx: Saved tensors.
+            *grads: Gradients of total (tokens, wide) and low (k, tokens, r).
+        """
         dtotal, dlow = grads
         w, A, m, *up = ctx.saved_tensors
         needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
@@ -64,7 +76,7 @@ class WideExperts(torch.autograd.Function):
         for s in range(len(w)):
             p = _pre_activations(up, ctx.gain, s)
             if m is None:
-                dz = torch.addmm(dtotal, dlow[s], A[s])  # before the weight
+                dz = torch.addmm(dtotal, dlow[s], A[s])  # not yet multiplied by w_s
             else:
                 dz = torch.addcmul(dtotal, dlow[s] @ A[s], m[s])
             z = _activations(ctx.act, p)
@@ -76,21 +88,21 @@ class WideExperts(torch.autograd.Function):
             for i, (h, B) in enumerate(zip(hs, Bs, strict=True)):
                 dh[i].append((dp[i] @ B[s]).mul_(ctx.gain))
                 if needs_B:
-                    # Several times faster than dp^T h in this order, for a tall, thin h.
+                    # For a tall, thin h, this order is several times faster than dp^T h.
                     dB[i].append((h[s].t() @ dp[i]).mul_(ctx.gain).t())
-            du = [u.add_(one) for u, one in zip(du, dp, strict=True)] if du else dp
+            du = [u.add_(grad) for u, grad in zip(du, dp, strict=True)] if du else dp
         slots = zip(du, map(_stack, dh), map(_stack, dB), strict=True)
         return None, None, _stack(dw), _stack(dA), None, *(grad for up in slots for grad in up)
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """What enters the activation (and, gated, the other factor) of slot s: (tokens, wide)."""
+    """Compute the outputs of the upward layers for slot s: each (tokens, wide)."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 
 
 def _activations(act: Activation, p: list[Tensor]) -> Tensor:
-    """What one slot's pre-activations make: (tokens, wide)."""
+    """Compute a slot's activations from its pre-activations: (tokens, wide)."""
     z = act.value(p[0])
     return z * p[1] if len(p) == 2 else z
 
@@ -102,7 +114,7 @@ def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[
 
 
 def _masked(z: Tensor, m: Tensor | None, s: int) -> Tensor:
-    """z: (tokens, wide) of slot s as its A sees it."""
+    """Apply the dropout mask of slot s to its activations (tokens, wide)."""
     return z if m is None else z * m[s]
 
 

@@ -13,19 +13,19 @@ from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 
 
 class LoraPair(nn.Module):
-    """A: (rank, in) and B: (out, rank) of one linear layer, for one expert or for attention.
+    """The factors A (rank, in) and B (out, rank) of one linear layer.
+
+    `residual_A` and `residual_B`, if set, are a pair of any rank that is added and never trained.
+    It has the same input as A, including dropout.
 
     Args:
-        role: of the expert or the layer.
-        path: of the base's module that the pair is for.
-        shape: (in, out).
-        rank: of the pair.
-        near: a weight beside which the pair is.
-        expert: its number.
-        freeze_A: whether B alone is trained.
-
-    `residual_A` and `residual_B`, where they are given, are a pair of any rank that is added and
-    never trained; it reads what A reads, dropout included.
+        role: Role of the parameters.
+        path: Path of the module in the base that the pair adapts.
+        shape: (in, out) of the module.
+        rank: Rank of the pair.
+        near: A weight of the module; the pair is created on its device.
+        expert: Number of the expert that the pair belongs to, if any.
+        freeze_A: Whether only B is trained.
     """
 
     residual_A: Tensor | None
@@ -47,16 +47,20 @@ class LoraPair(nn.Module):
         columns, rows = shape
         self.A = nn.Parameter(torch.zeros(rank, columns, **trained_beside(near)))
         self.B = nn.Parameter(torch.zeros(rows, rank, **trained_beside(near)))
-        for name in ("residual_A", "residual_B"):  # buffers: what moves or copies a model has them
+        for name in ("residual_A", "residual_B"):  # buffers are moved and copied with the model
             self.register_buffer(name, None)
 
     @property
     def rank(self) -> int:
-        """Rows of A, with the residual's."""
+        """Rank of the pair together with its residual."""
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """A: (rank, in) and B: (out, rank), the residual beside what is trained, then zeros."""
+        """Return A (rank, in) and B (out, rank), with the residual appended and padded with zeros.
+
+        Args:
+            rank: Rank to pad to, at least that of the pair with its residual.
+        """
         if rank == len(self.A):
             return self.A, self.B
         A, B = self.A, self.B
@@ -65,7 +69,7 @@ class LoraPair(nn.Module):
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
     def described(self) -> tuple[Parameter, Parameter]:
-        """Declare A and B."""
+        """Describe A and B as parameters."""
         number = "" if self.expert is None else f".{self.expert}"
         name, at = f"{self.role}{number}/{self.path}", self.path
         A = Parameter(f"{name}.A", self.role, self.A, "kaiming", at, "A", self.expert)
@@ -75,13 +79,13 @@ class LoraPair(nn.Module):
 
 
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:
-    """A stand-in's own pairs, not those that may be in what it stands for."""
+    """Return the pairs of a stand-in, without pairs inside the module that it replaces."""
     modules = stand_in.named_modules()
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 
 
 class LoraLinear(StandIn):
-    """A linear layer with a low-rank correction: `y = W x + b + g B A dropout(x)`."""
+    """A linear layer with LoRA: `y = W x + b + g B A dropout(x)`."""
 
     def __init__(self, base: Linear, path: str, layout: Layout) -> None:
         super().__init__(base)
@@ -91,7 +95,7 @@ class LoraLinear(StandIn):
         self.dropout = layout.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         x = x.to(working_dtype(x))
         y = self.base(x)
         A, B = self.lora.factors(self.lora.rank)

@@ -1,4 +1,4 @@
-"""Low-rank pairs that are merged into the weights that they correct."""
+"""Merging of low-rank pairs into the base's weights."""
 
 from typing import cast
 
@@ -14,9 +14,12 @@ from coterie.bases.sites import StandIn
 
 
 def mergeable(model: nn.Module) -> bool:
-    """Whether there are weights that compute the same as a model with its adapter.
+    """Return whether an adapter can be merged into the base's weights without changing outputs.
 
-    There are none where experts are more than one or stand beside a block, nor in a quantised base.
+    This is impossible for several experts, experts beside a block, and quantised bases.
+
+    Args:
+        model: A base with an adapter attached.
     """
     return all(
         isinstance(m, LoraLinear | Passed) or (isinstance(m, Mixture) and len(m.roles) == 1)
@@ -26,37 +29,40 @@ def mergeable(model: nn.Module) -> bool:
 
 
 def merge(model: nn.Module) -> None:
-    """Make every weight W that a pair corrects W + g B A, and take the stand-ins out.
+    """Merge an adapter into the base's weights: every adapted weight W becomes W + g B A.
 
-    Differences from weights are added, too. What is left is a plain transformers model. No other
-    adapter may use the base.
+    The differences of full fine-tuning are merged as well. The stand-ins are removed, so the result
+    is a plain transformers model. No other adapter may use the base afterwards.
+
+    Args:
+        model: A base with an adapter attached, modified in place.
     """
-    _settle(model)
+    _merge_differences(model)
     stand_ins = [m for m in model.modules() if isinstance(m, LoraLinear | Mixture)]
     detach(model)
     for module in stand_ins:
         for pair in pairs_in(module):
-            _add(model.get_submodule(pair.path), module.gain, pair)
+            _merge_pair(model.get_submodule(pair.path), module.gain, pair)
 
 
 @torch.no_grad()
-def _settle(model: nn.Module) -> None:
-    """Add the differences of full fine-tuning to their weights; to a tied one once."""
-    settled: set[nn.Parameter] = set()
+def _merge_differences(model: nn.Module) -> None:
+    """Add the differences of full fine-tuning to their weights, to tied weights only once."""
+    merged: set[nn.Parameter] = set()
     for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for name, changed in list(cast(nn.ModuleDict, module.parametrizations).items()):
             weight, value = cast(nn.Parameter, changed.original), getattr(module, name)
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-            if weight not in settled:
+            if weight not in merged:
                 weight.copy_(value)
-                settled.add(weight)
+                merged.add(weight)
 
 
 @torch.no_grad()
-def _add(linear: nn.Module, gain: float, pair: LoraPair) -> None:
+def _merge_pair(linear: nn.Module, gain: float, pair: LoraPair) -> None:
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     A, B = pair.factors(pair.rank)
     update = (gain * B @ A).to(weight.dtype)
-    update = update.t() if isinstance(linear, Conv1D) else update  # which keeps its weight so
+    update = update.t() if isinstance(linear, Conv1D) else update  # Conv1D's weight is (in, out)
     linear.weight = nn.Parameter(weight + update, requires_grad=False)

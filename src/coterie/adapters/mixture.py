@@ -1,7 +1,7 @@
 """CoMiGS' mixture of generalist and specialist experts on an MLP (arXiv 2409.13931, section 3).
 
-The published code runs one full MLP per expert. Here each frozen product is computed once,
-whatever the number of experts, and the result is the same:
+The published code runs one full MLP per expert. Here, each frozen product is computed only once,
+whatever the number of experts, with the same result:
 
     z_i = act(W1 x + b1 + g B1_i A1_i x)                    (gated: times Wu x + g Bu_i Au_i x)
     y   = W2 (sum_i w_i z_i) + b2 + g sum_i w_i B2_i A2_i z_i
@@ -26,18 +26,18 @@ class Mixture(Routed):
     """An MLP with low-rank experts on all of its linear layers.
 
     Args:
-        base: the module that has the MLP's layers.
-        home: its path.
-        shape: which of its layers are the MLP's.
-        layout: which experts.
-        ahead: where the layers are a decoder layer's own, what stands in for all but the last, by
-            name; the mixture itself stands in for that.
+        base: The module that contains the MLP's layers.
+        path: Path of that module in the base.
+        shape: Names of the MLP's layers.
+        layout: Numbers of experts, ranks and routing.
+        ahead: If the MLP's layers belong to a decoder layer itself: the stand-ins of all but the
+            last layer, by name. The mixture itself then replaces the last layer.
     """
 
     def __init__(
         self,
         base: nn.Module,
-        home: str,
+        path: str,
         shape: MlpShape,
         layout: Layout,
         ahead: "Mapping[str, Passed]",
@@ -45,22 +45,27 @@ class Mixture(Routed):
         places: dict[str, Place] = {}
         for name in shape.linears:
             linear = cast(Linear, children_of(base)[name])
-            places[name] = f"{home}.{name}", sizes(linear), linear.weight
-        super().__init__(base, home, layout, places)
+            places[name] = f"{path}.{name}", sizes(linear), linear.weight
+        super().__init__(base, path, layout, places)
         self.shape, self._ahead = shape, ahead
         # Falcon-H1's MLPs multiply by constants.
         self._gate, self._out = (
             getattr(base, name, 1.0) for name in ("gate_multiplier", "down_multiplier")
         )
 
-    def _of_base(self, name: str) -> Any:
-        """A part of the frozen MLP."""
+    def _base_module(self, name: str) -> Any:
+        """Return a module of the frozen MLP."""
         if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: (..., dim) to (..., dim); a residual, where the MLP is given one, is added."""
+        """Map (..., dim) to (..., dim).
+
+        Args:
+            x: (..., dim), the input.
+            residual: (..., dim), added to the output, for MLPs that are called with a residual.
+        """
         tokens = x.flatten(0, -2)
         weights, choice = self._route(tokens)
         dtype = working_dtype(x)
@@ -70,7 +75,7 @@ class Mixture(Routed):
         up = [t for name in self.shape.up for t in self._upward(name, tokens, choice)]
         As, Bs = self._factors(self.shape.down)
         A = self._per_slot(As, dim=0).to(dtype)
-        act = native(self._of_base(self.shape.act))
+        act = native(self._base_module(self.shape.act))
         masks = None
         if drops(self.dropout):
             masks = mask_like(up[0].new_empty(self.slots, *up[0].shape), self.dropout)
@@ -79,13 +84,13 @@ class Mixture(Routed):
         y = self._down(total, weights)
         B = torch.cat(Bs, dim=1).to(dtype)
         y = torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
-        y = self._own_dropout(y if self._out == 1 else y * self._out)
+        y = self._final_dropout(y if self._out == 1 else y * self._out)
         return y if residual is None else residual + y
 
     def _upward(self, name: str, tokens: Tensor, choice: Tensor | None) -> Iterator[Tensor]:
-        """Of an upward layer what `WideExperts` is given: u, h, B; of a fused one that twice."""
+        """Yield an upward layer's u, h and B for `WideExperts`; a fused layer yields them twice."""
         As, Bs = self._factors(name)
-        u, h = self._of_base(name)(tokens), self._to_slots(self._low(tokens, As), choice)
+        u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, As), choice)
         if name == self.shape.up[0] and self._gate != 1:
             u, h = u * self._gate, h * self._gate
         B = self._per_slot(Bs, dim=1).to(h.dtype)
@@ -93,52 +98,56 @@ class Mixture(Routed):
         for wide, factor in zip(u.chunk(pieces, dim=1), B.chunk(pieces, dim=1), strict=True):
             yield from (wide, h, factor)
 
-    def _own_dropout(self, y: Tensor) -> Tensor:
-        """The dropout that ends some MLPs: a module, or a rate."""
+    def _final_dropout(self, y: Tensor) -> Tensor:
+        """Apply the dropout at the end of some MLPs, which is a module or a rate."""
         for name in self.shape.dropouts:
-            own = getattr(self.base, name, None)
-            if isinstance(own, nn.Dropout):
-                y = own(y)
-            elif own is not None:
-                y = F.dropout(y, own, self.base.training)
+            module_or_rate = getattr(self.base, name, None)
+            if isinstance(module_or_rate, nn.Dropout):
+                y = module_or_rate(y)
+            elif module_or_rate is not None:
+                y = F.dropout(y, module_or_rate, self.base.training)
         return y
 
     def _down(self, total: Tensor, weights: Tensor) -> Tensor:
-        """The base's way down, of (tokens, hidden); its bias is weighed as the experts are."""
-        down = self._of_base(self.shape.down)
+        """Apply the base's downward layer to (tokens, wide); its bias is weighted like experts."""
+        down = self._base_module(self.shape.down)
         y = down(total)
         if self.slots == 1 and self.balances and down.bias is not None:
             y = y + (weights[0] - 1) * down.bias.to(y.dtype)  # weights of several sum to 1
         return y
 
-    # Where all experts work on every token, slot s is expert s with its own pair. Otherwise a
-    # slot sees the pairs of all experts side by side, and those not chosen count zero: dense
-    # products of n*r columns are cheaper than gathering each expert's tokens.
+    # If every token uses all experts, slot s is expert s with its own pair. Otherwise, a slot has
+    # the pairs of all experts side by side, and the factors of unchosen experts are zero: dense
+    # products of n*r columns are cheaper than gathering the tokens of each expert.
 
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
-        """One matrix per slot from one per expert, joined along its rank."""
+        """Stack one matrix per slot from one per expert; `dim` is the rank's dimension."""
         if not self.balances:
             return torch.stack(matrices)
         joined = torch.cat(matrices, dim)
         return joined.expand(self.slots, *joined.shape)
 
     def _to_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """(tokens, n*r) to (k, tokens, r), or to (k, tokens, n*r) with zeros."""
+        """Map (tokens, n*r) to (k, tokens, r), or to (k, tokens, n*r) with zeros if k < n."""
         per_expert = low.unflatten(1, (len(self.roles), -1))
         if choice is None:
             return per_expert.transpose(0, 1)
         return (per_expert * choice.unsqueeze(-1)).flatten(2)
 
     def _from_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """The way back, summed over slots: to (tokens, n*r)."""
+        """Reverse `_to_slots`, summing over slots: (tokens, n*r)."""
         if choice is None:
             return low.transpose(0, 1).flatten(1)
         return (low.unflatten(2, (len(self.roles), -1)) * choice.unsqueeze(-1)).sum(0).flatten(1)
 
 
 class Passed(StandIn):
-    """Stands where an MLP begins whose work a mixture does that stands where it ends."""
+    """A stand-in that returns its input.
+
+    If an MLP's layers belong to a decoder layer itself, a mixture in place of the last of them
+    computes the whole MLP, and the others are replaced by this class.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, unchanged."""
+        """Return x unchanged."""
         return x

@@ -1,4 +1,4 @@
-"""Trained parameters describe themselves, so that nobody matches their names."""
+"""Descriptions of trained parameters, so that no code has to parse their names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,35 +16,36 @@ from coterie.seeding import generator
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor, described by the module that owns it."""
+    """A trained tensor with its description."""
 
     name: str
-    """Its name in messages and states, unlike any other parameter's of the same adapter."""
+    """Name in messages and states, unique within an adapter."""
     role: Role
     tensor: nn.Parameter
     start: Literal["kaiming", "zero", "normal"]
-    """How its values begin; see `initialise`."""
+    """Distribution of the initial values; see `initialise`."""
     path: str = ""
-    """Of the base's module that it stands on; empty for what stands on none, as a prompt."""
+    """Path of the adapted module in the base; empty if there is none, as for a soft prompt."""
     factor: Literal["A", "B"] | None = None
-    """Which factor of a low-rank product B A it is, if it is one."""
+    """The factor of a low-rank product B A; None for other parameters."""
     expert: int | None = None
-    """The number of its expert: among those of its role, or of all domain experts."""
+    """Number of the expert among those of its role (domain experts: in the whole run); None for
+    parameters of no expert."""
 
     @property
     def layer(self) -> int | None:
-        """The number of the base's layer that it stands in, from 0."""
+        """Number of the adapted module's decoder layer, from 0; None if there is none."""
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.path)
         return None if number is None else int(number[1])
 
     @cached_property
     def place(self) -> str:
-        """What it stands on, whatever the base calls it: `mlp.up`, `attention.q`."""
+        """The adapted module's place, independent of the architecture: `mlp.up`, `attention.q`."""
         return place_of(self.path)
 
 
 Selects = Callable[[Parameter], bool]
-"""Selects parameters by their description."""
+"""A predicate that selects parameters by their description."""
 
 
 def of_roles(*roles: Role) -> Selects:
@@ -58,22 +59,30 @@ def trained(parameter: Parameter) -> bool:
 
 
 def trained_beside(weight: Tensor) -> dict[str, Any]:
-    """The device and dtype of what is trained beside a weight: float64 if that is; where the weight
-    is not (on the meta device), the CPU."""
+    """Return the device and dtype of parameters that adapt a weight.
+
+    The dtype is float32, or float64 if the weight is. The device is the weight's, or the CPU if the
+    weight is on the meta device.
+    """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
 
 
 def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: Selects) -> None:
-    """Draw the first values: A Kaiming uniform (a = sqrt 5), B zero, routers normal (0.02).
+    """Initialise parameters: A Kaiming uniform (a = sqrt 5), B zero, routers normal (std 0.02).
 
-    Each tensor has a generator of its own, so neither the order nor the other tensors matter.
-    Parameters that are `common` or frozen start equal for all clients. The others differ by the
-    client's name.
+    Each tensor has its own generator, so initial values do not depend on other tensors.
+
+    Args:
+        parameters: Parameters, modified in place.
+        seed: The run's seed.
+        client: The client's name.
+        common: Selects the parameters with equal initial values for all clients, as frozen ones
+            always have. The initial values of other parameters depend on the client's name.
     """
     for parameter in parameters:
-        alike = parameter.role == "frozen" or common(parameter)
-        purpose = ("init", parameter.name) if alike else ("init", parameter.name, client)
+        is_common = parameter.role == "frozen" or common(parameter)
+        purpose = ("init", parameter.name) if is_common else ("init", parameter.name, client)
         chance = generator(seed, *purpose)
         value = torch.zeros(parameter.tensor.shape)
         if parameter.start == "kaiming":
@@ -84,12 +93,12 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
 
 
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Parameters by name, sorted."""
+    """Return parameters by name, sorted by name."""
     return {p.name: p for p in sorted(parameters, key=lambda p: p.name)}
 
 
 def pairs_of(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Parameter]]:
-    """The A and the B of every low-rank pair among some parameters, sorted by the name of A."""
+    """Return the (A, B) of every low-rank pair, sorted by the name of A."""
     As = {_pair(p): p for _, p in sorted(parameters.items()) if p.factor == "A"}
     Bs = {_pair(p): p for p in parameters.values() if p.factor == "B"}
     return [(A, Bs[pair]) for pair, A in As.items() if pair in Bs]

@@ -1,8 +1,8 @@
-"""Soft prompts: vectors that stand before the tokens' embeddings and are all that is trained.
+"""Soft prompts: trained vectors that precede the embeddings of the input tokens.
 
-PEFT runs them; a base is wrapped and none of its modules change. Their first values come from the
-run's seed alone, never from torch's own generator, and never from the base's weights, so that a
-server without weights can draw them too.
+PEFT runs them: a base is wrapped, and none of its modules is modified. Initial values depend only
+on the run's seed, never on torch's global generator or the base's weights, so a server without
+weights can draw them as well.
 """
 
 import warnings
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 
 class PromptAdapter(Trainable):
-    """One client's soft prompt, or the encoder that makes it; the base may be on the meta device.
+    """A client's soft prompt, or the encoder that computes it.
 
     Args:
-        base: a causal language model, of which the width, dtype and device are read.
-        encoder: `prompt_tokens: (batch, tokens)` to vectors (batch, tokens, dim), with an
-            `embedding`, as PEFT wants it.
-        config: PEFT's settings that the encoder belongs to.
+        base: A causal language model; only its width, dtype and device are used, so it may be on
+            the meta device.
+        encoder: A module that maps `prompt_tokens` (batch, tokens) to vectors (batch, tokens, dim)
+            and has an `embedding`, as PEFT requires.
+        config: PEFT's configuration of the encoder.
     """
 
     def __init__(self, base: nn.Module, encoder: nn.Module, config: Any) -> None:
@@ -38,17 +39,14 @@ class PromptAdapter(Trainable):
         super().__init__(Parameter(f"prompt/{name}", "prompt", p, "zero") for name, p in named)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """The base behind this prompt, in place of any adapter; it is frozen.
-
-        PEFT's model runs, generates and is evaluated as the base is, but is no PreTrainedModel.
-        """
+        # PEFT's model has the base's interface, but is no PreTrainedModel.
         super().attach(base)
         if self._wrapped is None or self._wrapped.base_model is not base:
             from coterie.adapters.prompt_model import PromptModel
 
-            # PEFT makes an encoder of its own, of which only the place is used, and draws it.
+            # PEFT creates and draws its own encoder, which is replaced below.
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # it asks transformers old questions
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT uses deprecated functions
                 self._wrapped = PromptModel(base, self.config)
             encoders = self._wrapped.prompt_encoder
             assert isinstance(encoders, nn.ModuleDict)
@@ -58,9 +56,9 @@ class PromptAdapter(Trainable):
 
 
 class SoftPrompt(nn.Module):
-    """Prompt tuning: `start + embedding`, both (tokens, dim).
+    """The vectors of prompt tuning: `start + embedding`, both (tokens, dim).
 
-    `start` is where the prompt begins and is not trained: zero, or the embeddings of a text.
+    `start` is not trained: it is zero, or the embeddings of a text.
     """
 
     start: Tensor
@@ -71,32 +69,50 @@ class SoftPrompt(nn.Module):
         self.register_buffer("start", torch.zeros(tokens, dim), persistent=False)
 
     def forward(self, prompt_tokens: Tensor) -> Tensor:
-        """prompt_tokens: (batch, tokens) int64 to vectors (batch, tokens, dim)."""
+        """Map prompt token ids (batch, tokens) int64 to vectors (batch, tokens, dim)."""
         return self.start[prompt_tokens] + self.embedding(prompt_tokens)
 
     @torch.no_grad()
     def start_from(self, embedding: nn.Module, ids: list[int]) -> None:
-        """Begin with the embeddings of these tokens, repeated or cut to the prompt's length."""
+        """Set `start` to the embeddings of tokens, repeated or truncated to the prompt's length.
+
+        Args:
+            embedding: Maps token ids to embeddings.
+            ids: Token ids.
+        """
         tokens = len(self.start)
         rows = torch.tensor((ids * tokens)[:tokens], device=self.start.device)
         self.start.copy_(embedding(rows))
 
 
 def soft_prompt(base: nn.Module, tokens: int, seed: int, std: float) -> PromptAdapter:
-    """Prompt tuning (arXiv 2104.08691): the vectors themselves, drawn with this deviation."""
+    """Create a soft prompt whose vectors are trained directly: prompt tuning (arXiv 2104.08691).
+
+    Args:
+        base: A causal language model; it may be on the meta device.
+        tokens: Length of the prompt.
+        seed: The run's seed.
+        std: Standard deviation of the initial values.
+    """
     from peft import PromptTuningConfig
 
     dim = _embedding(base).embedding_dim
     encoder = SoftPrompt(tokens, dim)
-    _begin(encoder, seed, std)
+    _initialise(encoder, seed, std)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=tokens, token_dim=dim)
     return PromptAdapter(base, encoder, config)
 
 
 def prompt_encoder(base: nn.Module, tokens: int, hidden: int | None, seed: int) -> PromptAdapter:
-    """P-tuning (arXiv 2103.10385): vectors that an MLP of two hidden layers makes of an embedding.
+    """Create a soft prompt that an MLP computes from an embedding: P-tuning (arXiv 2103.10385).
 
-    hidden: width of those layers; None: the base's. Values begin as PyTorch begins such layers.
+    The MLP has two hidden layers. Initial values have PyTorch's default distributions.
+
+    Args:
+        base: A causal language model; it may be on the meta device.
+        tokens: Length of the prompt.
+        hidden: Width of the hidden layers; None for the base's width.
+        seed: The run's seed.
     """
     from peft import PromptEncoder, PromptEncoderConfig
 
@@ -111,19 +127,18 @@ def prompt_encoder(base: nn.Module, tokens: int, hidden: int | None, seed: int) 
     )
     with torch.random.fork_rng(devices=[]):
         encoder = PromptEncoder(config)
-    _begin(encoder, seed, 1.0)
+    _initialise(encoder, seed, 1.0)
     return PromptAdapter(base, encoder, config)
 
 
 @torch.no_grad()
-def _begin(encoder: nn.Module, seed: int, std: float) -> None:
-    """Draw the first values: embeddings normal; weights of linear layers Kaiming uniform
-    (a = sqrt 5), their biases uniform up to 1 / sqrt(in)."""
+def _initialise(encoder: nn.Module, seed: int, std: float) -> None:
+    """Initialise an encoder: embeddings normal, linear layers uniform up to 1 / sqrt(in)."""
     for path, module in encoder.named_modules():
         for name, value in module.named_parameters(recurse=False):
             chance = generator(seed, "init", f"prompt/{path}.{name}")
             if isinstance(module, nn.Linear):
-                # Kaiming's bound with a = sqrt 5 is 1 / sqrt(in), too.
+                # This is PyTorch's default: Kaiming's bound with a = sqrt 5 for weights, too.
                 bound = module.in_features**-0.5
                 value.uniform_(-bound, bound, generator=chance)
             else:

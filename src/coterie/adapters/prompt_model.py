@@ -1,4 +1,4 @@
-"""PEFT's model of a base behind a soft prompt, where PEFT would be wrong without a word."""
+"""PEFT's model of a base with a soft prompt, with corrections where PEFT is silently wrong."""
 
 import warnings
 from typing import Any
@@ -16,51 +16,59 @@ REFUSED = {
     "past_key_values": "on from a cache (past_key_values)",
     "inputs_embeds": "from inputs_embeds",
 }
-"""Options of `generate` that PEFT's prompts do not work with, and what they are for."""
+"""Options of `generate` that PEFT's prompts do not support, with words for the error message."""
 
 
 class PromptModel(PeftModelForCausalLM):
-    """Counts positions without padding when it writes, and refuses what PEFT leaves out.
+    """PEFT's model with positions that skip padding, and errors for unsupported options.
 
-    PEFT takes no positions, so padding between the prompt and a text would move the text; it puts
-    the prompt before what continues a cache; and a draft's tokens are cut to the last one.
+    PEFT ignores position ids, so padding between prompt and text would shift the text. It repeats
+    the prompt when generation continues from a cache, and truncates a draft's tokens to the last
+    one.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """As PEFT's: of tokens (batch, time), mask 0 where they are padded, at their ends only.
+        """Run PEFT's forward pass on tokens that are padded only at their ends.
 
-        Raises CoterieError for padding before a text, positions and caches.
+        Args:
+            input_ids: (batch, time).
+            attention_mask: (batch, time), 0 for padding.
+            **kwargs: Further arguments of PEFT's model.
+
+        Raises:
+            CoterieError: There is padding before a text, or position ids or a cache are given.
         """
         padded = attention_mask is not None and not attention_mask[:, 0].all()
         if padded or any(kwargs.get(k) is not None for k in ("position_ids", "past_key_values")):
             raise CoterieError(
-                "A model with a soft prompt takes no padding before a text, no position_ids and no "
-                "past_key_values. Pad at the end, or use its generate(), which takes padding "
+                "A model with a soft prompt accepts no padding before a text, no position_ids and "
+                "no past_key_values. Pad at the end, or call generate(), which accepts padding "
                 "before a text."
             )
         return super().forward(input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' models: padding is before the texts, mask 0.
+        """Generate like a transformers model; padding precedes the texts.
 
-        Raises CoterieError for what PEFT gets wrong; see REFUSED.
+        Raises:
+            CoterieError: An option is given that PEFT does not support; see `REFUSED`.
         """
         config = kwargs.get("generation_config") or self.generation_config
-        for option, how in REFUSED.items():
+        for option, purpose in REFUSED.items():
             value = kwargs.get(option, getattr(config, option, None))
             grows = option == "cache_implementation" and "static" not in (value or "")
             if value is not None and not grows:
                 raise CoterieError(
-                    f"A model with a soft prompt cannot generate {how}; generate without that."
+                    f"A model with a soft prompt cannot generate {purpose}; remove {option}."
                 )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Position ids are not supported")
             return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's, with the positions that it drops."""
+        """Prepare inputs like PEFT, but keep the position ids, which PEFT drops."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in inputs:
@@ -71,4 +79,5 @@ class PromptModel(PeftModelForCausalLM):
         return inputs
 
 
-PromptModel.__name__ = PeftModelForCausalLM.__name__  # by which transformers' pipelines know it
+# The pipelines of transformers check the class name.
+PromptModel.__name__ = PeftModelForCausalLM.__name__

@@ -61,5 +61,5 @@ TRANSFORMS: "Registry[type[Transform]]" = Registry(
     builtin={name: partial(_builtin, name) for name in OWN},
     group="coterie.transforms",
     accept=register,
-    advice="--plugin FILE.py adds your own.",
+    advice="--plugin FILE.py, or coterie.register, adds your own.",
 )

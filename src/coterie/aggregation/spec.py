@@ -6,6 +6,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     field_serializer,
     field_validator,
     model_validator,
@@ -68,6 +69,12 @@ class TransformSpec(BaseModel):
     def _plain(cls, values: Any) -> Any:
         """Accept a name alone."""
         return {"name": values} if isinstance(values, str) else values
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _object(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Any:
+        """Accept a transform of the Python API as it is: its class has checked its settings."""
+        return values if isinstance(values, BaseModel) else validate(values)
 
     @field_validator("name")
     @classmethod

@@ -183,7 +183,9 @@ class Transform(BaseModel):
                 "uploads contain nothing that it covers; remove it."
             )
         whole = ("json", "uint8", "int64")
-        floats = {field.name: field.what for field in run.schema.up if field.dtype not in whole}
+        floats = {
+            field.name: field.description for field in run.schema.up if field.dtype not in whole
+        }
         open_ = sorted(floats.keys() - self.covered(run.schema))
         if self.private and open_:
             raise CoterieError(

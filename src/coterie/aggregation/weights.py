@@ -17,7 +17,7 @@ class TokenWeights(Transform):
     """
 
     name: ClassVar[str] = TOKENS.name
-    summary: ClassVar[str] = TOKENS.what
+    summary: ClassVar[str] = TOKENS.description
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def check(self, run: TransformFacts) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers that differ: which token of one vocabulary stands for which of another."""
+"""Token alignment: maps between the vocabularies of two tokenizers, and between their sequences."""
 
 from coterie.alignment.cache import cached_map
 from coterie.alignment.mapping import VocabularyMap, vocabulary_map

@@ -1,7 +1,7 @@
-"""Vocabulary maps that are kept: a map of two large vocabularies takes seconds to find.
+"""Cache of vocabulary maps: computing the map of two large vocabularies takes seconds.
 
-They lie in $COTERIE_CACHE, or in ~/.cache/coterie/vocabulary-maps. The folder may be deleted at any
-time; where it cannot be read or written, maps are found anew.
+The cache folder is $COTERIE_CACHE, or else ~/.cache/coterie/vocabulary-maps. It may be deleted at
+any time; if it cannot be read or written, maps are recomputed.
 """
 
 import os
@@ -17,37 +17,37 @@ from coterie.files import write_bytes
 from coterie.messages import State
 
 FORMAT = 1
-"""Counts up when the rules of a map or the file change, so that older files are not found."""
+"""Version of the map's definition and file; a change invalidates all cached files."""
 
 
 def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
-    """The map from source to target, from the cache or found now and kept there."""
-    found = kept_map(source, target)
-    if found is None:
-        found = vocabulary_map(source, target)
-        keep_map(source, target, found)
-    return found
+    """Return the map from source to target from the cache; compute and cache it if necessary."""
+    mapping = load_map(source, target)
+    if mapping is None:
+        mapping = vocabulary_map(source, target)
+        save_map(source, target, mapping)
+    return mapping
 
 
-def kept_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
-    """A map that is in the cache; None if it is not there, or damaged."""
+def load_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
+    """Read a map from the cache; return None if the file is missing or damaged."""
     try:
         state = State.decode(_path(source, target).read_bytes())
-        found = VocabularyMap(state["map"]["ids"], state["map"]["distances"])
+        mapping = VocabularyMap(state["map"]["ids"], state["map"]["distances"])
     except (OSError, RuntimeError, CoterieError, KeyError):
         return None
     shape = (len(source.tokens),)
-    good = (
-        found.ids.shape == found.distances.shape == shape
-        and (found.ids.dtype, found.distances.dtype) == (torch.int32, torch.int16)
-        and state.values.get("checksum") == _checksum(found)
+    is_valid = (
+        mapping.ids.shape == mapping.distances.shape == shape
+        and (mapping.ids.dtype, mapping.distances.dtype) == (torch.int32, torch.int16)
+        and state.values.get("checksum") == _checksum(mapping)
     )
-    return found if good else None
+    return mapping if is_valid else None
 
 
-def keep_map(source: Vocabulary, target: Vocabulary, found: VocabularyMap) -> None:
-    """Write a map into the cache, if that can be done."""
-    state = State({"map": vars(found)}, {"checksum": _checksum(found)})
+def save_map(source: Vocabulary, target: Vocabulary, mapping: VocabularyMap) -> None:
+    """Write a map to the cache; do nothing if the cache cannot be written."""
+    state = State({"map": vars(mapping)}, {"checksum": _checksum(mapping)})
     try:
         path = _path(source, target)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +57,14 @@ def keep_map(source: Vocabulary, target: Vocabulary, found: VocabularyMap) -> No
 
 
 def _path(source: Vocabulary, target: Vocabulary) -> Path:
-    """Raises RuntimeError if there is no home."""
+    """Return the file of a map; raise RuntimeError if the user has no home folder."""
     pair = f"{FORMAT} {source.digest} {target.digest}".encode()
-    folder = os.environ.get("COTERIE_CACHE")
-    place = Path(folder) if folder else Path.home() / ".cache/coterie/vocabulary-maps"
-    return place / f"{blake2b(pair, digest_size=16).hexdigest()}.safetensors"
+    setting = os.environ.get("COTERIE_CACHE")
+    folder = Path(setting) if setting else Path.home() / ".cache/coterie/vocabulary-maps"
+    return folder / f"{blake2b(pair, digest_size=16).hexdigest()}.safetensors"
 
 
-def _checksum(found: VocabularyMap) -> str:
-    digest = blake2b(found.ids.contiguous().numpy().data, digest_size=16)
-    digest.update(found.distances.contiguous().numpy().data)
+def _checksum(mapping: VocabularyMap) -> str:
+    digest = blake2b(mapping.ids.contiguous().numpy().data, digest_size=16)
+    digest.update(mapping.distances.contiguous().numpy().data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Vocabularies of tokenizers: from files, from folders and from the Hugging Face hub."""
+"""Reading of vocabularies from files, folders and the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -16,13 +16,15 @@ REMEDY = (
 
 
 def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
-    """Return the vocabulary of a tokenizer: an embedded base, a folder, a file, or a hub name.
+    """Return the vocabulary of a tokenizer.
 
-    A file, or a file in the folder, is tokenizer.json or vocab.json (of byte-level BPE).
-    `AutoTokenizer` reads all other folders.
+    Args:
+        tokenizer: An embedded base, a folder, a file, or a name on the Hugging Face hub. The file,
+            or the file in the folder, is tokenizer.json or vocab.json (of byte-level BPE);
+            `AutoTokenizer` reads all other folders.
 
     Raises:
-        CoterieError: If there is no tokenizer, or transformers cannot read it.
+        CoterieError: There is no tokenizer, or transformers cannot read it.
     """
     path = Path(tokenizer)
     if not path.exists() or (EMBEDDED / path / "config.json").exists():
@@ -45,7 +47,7 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
         )
     except OSError:
         raise
-    # The tokenizers library raises plain exceptions; the lines above others.
+    # The tokenizers library raises plain exceptions, and malformed content several others.
     except Exception as error:
         raise CoterieError(
             f"No vocabulary could be read from {file}: the file is damaged or has a different "
@@ -54,10 +56,10 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
 
 
 def _file(folder: Path) -> Path | None:
-    """Return the file of a folder that says everything, unless another file names the roles."""
+    """Return the file that fully describes a folder's tokenizer; None if `AutoTokenizer` must."""
     if (folder / "tokenizer.json").exists():
-        named = (folder / "tokenizer_config.json").exists()
-        return None if named else folder / "tokenizer.json"
+        has_roles = (folder / "tokenizer_config.json").exists()
+        return None if has_roles else folder / "tokenizer.json"
     return folder / "vocab.json" if (folder / "vocab.json").exists() else None
 
 

@@ -1,9 +1,8 @@
-"""Which prediction of a teacher goes to which of a student's, where both tokenise one text.
+"""Alignment of a teacher's positions with a student's in one text with two tokenizations.
 
-A text of m tokens has m + 1 positions: at position j its first j tokens have been read and what
-comes next is predicted. Two tokenizers' positions belong together where the same text has been
-read. Teacher and student read the same characters there, so what the one expects next is what the
-other should.
+A text of m tokens has m + 1 positions: position j predicts what follows the first j tokens. Two
+positions match if the same characters precede them, so the teacher's prediction is a target for the
+student's.
 """
 
 from collections.abc import Sequence
@@ -14,59 +13,80 @@ from rapidfuzz.process import cdist
 from torch import Tensor
 
 WITHIN = -1
-"""In place of an end: the position lies within a character."""
+"""The end of a position inside a character."""
 
 
 def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """How many characters have been read at each position: (m + 1,) from (m,) tokens' offsets.
+    """Count the characters before each position.
 
-    `WITHIN` where a character has been read in part (byte-level tokenizers spell an emoji with
-    several tokens, all of which have its offsets), and at all but the last of several positions
-    at the same end. So the ends that are left rise, from 0 to the last token's.
+    Args:
+        offsets: (m,) character ranges of the tokens.
+
+    Returns:
+        (m + 1,) counts, strictly increasing from 0 apart from `WITHIN`. The count is `WITHIN`
+        inside a character (byte-level tokenizers split an emoji into several tokens with the same
+        offsets), and for all but the last of several positions after the same characters.
     """
-    found = []
+    counts = []
     read = 0
     for start, end in offsets:
-        found.append(read if start >= read and end > read else WITHIN)
+        counts.append(read if start >= read and end > read else WITHIN)
         read = max(read, end)
-    return [*found, read]
+    return [*counts, read]
 
 
 def matched(student: Tensor, teacher: Tensor) -> Tensor:
-    """Where the teacher has the student's number, or -1: (p,) int64.
+    """Return the index in `teacher` of each number in `student`.
 
-    student: (p,), teacher: (q,) int64; -1 matches nothing. Of ends, it is the teacher's position at
-    which the same text has been read; those of many texts may stand in one tensor if each text's
-    are moved into a range of their own (`keyed`).
+    For `ends`, this is the teacher's position after the same characters. Positions of several texts
+    can be matched at once with `keyed` ends.
+
+    Args:
+        student: (p,) int64; -1 matches nothing.
+        teacher: (q,) int64.
+
+    Returns:
+        (p,) int64; -1 if `teacher` does not contain the number.
     """
     if not len(teacher):
         return torch.full_like(student, -1)
     order = teacher.argsort()
     ordered = teacher[order]
-    place = torch.searchsorted(ordered, student).clamp(max=len(teacher) - 1)
-    same = (ordered[place] == student) & (student >= 0)
-    return torch.where(same, order[place], -1)
+    index = torch.searchsorted(ordered, student).clamp(max=len(teacher) - 1)
+    is_equal = (ordered[index] == student) & (student >= 0)
+    return torch.where(is_equal, order[index], -1)
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Ends of many texts' positions, each text's in a range of its own: (p,) int64.
+    """Combine the ends of several texts' positions with the texts' keys into unique numbers.
 
-    ends: (p,); starts: (n + 1,) int64, where each text's positions begin; keys: (n,) int64, a
-    number less than 2**31 by which teacher and student know a text, or -1.
+    Args:
+        ends: (p,) ends of all positions, text by text.
+        starts: (n + 1,) int64, the first position of each text, then p.
+        keys: (n,) int64, a number below 2**31 that identifies a text on both sides, or -1.
+
+    Returns:
+        (p,) int64; -1 for positions inside a character and for texts without a key.
     """
     texts = keys.repeat_interleave(starts.diff())
     return torch.where((ends < 0) | (texts < 0), -1, texts * 2**31 + ends)
 
 
 def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
-    """The same by the paper's dynamic programme: (m + 1,) positions of the teacher, or -1.
+    """Match the positions of two token sequences with the paper's dynamic programme.
 
-    student: its m tokens as text; teacher: its tokens. The two are warped onto each other, every
-    token to one or more neighbours of the other side, so that the edit distances of the pairs sum
-    to the least; a student's token that is paired with one teacher's token alone takes over what
-    the teacher expects after that. Ties: the diagonal first, then the student's step (arXiv
-    2406.02224, appendix A; the warping is that of Fu et al., arXiv 2301.12726). Position 0, before
-    both, is the teacher's position 0.
+    Dynamic time warping pairs every token with one or more tokens of the other side such that the
+    sum of edit distances is minimal. If a student's token is paired with exactly one teacher's
+    token, the positions after both match. Position 0 matches position 0. Tie-break: the diagonal
+    first, then the student's step. (arXiv 2406.02224, appendix A; the warping is from Fu et al.,
+    arXiv 2301.12726.)
+
+    Args:
+        student: The student's m tokens as text.
+        teacher: The teacher's tokens as text.
+
+    Returns:
+        (m + 1,) positions of the teacher, or -1.
     """
     if not student or not teacher:
         return [0, *(-1 for _ in student)]
@@ -81,6 +101,6 @@ def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
     i, j = m, n
     while i and j:
         partners[i - 1].append(j)
-        steps = [(i - 1, j - 1), (i - 1, j), (i, j - 1)]
-        i, j = min(steps, key=lambda step: total[step[0]][step[1]])
-    return [0, *(found[0] if len(found) == 1 else -1 for found in partners)]
+        neighbours = [(i - 1, j - 1), (i - 1, j), (i, j - 1)]
+        i, j = min(neighbours, key=lambda cell: total[cell[0]][cell[1]])
+    return [0, *(indices[0] if len(indices) == 1 else -1 for indices in partners)]

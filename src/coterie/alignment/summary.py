@@ -1,4 +1,4 @@
-"""How near two vocabularies are: figures of a map, and its worst cases."""
+"""Statistics of a vocabulary map, and its most distant pairs of tokens."""
 
 from dataclasses import dataclass
 
@@ -8,46 +8,49 @@ from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
 
 LAST = 4
-"""Bytes edited that are counted together with more."""
+"""Edit distance of the histogram's last bin, which includes all larger ones."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a map, over the source's tokens that have bytes."""
+    """Statistics of a map over the source's tokens, without special tokens."""
 
     tokens: int
-    """So many."""
+    """Number of these tokens."""
     exact: float
-    """The share that the target has, too; 0 to 1."""
+    """Share of tokens that the target has, too; 0 to 1."""
     mean: float
-    """Bytes edited, on average over the tokens that are mapped."""
+    """Mean edit distance in bytes over all mapped tokens."""
     histogram: tuple[int, ...]
-    """Tokens by bytes edited: 0, 1, 2, 3, and 4 or more."""
+    """Number of tokens by edit distance in bytes: 0, 1, 2, 3, and 4 or more."""
 
 
-def summarise(source: Vocabulary, found: VocabularyMap) -> Summary:
-    """The figures of a map from `source`."""
-    spelled = torch.tensor([token is not None for token in source.tokens], dtype=torch.bool)
-    edited = found.distances[spelled].long()
-    tokens = len(edited)
-    edited = edited[edited >= 0]  # -1 where the target has no token with bytes
-    counts = edited.clamp(max=LAST).bincount(minlength=LAST + 1).tolist()
-    mean = int(edited.sum()) / max(len(edited), 1)
+def summarise(source: Vocabulary, mapping: VocabularyMap) -> Summary:
+    """Compute the statistics of a map from `source`."""
+    has_bytes = torch.tensor([token is not None for token in source.tokens], dtype=torch.bool)
+    distances = mapping.distances[has_bytes].long()
+    tokens = len(distances)
+    distances = distances[distances >= 0]  # -1 if the target has no token with bytes
+    counts = distances.clamp(max=LAST).bincount(minlength=LAST + 1).tolist()
+    mean = int(distances.sum()) / max(len(distances), 1)
     return Summary(tokens, counts[0] / max(tokens, 1), mean, tuple(counts))
 
 
-def worst(source: Vocabulary, found: VocabularyMap, most: int) -> list[int]:
-    """The ids of the source's tokens that are edited most, worst first, of equals the smallest."""
-    edited = [
+def worst(source: Vocabulary, mapping: VocabularyMap, most: int) -> list[int]:
+    """Return the ids of the `most` source tokens with the largest distances, largest first.
+
+    Ties are resolved in favour of the smallest id.
+    """
+    ranked = [
         (-distance, i)
-        for i, distance in enumerate(found.distances.tolist())
+        for i, distance in enumerate(mapping.distances.tolist())
         if source.tokens[i] is not None and distance > 0
     ]
-    return [i for _, i in sorted(edited)[:most]]
+    return [i for _, i in sorted(ranked)[:most]]
 
 
 def readable(token: bytes) -> str:
-    """A token in quotes, as text where it is text, other bytes and control signs escaped."""
+    """Format a token as quoted text; invalid bytes and control characters are escaped."""
     text = token.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
-    signs = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return f'"{"".join(signs)}"'
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f'"{"".join(escaped)}"'

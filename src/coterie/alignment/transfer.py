@@ -1,9 +1,10 @@
-"""A teacher's predictions in its student's tokens, sparse all the way.
+"""Translation of a teacher's sparse predictions into the student's vocabulary.
 
-A prediction is the k likeliest tokens, their log-probabilities, and the log of what they sum to.
-Tokens that the student lacks go to what is nearest in its vocabulary; where two go to the same, the
-likelier one is kept. What a student learns from are probabilities that sum to one; how much of the
-teacher's probability is in them is known (`SoftTargets.mass`).
+A prediction consists of the k most probable tokens, their log-probabilities, and the log of the sum
+of these probabilities. Each token is replaced by the nearest one in the student's vocabulary; if
+two tokens become the same one, the more probable one is kept. The student's targets are
+probabilities that sum to one; `SoftTargets.mass` is the share of the teacher's probability that
+they represent.
 """
 
 from dataclasses import dataclass
@@ -14,40 +15,44 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """What to learn at each of p positions: tokens, and probabilities of them that sum to one.
-
-    tokens: (p, k) int64, of the student's vocabulary; probs: (p, k) float32, 0 where there are
-    fewer than k. mass: (p,) float32, the teacher's probability of what is in them.
-    """
+    """Target distributions at p positions, each over k tokens of the student's vocabulary."""
 
     tokens: Tensor
+    """(p, k) int64: ids in the student's vocabulary."""
     probs: Tensor
+    """(p, k) float32: probabilities that sum to one, or all 0 if the target is unknown."""
     mass: Tensor
+    """(p,) float32: the teacher's total probability of the tokens."""
 
     @classmethod
     def of(cls, targets: Tensor, k: int) -> "SoftTargets":
-        """All of it on one token, (p,), in a form that has room for k: a label, nobody's mass."""
+        """Create one-hot distributions, with zero mass as they come from no teacher.
+
+        Args:
+            targets: (p,) token ids.
+            k: Number of columns; all but the first have the probability 0.
+        """
         probs = torch.zeros(len(targets), k)
         probs[:, 0] = 1
         return cls(targets.long()[:, None].repeat(1, k), probs, torch.zeros(len(targets)))
 
     def __getitem__(self, positions: Tensor) -> "SoftTargets":
-        """Those at some positions."""
+        """Return the targets at selected positions."""
         return SoftTargets(self.tokens[positions], self.probs[positions], self.mass[positions])
 
     def __setitem__(self, positions: Tensor, others: "SoftTargets") -> None:
-        """Replace those at some positions."""
+        """Replace the targets at selected positions, in place."""
         self.tokens[positions] = others.tokens
         self.probs[positions] = others.probs
         self.mass[positions] = others.mass
 
     def or_else(self, others: "SoftTargets") -> "SoftTargets":
-        """The same, with others' at positions where nothing is known."""
-        known = (self.probs > 0).any(-1)
+        """Return a copy with `others` at the positions without any target."""
+        has_target = (self.probs > 0).any(-1)
         return SoftTargets(
-            torch.where(known[:, None], self.tokens, others.tokens),
-            torch.where(known[:, None], self.probs, others.probs),
-            torch.where(known, self.mass, others.mass),
+            torch.where(has_target[:, None], self.tokens, others.tokens),
+            torch.where(has_target[:, None], self.probs, others.probs),
+            torch.where(has_target, self.mass, others.mass),
         )
 
 
@@ -59,14 +64,20 @@ def translated(
     temperature: float = 1.0,
     vocabulary: int | None = None,
 ) -> SoftTargets:
-    """Predictions moved into a student's vocabulary.
+    """Translate predictions into the student's vocabulary.
 
-    tokens: (p, k), the likeliest first, and -1 for none; logprobs: (p, k); lognorm: (p,), the log
-    of the k probabilities' sum; ids: (teacher's vocabulary,), the student's token for each of the
-    teacher's, or -1 (`VocabularyMap.ids`); None: tokens are the student's already; vocabulary: how
-    many its model knows, where its tokenizer may have more: others count as none. Of tokens that
-    become the same one, the first is kept. Probabilities are softmax(logprobs / temperature) over
-    what is kept; where nothing is left they are 0.
+    Probabilities are softmax(logprobs / temperature) over the tokens that are kept. They are 0 at
+    positions without any token. If several tokens become the same one, the first is kept.
+
+    Args:
+        tokens: (p, k), in descending order of probability; -1 for none.
+        logprobs: (p, k).
+        lognorm: (p,), the log of the sum of the k probabilities.
+        ids: (teacher's vocabulary,), the student's token for each of the teacher's, or -1
+            (`VocabularyMap.ids`); None if the tokens are the student's already.
+        temperature: Softmax temperature.
+        vocabulary: Number of rows of the student's embedding; tokens from this id on are dropped,
+            as a tokenizer may have more tokens than its model. None for no limit.
     """
     if ids is not None:
         tokens = torch.where(tokens < 0, -1, ids[tokens.long().clamp(min=0)])
@@ -74,24 +85,33 @@ def translated(
         tokens = tokens.masked_fill(tokens >= vocabulary, -1)
     kept = (tokens >= 0) & first(tokens)
     logprobs = logprobs.float()
-    nothing = ~kept.any(-1, keepdim=True)
-    scores = (logprobs / temperature).masked_fill(~kept, -torch.inf).masked_fill(nothing, 0)
-    part = logprobs.softmax(-1).masked_fill(~kept, 0).sum(-1)
+    is_empty = ~kept.any(-1, keepdim=True)
+    scores = (logprobs / temperature).masked_fill(~kept, -torch.inf).masked_fill(is_empty, 0)
+    share = logprobs.softmax(-1).masked_fill(~kept, 0).sum(-1)
     return SoftTargets(
-        tokens.long().clamp(min=0), scores.softmax(-1) * kept, part * lognorm.float().exp()
+        tokens.long().clamp(min=0), scores.softmax(-1) * kept, share * lognorm.float().exp()
     )
 
 
 def first(tokens: Tensor) -> Tensor:
-    """Where a token stands in its row for the first time: (p, k) bool."""
-    ordered, places = tokens.sort(dim=-1, stable=True)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    return torch.empty_like(new).scatter_(-1, places, new)
+    """Mark the first occurrence of each token in its row: (p, k) bool."""
+    ordered, indices = tokens.sort(dim=-1, stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(is_first).scatter_(-1, indices, is_first)
 
 
 def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
-    """weight * a + (1 - weight) * b, side by side: (p, k_a + k_b). weight: (p,)."""
+    """Combine two targets: weight * a + (1 - weight) * b.
+
+    Args:
+        a: Targets with k_a columns.
+        b: Targets with k_b columns.
+        weight: (p,) or a scalar, the weight of `a`.
+
+    Returns:
+        Targets with k_a + k_b columns; a token of both occurs twice.
+    """
     w = weight.expand(len(a.mass))
     probs = torch.cat([a.probs * w[:, None], b.probs * (1 - w[:, None])], -1)
     return SoftTargets(torch.cat([a.tokens, b.tokens], -1), probs, a.mass * w + b.mass * (1 - w))

@@ -1,7 +1,7 @@
-"""A tokenizer's vocabulary in bytes, so that tokens of different families can be compared.
+"""Vocabularies as bytes, so that tokens of different tokenizer families can be compared.
 
-GPT-2 writes the token " the" as "Ġthe", Llama as "▁the", and BERT writes a word without its space
-and the rest of a word with "##". Here each of them is the bytes that it adds to a text.
+GPT-2 writes the token " the" as "Ġthe" and Llama as "▁the"; BERT omits the space before a word, and
+marks the continuation of a word with "##". Here, a token is the bytes that it adds to a text.
 """
 
 import json
@@ -25,11 +25,11 @@ NAMES = {
     "unk": ("<unk>", "[UNK]"),
     "pad": ("<pad>", "[PAD]"),
 }
-"""What special tokens are usually called, for tokenizers that do not say."""
+"""Usual names of special tokens, for tokenizers that do not declare their roles."""
 SPACE = "\u2581"
-"""SentencePiece's sign for a space."""
+"""SentencePiece's character for a space."""
 STAND_INS: dict[str, int] = {sign: byte for byte, sign in bytes_to_unicode().items()}
-"""GPT-2's printable characters for bytes."""
+"""Bytes by the printable character with which GPT-2 represents them."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,17 @@ class Vocabulary:
     """A tokenizer's tokens as canonical bytes."""
 
     tokens: tuple[bytes | None, ...]
-    """By id, the bytes that a token adds to a text; None: a special token, or one that no text
-    has (an empty id, or a byte's token where that byte has a token of its own)."""
+    """The bytes that each token adds to a text, by id; None for special tokens and for tokens that
+    never occur (an unused id, or a fallback token of a byte that also has an ordinary token)."""
     roles: Mapping[str, int]
-    """Ids of the tokens "bos", "eos", "unk" and "pad", those that there are."""
+    """Ids of the tokens "bos", "eos", "unk" and "pad", as far as the tokenizer has them."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | RawTokenizer) -> "Vocabulary":
-        """The vocabulary of a fast tokenizer; its decoder tells how it writes tokens.
+        """Read the vocabulary of a fast tokenizer, whose decoder defines the tokens' bytes.
 
-        Raises CoterieError for a tokenizer that is not a fast one.
+        Raises:
+            CoterieError: The tokenizer is not a fast one.
         """
         if isinstance(tokenizer, RawTokenizer):
             return _of_raw(tokenizer, {})
@@ -61,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all tokens and roles: equal vocabularies have equal ones."""
+        """A hash of all tokens and roles."""
         digest = blake2b(digest_size=16)
         digest.update(json.dumps(dict(self.roles), sort_keys=True).encode())
         for token in self.tokens:
@@ -75,32 +76,40 @@ def spelled(
     roles: Mapping[str, int],
     fallback: Iterable[int] = (),
 ) -> Vocabulary:
-    """A vocabulary of tokens' bytes by id, less the special ones.
+    """Create a vocabulary from the tokens' bytes.
 
-    fallback: ids of tokens for single bytes that text becomes only where nothing else spells it.
-    Those that something else does spell have no bytes: or Llama's "A" would be found twice, and
-    the nearest token of another vocabulary's "A" would be one that its model has never seen.
+    Args:
+        spellings: Bytes of each token by id.
+        special: Ids of special tokens.
+        roles: Ids of the tokens with a role.
+        fallback: Ids of single-byte tokens that are used only if no other token matches. Such a
+            token has no bytes if an ordinary token has the same ones: otherwise Llama would have
+            "A" twice, and "A" could be mapped to a token that Llama has never been trained on.
     """
-    apart = {*special, *roles.values()}
-    tokens = {i: token for i, token in spellings.items() if i not in apart}
-    idle = set(fallback)
-    pieces = {token for i, token in tokens.items() if i not in idle}
-    tokens = {i: token for i, token in tokens.items() if i not in idle or token not in pieces}
+    excluded = {*special, *roles.values()}
+    tokens = {i: token for i, token in spellings.items() if i not in excluded}
+    fallbacks = set(fallback)
+    ordinary = {token for i, token in tokens.items() if i not in fallbacks}
+    tokens = {i: t for i, t in tokens.items() if i not in fallbacks or t not in ordinary}
     size = 1 + max((*spellings, *roles.values()), default=-1)
     ordered = {role: roles[role] for role in ROLES if role in roles}
     return Vocabulary(tuple(tokens.get(i) for i in range(size)), ordered)
 
 
 def roles_of(named: Mapping[str, int]) -> dict[str, int]:
-    """The roles of special tokens, by their usual names."""
-    found = {
+    """Infer the roles of special tokens from their names.
+
+    Args:
+        named: Ids of special tokens by name.
+    """
+    candidates = {
         role: [named[name] for name in names if name in named] for role, names in NAMES.items()
     }
-    return {role: ids[0] for role, ids in found.items() if ids}
+    return {role: ids[0] for role, ids in candidates.items() if ids}
 
 
 def byte_level(token: str) -> bytes:
-    """The bytes of a token in GPT-2's printable stand-ins; of any other text, its UTF-8."""
+    """Convert a token of GPT-2's printable characters to bytes; encode other text as UTF-8."""
     try:
         return bytes(STAND_INS[character] for character in token)
     except KeyError:
@@ -108,13 +117,13 @@ def byte_level(token: str) -> bytes:
 
 
 def byte_piece(token: str) -> bytes | None:
-    """The byte of a SentencePiece token such as <0x0A>; None of another token."""
-    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
-    return bytes.fromhex(found[1]) if found else None
+    """Return the byte of a SentencePiece token such as <0x0A>; None for other tokens."""
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
+    return bytes.fromhex(match[1]) if match else None
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
-    """roles: what is known of them; where nothing is, they are told by their names."""
+    """Read a vocabulary; infer the roles from the tokens' names if none are given."""
     described = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = {token["content"] for token in described["added_tokens"]}
@@ -135,16 +144,16 @@ def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """A decoder's steps, as tokenizer.json describes them."""
+    """List the steps of a decoder in tokenizer.json, in order."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
-        return [step for part in decoder["decoders"] for step in _steps(part)]
+        return [step for inner in decoder["decoders"] for step in _steps(inner)]
     return [decoder]
 
 
 def _spell(token: str, decoders: Mapping[str, Mapping[str, Any]], added: bool) -> bytes:
-    """The bytes of a token; of an added one, which is matched in the text itself, its own."""
+    """Return the bytes of a token; an added token is matched verbatim, so it is not decoded."""
     if "ByteLevel" in decoders:
         return token.encode() if added else byte_level(token)
     if "WordPiece" in decoders:

@@ -105,9 +105,11 @@ def _together(rows: Sequence[Row]) -> Row:
 
 def _declared(run: LocalRun) -> Table:
     rows = [
-        (_named(field.name, field.peers), _dtypes(field), where, field.what)
+        (_named(field.name, field.peers), _dtypes(field), where, field.description)
         for way, where in WAYS.items()
-        for field in {(f.name, f.what, f.peers): f for f in getattr(run.schema, way)}.values()
+        for field in {
+            (f.name, f.description, f.peers): f for f in getattr(run.schema, way)
+        }.values()
     ]
     title = f"{run.config.label}: the only fields that messages may contain"
     columns = ("group or value", "dtype", "way", "what")

@@ -17,7 +17,7 @@ from coterie.errors import CoterieError, Diverged
 from coterie.evaluation.metrics import metric_of
 from coterie.files import path_part
 from coterie.methods.pretrained import Pretrained
-from coterie.runs import RunFolder, Watch
+from coterie.runs import Callback, RunFolder
 
 TRIALS = "trials"
 """The folder of trials, beside the runs that they are for."""
@@ -27,9 +27,9 @@ class Cells:
     """Works on one run after another, and says of each which of how many it is."""
 
     def __init__(
-        self, total: int, watch: Callable[[], Watch], report: Callable[[str], None]
+        self, total: int, callbacks: Sequence[Callback], report: Callable[[str], None]
     ) -> None:
-        self.total, self.watch, self.report = total, watch, report
+        self.total, self.callbacks, self.report = total, callbacks, report
         self.number = 0
         self.worked_on = 0
         """How many runs were not found finished."""
@@ -42,7 +42,7 @@ class Cells:
         folder = self._folder(session, config, path)
         with folder.lock():
             self.worked_on += folder.result is None
-            session.finish(folder, config, self.watch)
+            session.finish(folder, config, self.callbacks)
         outcome = folder.outcome
         assert outcome is not None, "the run is finished"
         return folder, outcome
@@ -129,4 +129,6 @@ def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
         put(values, key, value)
     if not any(key.startswith("method.") for key in settings):
         values["method"] = config.method  # it need not be registered
+    if "aggregation.transforms" not in settings:
+        put(values, "aggregation.transforms", config.transforms)  # nor do these
     return parse(values)

@@ -186,7 +186,7 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
 
 def _ids(config: RunConfig, count: int) -> Tensor:
     """Tokens that a pass reads for so many samples of a batch: a pair has two."""
-    rows = count * (1 if config.data.preferences is None else 2)
+    rows = count * config.data.declared.rows
     return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
 
 

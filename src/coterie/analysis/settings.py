@@ -11,13 +11,14 @@ from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec
 from coterie.config.descriptions import descriptions
 from coterie.config.sections import MethodSpec, RunFile
+from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.methods.registry import POOLED, available, method_from
 from coterie.methods.settings import PerClient, Settings
 from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
-NAMED = (MethodSpec, OptimiserSpec)
+NAMED = (MethodSpec, OptimiserSpec, KindSpec)
 """What a run file gives by a name, or by a mapping of `name` and settings: one key of a table."""
 
 
@@ -103,7 +104,7 @@ def _meaning(description: str, field: FieldInfo) -> str:
 
 
 def run_file_keys() -> str:
-    """The keys of a run file as Markdown, for docs/run-file.md."""
+    """The keys of a run file as Markdown, for docs/use/run-file.md."""
     rows = [
         (f"`{key}`", f"`{default}`" if default else "", meaning)
         for key, default, meaning in keys(RunFile)

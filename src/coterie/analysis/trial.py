@@ -10,7 +10,7 @@ from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.messages import Message
 from coterie.messages.schema import Way
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
@@ -30,7 +30,7 @@ def start(session: Session, config: RunConfig) -> LocalRun:
     evaluation = config.evaluation.model_copy(update={**told, "patience": None})
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
     who = session.federation(short)
-    return local_run(short, session.base, who.clients, RunFolder.temporary(), Watch(), who.server)
+    return local_run(short, session.base, who.clients, RunFolder.temporary(), own=who.server)
 
 
 def first_exchange(run: LocalRun) -> Messages:

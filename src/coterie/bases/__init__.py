@@ -1,4 +1,4 @@
-"""Bases: loading them, their storage formats, and where adapters can stand in them."""
+"""Bases: loading, storage formats, and the modules to which adapters can be attached."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -20,5 +20,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import torch when it is asked for: run files are checked without it."""
+    """Import torch on first use, as run files are checked without it."""
     return getattr(import_module("coterie.bases.loading"), name)

@@ -1,7 +1,7 @@
 """Checks that a base is complete: its files, its weights and its tokenizer.
 
-transformers draws missing weights at random, ignores surplus ones and builds tokenizers without
-tokens, each with no more than a warning. Here each is an error.
+transformers only warns if weights are missing (and draws them at random), if there are unexpected
+weights, or if a tokenizer has no tokens. Here, each of these is an error.
 """
 
 import re
@@ -51,7 +51,7 @@ OTHER_FILES = (
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
-"""Names of causal masks and positions that old checkpoints contain and models now compute."""
+"""Names of causal masks and positions in old checkpoints, which models compute today."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -59,15 +59,15 @@ def check_files(folder: Path) -> None:
     """Check the files of a base's folder that describe its model and its tokenizer.
 
     Raises:
-        CoterieError: If a file is a Git LFS pointer or no JSON object, or if the folder holds a
-            PEFT adapter.
+        CoterieError: A file is a Git LFS pointer or no JSON object, or the folder contains a PEFT
+            adapter.
     """
     if (folder / ADAPTER).exists():
         config = _json_object(folder / ADAPTER)
         raise CoterieError(
-            f"{folder} holds a PEFT adapter of {config.get('base_model_name_or_path')!r}, not a "
-            "base; merge the adapter into its model (PEFT's merge_and_unload) and save that, or "
-            "set `base` to the adapter's model."
+            f"{folder} contains a PEFT adapter of {config.get('base_model_name_or_path')!r}, not a "
+            "base; merge the adapter into its model (PEFT's merge_and_unload) and save the result, "
+            "or set `base` to the adapter's model."
         )
     for name in (*TOKENIZER_FILES, *OTHER_FILES):
         check = _json_object if name.endswith(".json") else _refuse_pointer
@@ -76,12 +76,12 @@ def check_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that a base's folder has all files of its weights, and each of them whole.
+    """Check that a base's folder has all weight files and that none is damaged.
 
     Only the files' headers are read.
 
     Raises:
-        CoterieError: If a file is missing, a Git LFS pointer, damaged or in another format.
+        CoterieError: A file is missing, a Git LFS pointer, damaged, or in another format.
     """
     if (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
@@ -91,7 +91,7 @@ def check_weights(folder: Path) -> None:
         raise CoterieError(_without_weights(folder))
     for name in files:
         if not (folder / name).is_file():
-            raise CoterieError(f"{folder} lacks the file {name} of its weights; download it.")
+            raise CoterieError(f"{folder} lacks the weight file {name}; download it.")
         _refuse_pointer(folder / name)
         try:
             with safe_open(folder / name, "pt"):
@@ -105,7 +105,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Return the file of each tensor in an index of weights."""
+    """Return the weight file of each tensor, by the tensor's name."""
     content = _json_object(index)
     shards = content.get("weight_map")
     if not (
@@ -120,14 +120,14 @@ def _shards(index: Path) -> Mapping[str, str]:
 def _without_weights(folder: Path) -> str:
     others = [path.name for form in OTHER_FORMATS for path in sorted(folder.glob(form))]
     if not others:
-        return f"{folder} has no weights; download model.safetensors, too."
+        return f"{folder} contains no weights; download model.safetensors."
     if others[0].endswith((".bin", ".pth", ".pt", ".ckpt")):
         return (
-            f"{folder} keeps its weights in a pickle ({others[0]}), which can run code when it is "
-            "opened; load the model with transformers where you trust it, and save it again with "
+            f"{folder} stores its weights in a pickle ({others[0]}), which can run code when it is "
+            "opened; if you trust the file, load the model with transformers and save it with "
             "save_pretrained, which writes model.safetensors."
         )
-    return f"{folder} keeps its weights in {others[0]}; convert them to model.safetensors."
+    return f"{folder} stores its weights in {others[0]}; convert them to model.safetensors."
 
 
 def _refuse_pointer(file: Path) -> None:
@@ -151,11 +151,14 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
-    """Check that transformers knows the architecture that a base's config.json names.
+    """Check that transformers supports the architecture in a base's config.json.
 
     Args:
         name: The base's name in the run file.
         raw: The content of config.json; empty if there is none.
+
+    Raises:
+        CoterieError: The architecture is missing or unknown.
     """
     if not raw:
         raise CoterieError(f"The base {name!r} has no config.json.")
@@ -165,13 +168,13 @@ def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
     if architecture not in CONFIG_MAPPING:
         raise CoterieError(
             f"The architecture {architecture!r} of the base {name!r} is unknown to transformers "
-            f"{__version__}; use a newer version, or a base of another architecture (code that "
-            "comes with a base is never run)."
+            f"{__version__}; use a newer version, or a base with another architecture (code "
+            "shipped with a base is never run)."
         )
 
 
 def check_causal(name: str, config: PreTrainedConfig) -> None:
-    """Check that a base predicts each token from those before it."""
+    """Check that a base is a causal language model: it predicts each token from the previous."""
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     encodes = (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -191,28 +194,28 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
     Args:
         name: The base's name in the run file.
         model: The base as loaded.
-        report: What transformers returns for `output_loading_info`.
+        report: The loading report of transformers (`output_loading_info`).
 
     Raises:
-        CoterieError: If tensors are missing, of another shape or not finite, or if the checkpoint
+        CoterieError: Tensors are missing, have another shape or are not finite, or the checkpoint
             has layers or biases that config.json does not describe.
     """
     if missing := sorted(report["missing_keys"]):
         raise CoterieError(
-            f"The checkpoint of the base {name!r} is incomplete: it lacks {_listed(missing)}; "
+            f"The checkpoint of the base {name!r} is incomplete: it lacks {_join(missing)}; "
             "download it again, or correct config.json."
         )
     if mismatched := sorted(report["mismatched_keys"]):
         tensor, stored, expected = mismatched[0]
         raise CoterieError(
-            f"The checkpoint of the base {name!r} does not fit its config.json: {tensor} has the "
-            f"shape {list(stored)} in the checkpoint, and {list(expected)} by config.json; use the "
-            "config.json that belongs to the checkpoint."
+            f"The checkpoint of the base {name!r} does not match its config.json: {tensor} has "
+            f"shape {list(stored)} in the checkpoint, but {list(expected)} according to "
+            "config.json; use the config.json that belongs to the checkpoint."
         )
     if surplus := sorted(_surplus(model, report["unexpected_keys"])):
         raise CoterieError(
-            f"The checkpoint of the base {name!r} does not fit its config.json, by which it should "
-            f"not have {_listed(surplus)}; use the config.json that belongs to the checkpoint."
+            f"The checkpoint of the base {name!r} does not match its config.json, which does not "
+            f"describe {_join(surplus)}; use the config.json that belongs to the checkpoint."
         )
     for tensor, values in _floats(model):
         if not all(bound.isfinite() for bound in values.aminmax()):
@@ -223,7 +226,7 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 
 
 def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield tensors that belong to the model's modules, or to further ones of the same kind."""
+    """Yield unexpected tensors of the model's modules, or of additional modules like these."""
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
     for tensor in unexpected:
@@ -233,7 +236,7 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's floating-point weights, and scales of quantised ones, with their names."""
+    """Yield the name and the values of floating-point weights; for quantised ones, the scales."""
     for tensor, weight in model.named_parameters():
         values = weight.detach()
         if (scales := getattr(weight, "SCB", None)) is not None:  # int8
@@ -244,13 +247,13 @@ def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield tensor, values
 
 
-def _listed(tensors: Sequence[str], shown: int = 3) -> str:
+def _join(tensors: Sequence[str], shown: int = 3) -> str:
     more = f" and {len(tensors) - shown} more tensors" if len(tensors) > shown else ""
     return ", ".join(tensors[:shown]) + more
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Check that a base's folder has a tokenizer; transformers makes an empty one without files."""
+    """Check that a base's folder has a tokenizer; transformers would create an empty one."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CoterieError(
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it."
@@ -258,12 +261,11 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer) -> None:
-    """Check that a base's tokenizer has other tokens than special ones."""
+    """Check that a base's tokenizer has at least one token that is not special."""
     ids: dict[str, int] = tokenizer.get_vocab()
     if not set(ids.values()) - set(tokenizer.added_tokens_decoder):
         raise CoterieError(
-            f"The tokenizer of the base {name!r} has no tokens but special ones; download its "
-            "files again."
+            f"The tokenizer of the base {name!r} has only special tokens; download its files again."
         )
 
 
@@ -281,7 +283,7 @@ def check_vocabulary(name: str, tokenizer: Tokenizer, model: PreTrainedModel) ->
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model has embeddings for."""
+    """Return the number of rows of a model's input embedding."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.shape[0]

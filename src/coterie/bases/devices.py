@@ -1,4 +1,4 @@
-"""Where a base is computed: on the CPU, on a GPU, or spread over several GPUs."""
+"""Devices of a base: the CPU, one GPU, or several GPUs."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -8,28 +8,29 @@ from torch import nn
 from coterie.errors import CoterieError
 
 Device = str | tuple[str, ...]
-"""As a run file says it: auto, cpu, cuda, cuda:N, mps, or several of cuda:N."""
+"""The run file's `device`: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
 Placement = dict[str, torch.device]
-"""The device of each part of a base, by its path; "" is the whole."""
+"""The device of each module of a base by path; "" is the whole base."""
 
 
 def devices_of(device: Device) -> list[torch.device]:
-    """The devices that a run file's `device` names.
+    """Return the devices that the run file's `device` names.
 
-    Raises CoterieError for one that this machine has not.
+    Raises:
+        CoterieError: This machine lacks one of the devices.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [_found(name) for name in ([device] if isinstance(device, str) else device)]
+    return [_device(name) for name in ([device] if isinstance(device, str) else device)]
 
 
 def names_of(device: Device) -> str:
-    """What a run folder records of the devices that are meant here."""
-    return ", ".join(str(one) for one in devices_of(device))
+    """Format the names of the devices, as a run folder records them; auto is resolved."""
+    return ", ".join(map(str, devices_of(device)))
 
 
 def available(device: Device) -> Device:
-    """The same device, or auto where this machine has none such."""
+    """Return the device unchanged, or auto if this machine lacks it."""
     try:
         devices_of(device)
     except CoterieError:
@@ -37,44 +38,52 @@ def available(device: Device) -> Device:
     return device
 
 
-def _found(name: str) -> torch.device:
+def _device(name: str) -> torch.device:
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        there = {0: "no GPU that PyTorch can use", 1: "1 GPU"}.get(count, f"{count} GPUs")
-        raise CoterieError(f"There is no {name} here ({there}); set `device` to another, or auto.")
+        gpus = {0: "no CUDA GPU", 1: "only 1 CUDA GPU"}.get(count, f"only {count} CUDA GPUs")
+        raise CoterieError(
+            f"The device {name!r} is not available: PyTorch finds {gpus} on this machine; set "
+            "`device` to another device, or to auto."
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise CoterieError("There is no mps here (the GPU of a Mac); set `device` to auto.")
+        raise CoterieError(
+            "The device 'mps' (a Mac's GPU) is not available on this machine; set `device` to auto."
+        )
     return device
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:
-    """A base's parts on several devices: its layers in their order, about as much on each.
+    """Assign a base's layers to devices, in order, with about equal sizes per device.
 
-    skeleton: the base, perhaps of meta tensors. An output head that is tied to the embedding is
-    where that is.
+    An output head that is tied to the embedding is placed on the embedding's device.
+
+    Args:
+        skeleton: The base; its tensors may be on the meta device.
+        devices: At least one device.
     """
-    whole = getattr(skeleton, "_no_split_modules", None) or ()
+    unsplit = getattr(skeleton, "_no_split_modules", None) or ()
     sizes = {id(p): p.nbytes for p in skeleton.parameters()}
-    total, done = sum(sizes.values()), 0
+    total, placed = sum(sizes.values()), 0
     places: Placement = {}
-    first: dict[int, torch.device] = {}
-    for path, part in _parts(skeleton, whole):
-        own = [id(parameter) for parameter in part.parameters()]
-        tied = next((first[key] for key in own if key in first), None)
-        number = min(len(devices) * done // total, len(devices) - 1)
+    device_of: dict[int, torch.device] = {}
+    for path, module in _modules(skeleton, unsplit):
+        keys = [id(parameter) for parameter in module.parameters()]
+        tied = next((device_of[key] for key in keys if key in device_of), None)
+        number = min(len(devices) * placed // total, len(devices) - 1)
         places[path] = tied or devices[number]
-        done += sum(sizes[key] for key in own if key not in first)
-        first |= dict.fromkeys(own, places[path])
+        placed += sum(sizes[key] for key in keys if key not in device_of)
+        device_of |= dict.fromkeys(keys, places[path])
     return places
 
 
-def _parts(
-    module: nn.Module, whole: Collection[str], path: str = ""
+def _modules(
+    module: nn.Module, unsplit: Collection[str], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """What a base is made of, by path: modules of the classes `whole`, and what is around them."""
+    """Yield the modules that stay on one device: those of the classes `unsplit`, and leaves."""
     children = list(module.named_children())
-    if type(module).__name__ in whole or not children or list(module.parameters(recurse=False)):
+    if type(module).__name__ in unsplit or not children or list(module.parameters(recurse=False)):
         yield path, module
         return
     for name, child in children:
-        yield from _parts(child, whole, f"{path}.{name}" if path else name)
+        yield from _modules(child, unsplit, f"{path}.{name}" if path else name)

@@ -1,4 +1,4 @@
-"""A base's own dropout, which is off but for training that asks for it."""
+"""The dropout in a base's own architecture, which is disabled unless training enables it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,18 @@ from coterie.errors import CoterieError
 
 @contextmanager
 def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[None]:
-    """Forward passes inside drop out with this rate wherever the architecture has dropout.
+    """Enable a base's dropout for forward passes within the block.
 
-    Some of it draws from torch's own generators: they are seeded inside, and untouched after.
-    With the rate 0 nothing changes. Raises CoterieError if the architecture has no dropout.
+    Some modules draw masks from torch's global generators, which are seeded on entry and restored
+    on exit.
+
+    Args:
+        model: The base.
+        rate: Rate of all of the base's dropout; 0 changes nothing.
+        seed: Seed of torch's global generators.
+
+    Raises:
+        CoterieError: The architecture has no dropout.
     """
     if not rate:
         yield
@@ -30,30 +38,34 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
 
 @contextmanager
 def dropping_out(model: nn.Module, rate: float) -> Iterator[None]:
-    """The same, but torch's own generators are not seeded."""
+    """Enable a model's dropout within the block, without seeding torch's global generators.
+
+    Raises:
+        CoterieError: The architecture has no dropout.
+    """
     if not rate:
         yield
         return
-    found = [
+    originals = [
         (module, key, value) for _, module in walk(model) for key, value in _rates(module).items()
     ]
-    if not found:
+    if not originals:
         raise CoterieError(
             f"{type(model).__name__} has no dropout of its own; remove training.base_dropout."
         )
     try:
-        for module, key, _ in found:
+        for module, key, _ in originals:
             setattr(module, key, rate)
         model.train()
         yield
     finally:
         model.eval()
-        for module, key, value in found:
+        for module, key, value in originals:
             setattr(module, key, value)
 
 
 def _rates(module: nn.Module) -> dict[str, float]:
-    """The dropout rates of a module, by attribute: `p`, or such as Llama's `attention_dropout`."""
+    """Return a module's dropout rates by attribute: `p`, or Llama's `attention_dropout`."""
     if isinstance(module, nn.Dropout):
         return {"p": module.p}
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, float | int)}

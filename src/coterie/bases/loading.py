@@ -1,4 +1,4 @@
-"""The base: a frozen pretrained causal language model with its tokenizer, one copy per process."""
+"""Loading of bases: frozen pretrained causal language models with their tokenizers."""
 
 import os
 from collections.abc import Callable
@@ -39,25 +39,28 @@ from coterie.bases.weights import format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Python that comes with a base is never run; by default, transformers would ask whether to."""
+"""Options that never run Python code shipped with a base; transformers would ask by default."""
 EMBEDDED = Path(__file__).parent.parent / "assets"
-"""Folder of the bases that ship with Coterie, by name."""
+"""Folder of the bases shipped with Coterie; each has a subfolder with its name."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen model that all clients of a process share; adapters are attached and detached."""
+    """A frozen model with its tokenizer, shared by all clients in a process.
+
+    Each client's adapter is attached for its turn and detached afterwards.
+    """
 
     model: PreTrainedModel
     tokenizer: Tokenizer
     precision: Precision
-    """What it computes in: bf16 is autocast."""
+    """Precision of forward passes; bf16 uses autocast."""
     device: torch.device
-    """Where it takes tokens; of several, the first."""
+    """Device of input tokens: the first of several devices."""
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the weights as loaded, by which machines find out that they have the same."""
+        """A hash of the weights as loaded, compared between machines."""
         digest = blake2b(digest_size=8)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -66,12 +69,16 @@ class Base:
 
     @property
     def context_token(self) -> int:
-        """The token that stands before the first of a text: the tokenizer's first or last one."""
+        """The token that precedes every text; see `context_token`."""
         return context_token(self.tokenizer)
 
 
 def context_token(tokenizer: Tokenizer) -> int:
-    """See `Base.context_token`; raises CoterieError if the tokenizer has neither."""
+    """Return the token that precedes every text: beginning-of-text, or else end-of-text.
+
+    Raises:
+        CoterieError: The tokenizer has neither.
+    """
     token = tokenizer.bos_token_id
     if token is None:
         token = tokenizer.eos_token_id
@@ -89,30 +96,39 @@ def load_base(
     root: Path = Path(),
     device: Device = "auto",
 ) -> Base:
-    """Load a base: an embedded one, a folder's or the Hugging Face hub's.
+    """Load a frozen base with dropout disabled.
 
-    Weights are in the format that `base` names, else as the checkpoint keeps them, but float16 as
-    bfloat16 and all in fp32 if that is the precision of training. Where they are in fp32 and the
-    precision is bf16, the linear layers' are cast. None: to be used as it is, without autocast.
-    Everything is frozen, dropout is off. Raises CoterieError if there is no such base or device,
-    if the base is incomplete (see `coterie.bases.checks`), or if its context is shorter than a
-    window of `window` tokens.
+    Weights have the format that `base` specifies. Otherwise they have the checkpoint's format, with
+    two exceptions: float16 becomes bfloat16, and everything becomes float32 if `precision` is fp32.
+    If weights are in float32 and `precision` is bf16, the linear layers are cast to bfloat16.
+
+    Args:
+        base: An embedded base, a folder, or a name on the Hugging Face hub.
+        precision: Precision of training; None to use the base as stored, without autocast.
+        window: Maximum length of samples in tokens.
+        root: Folder to which relative paths refer.
+        device: Device or devices of the base.
+
+    Raises:
+        CoterieError: The base or a device does not exist, the base is incomplete (see
+            `coterie.bases.checks`), its context is shorter than the window, or memory runs out.
     """
     spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
     check_base(spec, root)
-    several = len(devices) > 1
-    places = placement(load_skeleton(spec, root), devices) if several else {"": devices[0]}
-    how = {
+    many = len(devices) > 1
+    places = placement(load_skeleton(spec, root), devices) if many else {"": devices[0]}
+    options = {
         **format_of(spec, precision),
         "use_safetensors": True,
         "device_map": places,
-        "ignore_mismatched_sizes": True,  # the report names them
+        "ignore_mismatched_sizes": True,  # check_loaded reports them
         "output_loading_info": True,
     }
-    helps = [*(["base.weights: nf4"] if spec.weights != "nf4" else []), "`base` to a smaller one"]
-    with enough_memory(f"the base {spec}", lambda: helps):
-        model, report = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **how)
+    quantise = ["base.weights: nf4"] if spec.weights != "nf4" else []
+    remedies = [*quantise, "`base` to a smaller one"]
+    with enough_memory(f"the base {spec}", lambda: remedies):
+        model, report = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **options)
         check_loaded(spec.name, model, report)
         check_vocabulary(spec.name, tokenizer, model)
         settle(model)
@@ -126,38 +142,38 @@ def load_base(
 
 
 class Bases(dict[BaseSpec, Base]):
-    """Bases for one precision; each is loaded when it is first asked for, and then kept."""
+    """Bases for one precision, each loaded on first access and then cached."""
 
     def __init__(
         self, precision: Precision, window: int, root: Path = Path(), device: Device = "auto"
     ) -> None:
         super().__init__()
-        self._how = precision, window, root, device
+        self._arguments = precision, window, root, device
 
     def __missing__(self, spec: BaseSpec) -> Base:
-        """Load it."""
-        base = self[spec] = load_base(spec, *self._how)
+        """Load a base and cache it."""
+        base = self[spec] = load_base(spec, *self._arguments)
         return base
 
 
 def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
-    """The base's architecture without weights (meta tensors): all that a server needs to know."""
+    """Build a base without weights (on the meta device), which suffices for a server."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
     with torch.device("meta"):
         build = AutoModelForCausalLM.from_config
-        return _loading(spec, root, lambda _, **how: build(config, **how))
+        return _loading(spec, root, lambda _, **options: build(config, **options))
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:
-    """Check a base's configuration and, of one in a folder, the headers of its weights."""
+    """Check a base's configuration, and the headers of its weight files if it is in a folder."""
     _config(base, root)
     if folder := _folder(base, root):
         check_weights(folder)
 
 
 def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
-    """Load a base's configuration; raise CoterieError unless it is a causal language model's."""
+    """Load a base's configuration; raise CoterieError if it is no causal language model."""
     if folder := _folder(base, root):
         check_files(folder)
     raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
@@ -168,7 +184,15 @@ def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
-    """The tokenizer of a base; see `load_base`."""
+    """Load the fast tokenizer of a base.
+
+    Args:
+        base: An embedded base, a folder, or a name on the Hugging Face hub.
+        root: Folder to which relative paths refer.
+
+    Raises:
+        CoterieError: The base does not exist, or has no fast tokenizer with ordinary tokens.
+    """
     spec = BaseSpec.model_validate(base)
     if folder := _folder(spec, root):
         check_files(folder)
@@ -177,12 +201,12 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     check_tokenizer(spec.name, tokenizer)
     if not tokenizer.is_fast:
         raise CoterieError(f"The base {spec.name!r} has no fast tokenizer (tokenizer.json).")
-    tokenizer.name_or_path = spec.name  # for people, who know the run file and not its place
+    tokenizer.name_or_path = spec.name  # as in the run file, without the path of this machine
     return tokenizer
 
 
 def is_folder(name: str) -> bool:
-    """Whether a base's name stands for a folder of this machine, and not for one that ships."""
+    """Return whether a base's name refers to a local folder that does not ship with Coterie."""
     return name not in _shipped() and os.path.isdir(place(name, Path()))
 
 
@@ -191,44 +215,45 @@ def _shipped() -> list[str]:
 
 
 def place(name: str, root: Path) -> str:
-    """Where a base is: a shipped one's or another folder, else its name on the hub."""
+    """Return the folder of a shipped or local base; for other bases, the name on the hub."""
     folders = (EMBEDDED / name, root / name)
-    # Unlike a Path's is_dir, this bears names that no path can have.
+    # Unlike Path.is_dir, os.path.isdir accepts names that are invalid as paths.
     return next((str(folder) for folder in folders if os.path.isdir(folder)), name)
 
 
 def _folder(base: BaseSpec, root: Path) -> Path | None:
-    """Return the folder of a base on this machine, None for one on the hub."""
-    where = place(base.name, root)
-    return Path(where) if os.path.isdir(where) else None
+    """Return the folder of a base on this machine, or None for a base on the hub."""
+    location = place(base.name, root)
+    return Path(location) if os.path.isdir(location) else None
 
 
-def _find(base: BaseSpec, where: str) -> None:
-    """Raise OSError or ValueError soon if a base is nowhere; the loaders retry for a minute."""
-    if os.path.isdir(where) or isinstance(
+def _find(base: BaseSpec, location: str) -> None:
+    """Raise OSError or ValueError at once if a base does not exist; loaders retry for a minute."""
+    if os.path.isdir(location) or isinstance(
         try_to_load_from_cache(base.name, "config.json", revision=base.revision), str
     ):
         return
     try:
         HfApi().model_info(base.name, revision=base.revision, timeout=10)
-    except Exception as error:  # the kinds depend on the hub's client and the network
+    except Exception as error:  # exception classes depend on the hub's client and the network
         raise OSError(f"{base} could not be downloaded from the Hugging Face hub.") from error
 
 
-def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -> Any:
-    """Return what one of transformers' loaders makes of a base.
+def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: Any) -> Any:
+    """Call one of transformers' loaders for a base, and return its result.
 
-    Raises CoterieError for whatever the loader raises, but for too little memory.
+    Raises:
+        CoterieError: The loader failed, other than by running out of memory.
     """
-    where, name = place(base.name, root), base.name
+    location, name = place(base.name, root), base.name
     revision = {} if base.revision is None else {"revision": base.revision}
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        _find(base, where)
-        return load(where, **how, **revision, **NO_CODE)
-    except Exception as error:  # loaders and tokenizers raise nothing narrower for damaged files
+        _find(base, location)
+        return load(location, **options, **revision, **NO_CODE)
+    except Exception as error:  # loaders raise many exception classes for damaged files
         if ran_out_of_memory(error):
             raise
         if _is_gated(error):
@@ -255,7 +280,7 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **how: Any) -
 
 
 def _is_gated(error: BaseException | None) -> bool:
-    """Whether the hub refused because somebody has not accepted a licence, or is not logged in."""
+    """Return whether the hub requires a login and an accepted licence."""
     while error is not None and not isinstance(error, GatedRepoError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,8 +1,8 @@
-"""Which tokens of a batch are padding: it takes no part in routing figures or embeddings.
+"""The padding mask of a batch, for statistics over tokens: routing weights and mean embeddings.
 
-Samples of different lengths are padded at their ends, where causal attention never looks at it, so
-only what is summed over all tokens must leave it out. The models pass no mask down to their linear
-layers; it is set around a forward pass instead.
+Samples are padded at their ends, where causal attention never reads, so only sums over tokens have
+to exclude padding. Models do not pass a mask to their linear layers; it is set in a context around
+the forward pass instead.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Pass(NamedTuple):
-    """What a forward pass reads: the mask, and whether it goes on or repeats what was read."""
+    """The mask of a forward pass, and whether the pass continues or repeats the previous one."""
 
     mask: Tensor | None = None
     goes_on: bool = False
@@ -27,8 +27,8 @@ _now: ContextVar[_Pass] = ContextVar("now", default=NO_PADDING)
 
 
 @contextmanager
-def _reading(what: _Pass) -> Iterator[None]:
-    before = _now.set(what)
+def _set(forward: _Pass) -> Iterator[None]:
+    before = _now.set(forward)
     try:
         yield
     finally:
@@ -36,35 +36,44 @@ def _reading(what: _Pass) -> Iterator[None]:
 
 
 def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextManager[None]:
-    """Forward passes inside read these tokens: (batch, time) bool, False where it is padding.
+    """Set the padding mask of forward passes within the block.
 
-    One that goes on is a further piece of the batch that the pass before it read: figures over
-    tokens are over all of its pieces.
+    Args:
+        mask: (batch, time) bool, False for padding; None if there is no padding.
+        goes_on: Whether the pass reads a further piece of the previous pass's batch, so that
+            statistics over tokens include the previous pieces.
     """
-    return _reading(_now.get()._replace(mask=mask, goes_on=goes_on))
+    return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
 
-def keeping_nothing() -> AbstractContextManager[None]:
-    """Forward passes inside read what one here and now would read, and modules keep nothing of
-    them: they have kept it."""
-    return _reading(_now.get()._replace(goes_on=False, repeats=True))
+def repeating_batch() -> AbstractContextManager[None]:
+    """Repeat a forward pass with the current mask; modules keep the statistics they already have.
+
+    Gradient checkpointing recomputes forward passes in this way.
+    """
+    return _set(_now.get()._replace(goes_on=False, repeats=True))
 
 
 def real_mask(device: torch.device) -> Tensor | None:
-    """The mask of the forward pass under way, (batch, time), on a device; None where nothing is
-    padding."""
+    """Return the current padding mask, (batch, time), on a device; None without padding."""
     mask = _now.get().mask
     return None if mask is None else mask.to(device)
 
 
 def only_real(rows: Tensor) -> Tensor:
-    """Of (batch * time, ...) the rows that are no padding."""
+    """Select the rows of a (batch * time, ...) tensor that are not padding."""
     mask = real_mask(rows.device)
     return rows if mask is None else rows[mask.flatten()]
 
 
-def kept(before: Tensor | None, now: Tensor) -> Tensor:
-    """What a module keeps of a batch: rows of this piece, after those `before` if it goes on."""
+def collected(before: Tensor | None, now: Tensor) -> Tensor:
+    """Return the rows that a module keeps of a batch.
+
+    Args:
+        before: Rows kept so far, or None.
+        now: Rows of the current forward pass; they are appended if the pass continues a batch, and
+            ignored if it repeats one.
+    """
     if before is None:
         return now
     if _now.get().repeats:

@@ -1,4 +1,4 @@
-"""Number formats of training: float32, or bfloat16 products under autocast."""
+"""Precision of training: float32, or bfloat16 matrix products under autocast."""
 
 from typing import Literal
 
@@ -13,18 +13,24 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
-    """The context in which a model of this precision runs forward."""
+    """Return the autocast context for forward passes in this precision."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 
 SHORT_WINDOW = 256
-"""Tokens up to which a CPU is faster with plain bf16 products than with fused attention, whose
-backward pass is slow there (6 % of a GPT-2 step at 128); the scores of longer windows would take
-too much memory."""
+"""Maximum window in tokens for which a CPU in bf16 uses eager attention. The backward pass of fused
+attention is slow on CPUs (6 % of a GPT-2 step at 128 tokens), but eager attention would need too
+much memory for longer windows."""
 
 
 def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> None:
-    """Freeze a base and make it fast for training in this precision on windows of this length."""
+    """Freeze a base and configure it for fast training.
+
+    Args:
+        base: The base, modified in place.
+        precision: Precision of training; None changes no dtype.
+        window: Maximum length of samples in tokens.
+    """
     base.requires_grad_(False).eval()
     if precision == "bf16":
         cast_frozen(base, torch.bfloat16)
@@ -35,9 +41,13 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
     """Freeze a base's linear layers and cast them once, for use under autocast to this dtype.
 
-    Autocast would cast them again at each use, with the same result. Embeddings and norms keep
-    their dtype, and with them the residual stream. An output head that is tied to the embedding
-    keeps its weight too; the loss finds a cast copy of it through `frozen_weight`.
+    Autocast would cast them at each use, with the same result. Embeddings, norms and therefore the
+    residual stream keep their dtype. An output head that is tied to the embedding keeps its weight
+    and gets a cast copy, which the loss reads through `frozen_weight`.
+
+    Args:
+        base: The base, modified in place.
+        dtype: Autocast's dtype.
     """
     modules = [module for _, module in walk(base)]
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -56,8 +66,10 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
 
 
 def frozen_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A linear layer's weight in a dtype, without a gradient; from its cast copy where there is one
-    and nothing is added to the weight."""
+    """Return a linear layer's weight in a dtype, without a gradient.
+
+    The cast copy is used if there is one and the weight is not parametrized.
+    """
     changed = parametrize.is_parametrized(linear)
     copy = None if changed else getattr(linear, "cast_weight", None)
     weight = copy if isinstance(copy, Tensor) and copy.dtype == dtype else linear.weight

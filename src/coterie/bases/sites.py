@@ -1,8 +1,8 @@
-"""Where adapters stand in a base: its MLPs, blocks that are no such MLP, and linear layers.
+"""Modules of a base to which adapters can be attached: MLPs, other blocks, and linear layers.
 
-What a linear layer does is told by its name (`PLACES`), an MLP by the names of its layers
-(`MLP_SHAPES`), attention by the name of its class. Of a model that also sees or hears, only the
-part that reads text counts.
+Linear layers are recognised by their names (`PLACES`), MLPs by the names of their layers
+(`MLP_SHAPES`), and attention by its class name. In multimodal models, only the text decoder is
+considered.
 """
 
 import re
@@ -18,9 +18,9 @@ from coterie.errors import CoterieError
 
 
 class StandIn(nn.Module):
-    """A module that stands where a module of the base stood, and still calls it as `base`.
+    """A module that replaces a module of the base and calls the original as `base`.
 
-    Every client has stand-ins of its own; all refer to the one frozen base.
+    Every client has its own stand-ins; all of them refer to the one frozen base.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -30,15 +30,15 @@ class StandIn(nn.Module):
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Names of an MLP's parts: `down(act(up[0] x))`, or gated `down(act(up[0] x) * up[1] x)`."""
+    """Names of an MLP's modules: `down(act(up[0] x))`, or gated `down(act(up[0] x) * up[1] x)`."""
 
     up: tuple[str, ...]
     down: str
     act: str
     fused: bool = False
-    """Whether the one upward layer computes the gate and, below it, what is gated."""
+    """Whether one layer computes the gate (first half of its outputs) and the gated values."""
     dropouts: tuple[str, ...] = ("dropout", "residual_dropout")
-    """What ends the MLP, where there is such an attribute: a module, or a rate."""
+    """Attributes with a final dropout, a module or a rate, if the MLP has them."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -57,14 +57,14 @@ MLP_SHAPES = (
     MlpShape(up=("up_proj",), down="down_proj", act="act_fn"),
 )
 BLOCKS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mixer", "mamba")
-"""What a decoder layer may call the block that experts can stand beside; the first is taken."""
+"""Names of blocks beside which experts can be attached; the first in a decoder layer is used."""
 
 
 Linear = nn.Linear | Conv1D
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a base with its path, as if no adapter were attached."""
+    """Yield the path and module of all modules of a base, as if no adapter were attached."""
     if isinstance(module, StandIn):
         module = module.base
     yield path, module
@@ -73,13 +73,13 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """A module's children by name, as if no adapter were attached."""
+    """Return a module's children by name, as if no adapter were attached."""
     children = module.named_children()
     return {name: child.base if isinstance(child, StandIn) else child for name, child in children}
 
 
 def mlp_shape(module: nn.Module) -> MlpShape | None:
-    """How a module is an MLP, or None."""
+    """Return the shape of a module that is an MLP, or None for other modules."""
     children = children_of(module)
     for shape in MLP_SHAPES:
         linears = (children.get(name) for name in shape.linears)
@@ -89,22 +89,22 @@ def mlp_shape(module: nn.Module) -> MlpShape | None:
 
 
 def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
-    """The part of a base that reads text, without its output head."""
+    """Return a base's text decoder, without the output head."""
     decoder = base.get_decoder()
-    if decoder is base:  # where transformers does not know, as in Llama 4
+    if decoder is base:  # get_decoder returns the model itself for Llama 4
         decoder = next(m for m in base.children() if isinstance(m, PreTrainedModel))
     return decoder
 
 
 def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of the part of a base that reads text, with its path in the base."""
+    """Yield the path in the base and the module of all modules of its text decoder."""
     decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
     path = next(path for path, module in walk(base) if module is decoder)
     return walk(decoder, path)
 
 
 def layers(base: nn.Module) -> dict[str, nn.Module]:
-    """The decoder's layers, by path, in their order."""
+    """Return the decoder's layers by path, in order."""
     for path, module in decoder_walk(base):
         if isinstance(module, nn.ModuleList):
             return {f"{path}.{name}": layer for name, layer in children_of(module).items()}
@@ -112,30 +112,34 @@ def layers(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def width(base: nn.Module) -> int:
-    """The width of a base's hidden states."""
+    """Return the width of a base's hidden states."""
     assert isinstance(base, PreTrainedModel)
     return base.config.get_text_config().hidden_size
 
 
 def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]]:
-    """Where experts can stand in each decoder layer: a module by its path, and how it is an MLP.
+    """Find the module of each decoder layer to which experts can be attached.
 
-    A layer may be its own MLP (as OPT's are). Without a shape, experts can only stand beside the
-    module: it is a mixture of experts, or a state-space block in a layer without an MLP.
+    Returns:
+        The module and its shape by path. A layer may be its own MLP (as in OPT). If the shape is
+        None, experts can only be attached beside the module: it is a mixture of experts, or a
+        state-space block in a layer without an MLP.
     """
-    found: dict[str, tuple[nn.Module, MlpShape | None]] = {}
+    sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
-        parts = {"": layer, **children_of(layer)}
-        shapes = {name: shape for name, part in parts.items() if (shape := mlp_shape(part))}
-        for name in (*shapes, *(name for name in BLOCKS if name in parts)):
-            found[f"{path}.{name}" if name else path] = parts[name], shapes.get(name)
+        modules = {"": layer, **children_of(layer)}
+        shapes = {name: shape for name, module in modules.items() if (shape := mlp_shape(module))}
+        for name in (*shapes, *(name for name in BLOCKS if name in modules)):
+            sites[f"{path}.{name}" if name else path] = modules[name], shapes.get(name)
             break
-    return found
+    return sites
 
 
 def attention_linears(base: nn.Module) -> dict[str, Linear]:
-    """All linear layers of attention, by path, and what leads into whatever else mixes tokens: the
-    layers `in_proj...` of a state-space block or a linear attention."""
+    """Return the linear layers of attention by path.
+
+    The input projections (`in_proj...`) of state-space blocks and linear attention are included.
+    """
     return {
         f"{path}.{name}": child
         for layer_path, layer in layers(base).items()
@@ -147,21 +151,26 @@ def attention_linears(base: nn.Module) -> dict[str, Linear]:
 
 
 def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
-    """The linear layers whose name, or what they do (`place_of`), matches a regular expression.
+    """Return the linear layers that match a pattern, by path; the output head never matches.
 
-    By path, of which a layer's name is the last part. Without a pattern those of attention. Raises
-    CoterieError if there is none; the output head is never one of them.
+    Args:
+        base: The base.
+        pattern: Regular expression for the layer's name (the last component of its path) or its
+            place (`place_of`); None selects attention.
+
+    Raises:
+        CoterieError: The pattern is invalid or matches no layer.
     """
     if pattern is None:
-        if not (found := attention_linears(base)):
+        if not (attention := attention_linears(base)):
             raise CoterieError(
                 f"{type(base).__name__} has no supported attention; set attention.targets of "
                 "the method to the linear layers to adapt."
             )
-        return found
+        return attention
     linears = {p: m for p, m in decoder_walk(base) if isinstance(m, Linear) and "." in p}
     try:
-        found = {
+        matches = {
             path: linear
             for path, linear in linears.items()
             if any(re.fullmatch(pattern, n) for n in (path.rpartition(".")[2], place_of(path)))
@@ -170,14 +179,14 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
         raise CoterieError(
             f"The pattern {pattern!r} is not a valid regular expression: {error}."
         ) from None
-    if not found:
+    if not matches:
         names = ", ".join(sorted({path.rpartition(".")[2] for path in linears}))
         places = ", ".join(sorted({place_of(path) for path in linears if "." in place_of(path)}))
         raise CoterieError(
             f"The pattern {pattern!r} matches no linear layer of the base; its layers are {names}"
             f" ({places})."
         )
-    return found
+    return matches
 
 
 PLACES = {
@@ -201,14 +210,14 @@ PLACES = {
     }.items()
     for end in ends
 }
-"""What linear layers and blocks do, by the end of their path."""
+"""Places of linear layers and blocks, independent of the architecture, by the end of the path."""
 QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"
-"""Linear layers that compute queries and values, whatever a base calls them, and what leads into a
-state-space block or a linear attention."""
+"""Pattern of the places that compute queries and values, and of the input projections of
+state-space blocks and linear attention."""
 
 
 def place_of(path: str) -> str:
-    """What the module at a path does: `mlp.up`, `attention.q`; its own name if that is unknown."""
+    """Return the place of the module at a path, such as `mlp.up`; for unknown names, the name."""
     names = path.split(".")
     if names[-1].startswith("in_proj"):
         return "mixer.in"
@@ -216,11 +225,8 @@ def place_of(path: str) -> str:
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer, also where its weight is packed.
-
-    GPT-2's Conv1D keeps its weight transposed, and no sizes.
-    """
-    if isinstance(linear, Conv1D):
+    """Return (in, out) of a linear layer, also if its weight is packed (quantised)."""
+    if isinstance(linear, Conv1D):  # GPT-2's: the weight is (in, out), and there are no attributes
         rows, columns = linear.weight.shape
         return rows, columns
     assert isinstance(linear, nn.Linear)
@@ -228,7 +234,7 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer works on x: autocast's where it is on, else x's own."""
+    """Return the dtype in which a linear layer computes: autocast's if enabled, else x's dtype."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -1,6 +1,6 @@
-"""Which base a run file asks for: its name, the format of its weights and its revision.
+"""The specification of a base in a run file: its name, weight format and revision.
 
-Read without torch.
+This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ Weights = Literal["fp32", "bf16", "int8", "nf4"]
 
 
 class BaseSpec(BaseModel, frozen=True, extra="forbid"):
-    """A base of a run file: a name alone, or a mapping of `name` and how it is to be loaded."""
+    """A base in a run file: a name, or a mapping of `name`, `weights` and `revision`."""
 
     name: str
     """base model: a built-in base, a local folder, or a name on the Hugging Face hub; `base: NAME`
     is short for this key alone"""
     weights: Weights | None = None
-    """format of the base's weights in memory; int8 and nf4 are quantised; default: as the
-    checkpoint keeps them"""
+    """format of the base's weights in memory; int8 and nf4 are quantised; default: the
+    checkpoint's format"""
     revision: str | None = None
-    """branch, tag or commit of a base on the hub; default: its newest"""
+    """branch, tag or commit of a base on the hub; default: the latest commit"""
 
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, values: Any) -> Any:
-        """A name alone is a mapping, too."""
+        """Convert a plain name to a mapping."""
         if isinstance(values, str):
             return {"name": values}
         if not isinstance(values, Mapping | BaseSpec):
@@ -35,16 +35,16 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
 
     @model_serializer
     def _short(self) -> str | dict[str, str]:
-        """As short as it can be given: a name alone is just that."""
-        given = {key: value for key, value in dict(self).items() if value is not None}
-        return self.name if given.keys() == {"name"} else given
+        """Serialise a base without `weights` and `revision` as a plain name."""
+        values = {key: value for key, value in dict(self).items() if value is not None}
+        return self.name if values.keys() == {"name"} else values
 
     def __str__(self) -> str:
-        """As in a sentence: gpt2 in bf16 at revision main."""
+        """Format the base for a sentence: "gpt2 in bf16 at revision main"."""
         format = f" in {self.weights}" if self.weights else ""
         return f"{self.name}{format}{f' at revision {self.revision}' if self.revision else ''}"
 
     @property
     def quantised(self) -> bool:
-        """Whether the weights of its linear layers are in fewer than 16 bits."""
+        """Whether the weights of linear layers have fewer than 16 bits."""
         return self.weights in ("int8", "nf4")

@@ -1,4 +1,4 @@
-"""In which format a base's weights are loaded."""
+"""Formats of a base's weights in memory."""
 
 import logging
 from typing import Any
@@ -12,15 +12,18 @@ from coterie.errors import CoterieError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# It warns of each type of input that it casts, and of kernels that it does not find.
+# bitsandbytes warns of every input dtype that it casts, and of missing kernels.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def format_of(base: BaseSpec, precision: Precision | None) -> dict[str, Any]:
-    """What transformers' loader is told of a base's format; see `load_base`.
+    """Return the loading options of transformers for a base's format; see `load_base`.
 
-    Of a quantised base, that are the linear layers but for the output head; the rest is in bf16,
-    or in fp32 where that is the precision. Raises CoterieError if bitsandbytes is missing.
+    In a quantised base, all linear layers except the output head are quantised. The other weights
+    are in bf16, or in fp32 if that is the precision.
+
+    Raises:
+        CoterieError: The base is quantised, but bitsandbytes is not installed.
     """
     if base.weights in DTYPES:
         return {"dtype": DTYPES[base.weights]}
@@ -29,15 +32,15 @@ def format_of(base: BaseSpec, precision: Precision | None) -> dict[str, Any]:
     _check_bitsandbytes(base)
     dtype = DTYPES[precision or "bf16"]
     if base.weights == "int8":
-        how = BitsAndBytesConfig(load_in_8bit=True)
+        quantisation = BitsAndBytesConfig(load_in_8bit=True)
     else:
-        how = BitsAndBytesConfig(
+        quantisation = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    return {"dtype": dtype, "quantization_config": how}
+    return {"dtype": dtype, "quantization_config": quantisation}
 
 
 def _check_bitsandbytes(base: BaseSpec) -> None:
@@ -45,22 +48,23 @@ def _check_bitsandbytes(base: BaseSpec) -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise CoterieError(
-            f"The base {base} needs bitsandbytes; install the extra: pip install "
+            f"The base {base} requires bitsandbytes, which is not installed; run: pip install "
             "'coterie[quantised]'."
         ) from error
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Make a model that was just loaded ready for training in its format."""
+    """Prepare a model for training in its format, directly after loading."""
     for parameter in model.parameters():
-        if parameter.dtype == torch.float16:  # in which gradients overflow; bfloat16 is as large
+        # Gradients overflow in float16; bfloat16 takes the same memory.
+        if parameter.dtype == torch.float16:
             parameter.data = parameter.data.to(torch.bfloat16)
     linear: Any
     for linear in model.modules():
-        # Two habits make a 4-bit layer of bitsandbytes depend on its past. Without gradients, some
-        # CPUs pack its weight anew, for a product that has no gradient ever after: what was trained
-        # after an evaluation would be wrong. And the first input decides the dtype that it computes
-        # in.
+        # Two properties of bitsandbytes make the result of a 4-bit layer depend on earlier calls.
+        # On some CPUs, a forward pass without gradients repacks the weight for a product that has
+        # no gradient, so that training after an evaluation would be wrong. And the dtype of the
+        # first input determines the dtype of all later computation.
         if hasattr(linear, "compute_type_is_set"):
             linear.support_avx512bf16_for_cpu = False
             linear.compute_type_is_set = True

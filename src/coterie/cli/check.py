@@ -16,7 +16,13 @@ from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
 from coterie.deployment.orders import Orders
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import not_agreed, other_text, surplus, too_much, unlike
+from coterie.deployment.terms import (
+    budget_excess,
+    disagreement,
+    extra_plugin,
+    public_text_mismatch,
+    version_mismatch,
+)
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
@@ -73,15 +79,15 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
         order = fleet.first_order(server, kit, ASKED_WITHIN)
         found(f"{server} lets {kit.name} in and asks it to join a run")
     with _checking("run") as found:
-        if why := unlike(order) or (site.agreed and not_agreed(site.agreed, order)):
+        if why := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):
             raise CoterieError(f"The run {why}.")
         config = site.config(order)
-        if why := surplus(order, config):
+        if why := extra_plugin(order, config):
             raise CoterieError(f"The run {why}.")
-        spends = too_much(config.budgets, ledger_of(site, order.run))
+        spends = budget_excess(config.budgets, ledger_of(site, order.run))
         folder = run_folder(site, order.run, config)
-        refused = Orders(site).begins(order, config, folder)
-        if why := spends or other_text(order, config) or refused:
+        refused = Orders(site).refusal(order, config, folder)
+        if why := spends or public_text_mismatch(order, config) or refused:
             raise CoterieError(f"The run {why}.")
         found(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
     with _checking("texts") as found:
@@ -96,7 +102,7 @@ def check_client(server: str, kit: Kit, site: Site) -> None:
     with _checking("step", "not tried, as it needs the other side, too"):
         step = trial.tried(session, config)
         _line("memory", "ok", f"{size(step.peak)} at most, in a step")
-        fields = "; ".join(field.what for field in config.method.schema().up) or "nothing"
+        fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
         _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")
         round = step.step * config.training.steps
         run = timedelta(seconds=int(round * config.exchanges))

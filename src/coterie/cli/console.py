@@ -18,7 +18,7 @@ from rich.text import Text
 
 from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
-from coterie.deployment.costs import MOST_DISK
+from coterie.deployment.costs import MAX_DISK
 from coterie.deployment.seats import Seat, ServerWatch
 from coterie.deployment.terms import flat
 from coterie.errors import plural
@@ -115,7 +115,7 @@ class ClientBoard(LiveDisplay[Status]):
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):
                     for field in fields:
-                        self._say(f"  leaves this machine {when}: {field.what}")
+                        self._say(f"  leaves this machine {when}: {field.description}")
             case "warning":
                 self._say(value)
             case "fault":
@@ -187,11 +187,11 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         f"{plural(training.batch, 'sample')}",
         **costs_in_words(config, memory),
         "base": str(config.base),
-        "sent once": "; ".join(field.what for field in schema.hello),
-        "every round": "; ".join(field.what for field in schema.up),
+        "sent once": "; ".join(field.description for field in schema.hello),
+        "every round": "; ".join(field.description for field in schema.up),
         "transforms": "; ".join(f"{t.name}: {t.summary}" for t in config.transforms),
         "privacy": "; ".join(
-            f"{budget.what}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
+            f"{budget.description}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
             for budget in config.budgets
         ),
         "losses": "sent, with all other metrics"
@@ -222,5 +222,5 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
         f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
-        f"most {MOST_DISK / 2**30:.0f} GiB for all runs in one folder",
+        f"most {MAX_DISK / 2**30:.0f} GiB for all runs in one folder",
     }

@@ -93,7 +93,7 @@ def server(
         deployment: {quorum: 3, deadline: 600}
 
     With it, a round needs three clients and waits at most ten minutes for the others.
-    docs/deploy.md is a step-by-step guide.
+    docs/deploy/deployment.md is a step-by-step guide.
     """
     from coterie.config.deployed import check_start, load_deployment
     from coterie.config.values import read_values
@@ -198,11 +198,11 @@ def expel(run: ServersRun, client: ClientName) -> None:
         coterie expel runs/us --client mallory
     """
     check_run(run)
-    from coterie.deployment.forgetting import known
+    from coterie.deployment.forgetting import check_participant
     from coterie.runs import RunFolder
 
     folder = RunFolder(run)
-    known(folder, client)
+    check_participant(folder, client)
     folder.expel(client)
     terminal.say(
         f"{client} takes no further part in {run}.",
@@ -226,8 +226,8 @@ def forget(run: ServersRun, client: ClientName) -> None:
     done = forget_in(RunFolder(run), client)
     terminal.say(
         f"Deleted what {run} kept of {client}: what the last checkpoint had of it, all earlier "
-        f"checkpoints, {plural(done.figures, 'figure')} and {plural(done.lines, 'line')} of logs. "
-        "The name itself is still in run.json and without.json."
+        f"checkpoints, {plural(done.metrics, 'figure')} and {plural(done.log_lines, 'line')} of "
+        "logs. The name itself is still in run.json and without.json."
     )
     if done.rounds:
         terminal.say(
@@ -252,13 +252,13 @@ def _agreed(
     if run is None:
         return None, limit
     from coterie.config.deployed import load_agreed
-    from coterie.deployment.terms import agreed_in
+    from coterie.deployment.terms import agreed_terms
 
     config = load_agreed(run, client)
     own = together(config.budgets)
     if limit is None and own is not None and math.isfinite(own.epsilon):
         limit = own
-    return agreed_in(config, client), limit
+    return agreed_terms(config, client), limit
 
 
 def _memory(config: "RunConfig", client: str) -> int | None:

@@ -1,7 +1,6 @@
 """What commands show while they work: a live display on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Generic, Self, TypeVar
 
@@ -14,7 +13,7 @@ from coterie.cli.terminal import console, tell
 from coterie.errors import plural
 from coterie.messages import Json
 from coterie.messages.names import JUMPED, LOSS
-from coterie.runs import Watch
+from coterie.runs import Callback, RunStart
 
 
 def jump_warning(client: str | None, value: Json) -> str:
@@ -49,7 +48,7 @@ class LiveDisplay(Generic[Drawn]):
         self.live.stop()
 
 
-class ConsoleWatch(LiveDisplay[Progress], Watch):
+class ConsoleProgress(LiveDisplay[Progress], Callback):
     """Progress for people: round, client, loss, tokens per second and time left.
 
     A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
@@ -67,29 +66,31 @@ class ConsoleWatch(LiveDisplay[Progress], Watch):
             transient=True,
         )
         super().__init__(console, live)
+        self.said: set[str] = set()
 
-    def warn(self, text: str) -> None:
-        """A line that stays."""
+    def on_warning(self, text: str) -> None:
+        """Print a line that stays."""
         self._say(text)
 
-    def trains(self, title: str, where: Sequence[str]) -> None:
-        """A line for each kind of adapter."""
-        for adapter in where:
-            self._say(f"{title}: {adapter}")
-
-    def start(self, title: str, rounds: int, done: int, clients: int, tokens: int) -> None:
-        """Begin a bar with a step per client and round."""
-        self.rounds, self.tokens, self.first = rounds, tokens, done
+    def on_run_begin(self, run: RunStart) -> None:
+        """Begin a bar with a step per client and round, below a line for each kind of adapter."""
+        self.rounds, self.tokens, self.first = run.rounds, run.tokens, run.done
         self.began, self.updates, self.losses = time.monotonic(), 0, {}
-        self.round, self.title = done, title
+        self.round, self.title = run.done, run.method
+        for line in (f"{self.title}: {adapter}" for adapter in run.adapters):
+            if line not in self.said:  # a comparison runs a method with several seeds
+                self.said.add(line)
+                self._say(line)
+        clients = len(run.clients)
         self.task = self.live.add_task(
-            title, total=rounds * clients, completed=done * clients, status=""
+            self.title, total=run.rounds * clients, completed=run.done * clients, status=""
         )
         if not self.console.is_terminal:
-            what = f"{title}: {plural(rounds, 'round')}, {plural(clients, 'client')}"
-            self._say(what + (f", resuming after round {done}" if done else ""))
+            what = f"{self.title}: {plural(run.rounds, 'round')}, {plural(clients, 'client')}"
+            self._say(what + (f", resuming after round {run.done}" if run.done else ""))
+        self.__enter__()
 
-    def seen(self, client: str | None, name: str, value: Json) -> None:
+    def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
         """Show a loss, or a warning."""
         if name == JUMPED:
             self._say(jump_warning(client, value))
@@ -100,23 +101,28 @@ class ConsoleWatch(LiveDisplay[Progress], Watch):
         status = f"{self.round + 1}/{self.rounds} {client:<10.10} loss {value:.3f} {self._speed()}"
         self.live.update(self.task, status=status)
 
-    def worked(self, round: int, client: str) -> None:
+    def on_client_end(self, round: int, client: str) -> None:
         """Move the bar."""
         self.round = round
         self.live.advance(self.task)
 
-    def round_over(self, round: int, note: str) -> None:
-        """A plain line where there is no terminal, if there is something to tell."""
+    def on_round_end(self, round: int, scores: str) -> None:
+        """Print a line where there is no terminal, if there is something to tell."""
         self.round = round + 1
-        if self.console.is_terminal or not (self.losses or note):
+        if self.console.is_terminal or not (self.losses or scores):
             return
         figures = [f"round {round + 1}/{self.rounds}"]
         if self.losses:
             figures += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
         elapsed = time.monotonic() - self.began
         left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
-        figures += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", note.strip()]
+        figures += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", scores.strip()]
         self._say(f"{self.title}: {'  '.join(figures).rstrip()}")
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        """Take the bar away."""
+        self.__exit__()
+        self.live.remove_task(self.task)
 
     def _speed(self) -> str:
         elapsed = time.monotonic() - self.began

@@ -14,7 +14,7 @@ from coterie.errors import CoterieError
 if TYPE_CHECKING:
     from coterie.api import Run
     from coterie.config.run import RunConfig
-    from coterie.runs import Watch
+    from coterie.runs import Callback
 
 Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
@@ -78,7 +78,7 @@ def run(
 
         coterie run mine.yaml --set training.batch=8 --set seed=1
 
-    docs/run-file.md lists all keys, `coterie methods` all methods.
+    docs/use/run-file.md lists all keys, `coterie methods` all methods.
     """
     import coterie
     from coterie.config.read import load_here
@@ -93,7 +93,7 @@ def run(
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
-                config, out=folder, force=force, watch=watch, engine=engine or "local"
+                config, out=folder, force=force, callbacks=progress(), engine=engine or "local"
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -103,7 +103,9 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(resume, watch=watch, engine=engine, from_round=from_round)
+            finished = coterie.resume(
+                resume, callbacks=progress(), engine=engine, from_round=from_round
+            )
     _show(finished, again)
 
 
@@ -149,7 +151,7 @@ def compare(
             tune=trials,
             against=against,
             out=folder,
-            watch=watch,
+            callbacks=progress(),
             report=terminal.say,
         )
     terminal.console.print(*comparison.tables())
@@ -176,11 +178,11 @@ def _remark(config: "RunConfig") -> None:
         )
 
 
-def watch() -> "Watch":
-    """Return the display of a run's progress on this terminal."""
-    from coterie.cli.progress import ConsoleWatch
+def progress() -> "list[Callback]":
+    """Return what shows the progress of runs on this terminal."""
+    from coterie.cli.progress import ConsoleProgress
 
-    return ConsoleWatch()
+    return [ConsoleProgress()]
 
 
 def _show(finished: "Run", again: str | None) -> None:

@@ -118,7 +118,7 @@ def speakers(
             model = Loaded(base, lambda base=base: bare(base))
         else:
             model = loader.load(whose, config, of)
-            if not (config.data.chats or config.data.preferences):
+            if not (config.data.chats or config.data.declared.compares):
                 untrained.append(name)
         template = chat_template(model.base.tokenizer, config.data.chat_template)
         found[name] = Speaker(*model, template, sampling, system)

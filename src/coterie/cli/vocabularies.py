@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.alignment import Vocabulary, VocabularyMap, read_vocabulary, vocabulary_map
-from coterie.alignment.cache import keep_map, kept_map
+from coterie.alignment.cache import load_map, save_map
 from coterie.alignment.summary import LAST, readable, summarise, worst
 from coterie.alignment.vocabulary import ROLES
 from coterie.analysis.tables import Table
@@ -50,14 +50,14 @@ def _map(
     source: Vocabulary, target: Vocabulary, way: str, cache: bool
 ) -> tuple[VocabularyMap, float | None]:
     """A map, and the seconds that it took; None: it was in the cache."""
-    if cache and (kept := kept_map(source, target)) is not None:
+    if cache and (kept := load_map(source, target)) is not None:
         return kept, None
     start = time.perf_counter()
     with terminal.progress(f"{way}: nearest tokens") as (_, progress):
         found = vocabulary_map(source, target, lambda share: progress(share, 1.0))
     seconds = time.perf_counter() - start
     if cache:
-        keep_map(source, target, found)
+        save_map(source, target, found)
     return found, seconds
 
 

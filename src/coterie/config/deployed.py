@@ -1,4 +1,4 @@
-"""The run file of a deployment, whose clients have their texts on their own machines."""
+"""Run files of deployments, whose clients keep their texts on their own machines."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,25 +14,29 @@ if TYPE_CHECKING:
     from coterie.config.run import RunConfig
 
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
-OF_SAMPLES = ("instructions", "messages", "preferences", "chat_template")
-"""Keys of `data` that a text of the demo does not fit."""
+SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template")
+"""Keys of `data` that require structured records; the demo's text is plain."""
 
 
 def load_deployment(
     values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
 ) -> "RunConfig":
-    """Return a run as its server has it: clients have names, and no paths.
+    """Return a run as the server of a deployment sees it: clients have names but no paths.
 
     Args:
-        values: the plain data of the run file.
-        registered: the clients of a run file that names none: all that have a key.
-        without: clients that are left out.
+        values: The plain data of the run file.
+        registered: The names of all clients that have a key. They are the clients of a run file
+            that lists none.
+        without: The names of clients to leave out.
 
     Raises:
-        CoterieError: naming the first mistake.
+        CoterieError: The run file is invalid or cannot be deployed.
     """
     if values.get("divide") is not None:
-        raise CoterieError("In a deployment, clients have their own texts; remove `divide`.")
+        raise CoterieError(
+            "`divide` cannot be used in a deployment, where every client has its own text; remove "
+            "`divide`."
+        )
     values = dict(values)
     if not values.get("clients"):
         if not registered:
@@ -47,22 +51,23 @@ def load_deployment(
         )
     clients = tuple(client for client in config.clients if client.name not in without)
     if not clients:
-        raise CoterieError("The run has no client left.")
+        raise CoterieError("The run has no clients left: --without excludes all of them.")
     config = config.model_copy(update={"clients": clients})
     if (dpo := config.training.dpo) is not None and dpo.reference != "base":
         raise CoterieError(
-            "training.dpo.reference names a run, which clients of a deployment do not have; set it "
-            "to base."
+            "training.dpo.reference is the folder of a run, which clients of a deployment do not "
+            "have; set it to base."
         )
     if config.pooled:
         raise CoterieError(
-            "A pooled run trains on all clients' text in one place; it cannot be deployed."
+            "A pooled run cannot be deployed, because it trains on all clients' texts on one "
+            "machine; choose another method."
         )
     return config
 
 
 def check_start(config: "RunConfig", registered: Collection[str]) -> None:
-    """Raise CoterieError if a new run cannot meet its quorum, or a client of it has no key."""
+    """Raise CoterieError if a new run cannot meet its quorum or one of its clients has no key."""
     quorum, count = config.deployment.quorum, len(config.clients)
     if quorum is not None and quorum > count and not config.deployment.anyone:
         raise CoterieError(
@@ -77,29 +82,34 @@ def check_start(config: "RunConfig", registered: Collection[str]) -> None:
 
 
 def load_agreed(path: Path, client: str) -> "RunConfig":
-    """Read the run file that a client agrees to; its server reads the same file."""
+    """Read the run file that a client agrees to, which is also the server's run file."""
     return load_deployment(read_values(path), [client])
 
 
 def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
-    """Return a run in which clients without a text, as in a deployment, have one of the demo.
+    """Return a run in which clients without a text (as in a deployment) have a demo text.
+
+    If a client has no text, settings that require structured records are removed.
 
     Args:
-        values: the plain data of the run file.
+        values: The plain data of the run file.
     """
     filled = _with_text(values, str(DEMO_TEXT))
     if filled != values and isinstance(filled.get("data"), dict):
-        filled["data"] = {k: v for k, v in filled["data"].items() if k not in OF_SAMPLES}
+        filled["data"] = {k: v for k, v in filled["data"].items() if k not in SAMPLE_KEYS}
         if isinstance(filled.get("training"), dict):
             filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
     return bind(validated(RunFile, filled))
 
 
 def _with_text(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy in which clients without a path have this one."""
+    """Return a copy of a run file's data in which every client without a text has `path`."""
     listed = values.get("clients")
     if not isinstance(listed, list):
         return dict(values)
-    lack = [isinstance(c, dict) and not {"path", "train"} & c.keys() for c in listed]
-    clients = [{**c, "path": path} if no else c for c, no in zip(listed, lack, strict=True)]
+    lacks_text = [isinstance(c, dict) and not {"path", "train"} & c.keys() for c in listed]
+    clients = [
+        {**client, "path": path} if lacking else client
+        for client, lacking in zip(listed, lacks_text, strict=True)
+    ]
     return {**values, "clients": clients}

@@ -1,4 +1,4 @@
-"""What the fields of a model mean: the docstrings below them, read when they are asked for.
+"""Descriptions of a model's fields: the docstrings below them, read on demand.
 
 pydantic's `use_attribute_docstrings` reads the source of every class at import instead, which
 slows down every start.
@@ -16,28 +16,29 @@ from pydantic import BaseModel
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of every field: the docstring below it, or its `description`.
 
-    A field that a subclass or a preset declares again without either keeps that of its base class.
-    A field without a description has an empty one, as has a field whose source cannot be read.
+    A field that a subclass or a preset redeclares without a description inherits the description
+    of its base class. If a field has no description, or its source cannot be read, the
+    description is an empty string.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:
             fields = kind.model_fields.items()
-            found |= _docstrings(kind) | {n: f.description for n, f in fields if f.description}
-    return {name: found.get(name, "") for name in model.model_fields}
+            texts |= _docstrings(kind) | {n: f.description for n, f in fields if f.description}
+    return {name: texts.get(name, "") for name in model.model_fields}
 
 
 @cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings below the annotated names of a class; none without its source."""
+    """Return the docstrings below a class's annotated fields; empty if its source is missing."""
     try:
         tree = ast.parse(dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):
         return {}
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for statement in tree.body:
         for pair in pairwise(getattr(statement, "body", ())):
             match pair:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    found[name] = " ".join(text.split())
-    return found
+                    docstrings[name] = " ".join(text.split())
+    return docstrings

@@ -1,4 +1,4 @@
-"""What is wrong with a run file, in one sentence that names the key as the user would write it."""
+"""Error messages for run files: one sentence, with the key as the user would write it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,10 +10,10 @@ from rapidfuzz.process import extractOne
 from coterie.errors import CoterieError
 
 M = TypeVar("M", bound=BaseModel)
-Place = tuple[int | str, ...]
-"""The way from the top of a run file to a value: ("clients", 0, "path")."""
+Location = tuple[int | str, ...]
+"""Keys and indices that lead to a value of a run file, such as ("clients", 0, "path")."""
 
-WANTED = {
+EXPECTED = {
     "bool": "true or false",
     "dict": "a mapping of keys to values",
     "float": "a number",
@@ -26,112 +26,115 @@ WANTED = {
     "model_attributes": "a mapping of keys to values",
     "tuple": "a list",
 }
-"""What pydantic's kinds of errors ask for: `int` for int_type, int_parsing and int_from_float."""
+"""Expected values by pydantic's error type without its suffix (`int` for `int_parsing`)."""
 
 
-def validated(model: type[M], values: Mapping[str, Any], at: Place = ()) -> M:
-    """Return plain data as a `model`.
+def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) -> M:
+    """Validate plain data and return it as an instance of `model`.
 
     Args:
-        model: the schema of the data.
-        values: the data.
-        at: the place in the file where `values` are settings beside a `name`.
+        model: The schema of the data.
+        values: The data.
+        prefix: The location of `values` in the run file, if they are settings beside a `name`.
 
     Raises:
-        CoterieError: naming the first mistake.
+        CoterieError: The data are invalid; the message names the first mistake.
     """
     try:
         valid = model.model_validate(values)
     except ValidationError as error:
-        raise CoterieError(_sentence(error, model, values, at)) from error
-    for place, value, taken in _booleans_as_numbers(values, valid, at):
-        wanted = WANTED[type(taken).__name__]
-        raise CoterieError(f"{_written(place)} should be {wanted}, not {value!r}.")
+        raise CoterieError(_message(error, model, values, prefix)) from error
+    for location, value, converted in _converted_booleans(values, valid, prefix):
+        expected = EXPECTED[type(converted).__name__]
+        raise CoterieError(f"{_dotted(location)} should be {expected}, not {value!r}.")
     return valid
 
 
-def _booleans_as_numbers(
-    given: Any, valid: Any, place: Place
-) -> Iterator[tuple[Place, int | float, int | float]]:
-    """Yield every boolean that pydantic has taken for a number, and every number for a boolean."""
-    if given is valid:  # taken as it is, however deep it is nested
+def _converted_booleans(
+    raw: Any, valid: Any, location: Location
+) -> Iterator[tuple[Location, int | float, int | float]]:
+    """Yield each boolean that pydantic converted to a number, and each number to a boolean.
+
+    Each item is the location, the value in the file, and the converted value.
+    """
+    if raw is valid:  # pydantic converted nothing inside this value
         return
-    if isinstance(given, int | float):
-        if isinstance(valid, int | float) and isinstance(given, bool) != isinstance(valid, bool):
-            yield place, given, valid
-    elif isinstance(given, Mapping):
-        inside = valid if isinstance(valid, Mapping) else getattr(valid, "__dict__", {})
-        for key, value in given.items():
-            if key in inside:
-                yield from _booleans_as_numbers(value, inside[key], (*place, key))
-    elif isinstance(given, list | tuple) and isinstance(valid, list | tuple):
-        for number, (value, held) in enumerate(zip(given, valid, strict=False)):
-            yield from _booleans_as_numbers(value, held, (*place, number))
+    if isinstance(raw, int | float):
+        if isinstance(valid, int | float) and isinstance(raw, bool) != isinstance(valid, bool):
+            yield location, raw, valid
+    elif isinstance(raw, Mapping):
+        fields = valid if isinstance(valid, Mapping) else getattr(valid, "__dict__", {})
+        for key, value in raw.items():
+            if key in fields:
+                yield from _converted_booleans(value, fields[key], (*location, key))
+    elif isinstance(raw, list | tuple) and isinstance(valid, list | tuple):
+        for index, (value, converted) in enumerate(zip(raw, valid, strict=False)):
+            yield from _converted_booleans(value, converted, (*location, index))
 
 
-def _sentence(
-    error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], at: Place
+def _message(
+    error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: Location
 ) -> str:
-    """Write the first mistake in `values`, which should have been a `model`."""
-    # A misspelt key comes before the key that is then missing.
+    """Return a sentence about the first mistake in `values`, which do not form a valid `model`."""
+    # Report a misspelt key before the required key that is missing because of it.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-    places = [_place(detail, values) for detail in details]
-    # A value that may be of several kinds has an error for each; the deepest place is the nearest.
-    place = max((p for p in places if p[: len(places[0])] == places[0]), key=len)
-    found = [detail for detail, p in zip(details, places, strict=True) if p == place]
-    first, where = found[0], _written((*at, *place))
+    locations = [_location(detail, values) for detail in details]
+    # pydantic reports an error for each member of a union; the deepest location fits best.
+    location = max((at for at in locations if at[: len(locations[0])] == locations[0]), key=len)
+    errors = [detail for detail, at in zip(details, locations, strict=True) if at == location]
+    first, key = errors[0], _dotted((*prefix, *location))
     if first["type"] == "extra_forbidden":
-        known = [*["name"] * (at != () and len(place) == 1), *_keys(model, place[:-1])]
-        # Names of settings are short: some of their letters are in many others.
-        near = extractOne(str(place[-1]), known, score_cutoff=66 if at else 60)
-        hint = f"Did you mean {_written((*at, *place[:-1], near[0]))!r}?" if near else ""
-        return f"Unknown key {where!r}. {hint or 'Known keys: ' + ', '.join(known) + '.'}"
+        keys = [*["name"] * (prefix != () and len(location) == 1), *_keys(model, location[:-1])]
+        # Names of settings are short and share letters, so they need a closer match.
+        near = extractOne(str(location[-1]), keys, score_cutoff=66 if prefix else 60)
+        hint = f"Did you mean {_dotted((*prefix, *location[:-1], near[0]))!r}?" if near else ""
+        return f"Unknown key {key!r}. {hint or 'Known keys: ' + ', '.join(keys) + '.'}"
     if first["type"] == "missing":
-        return f"{where} is missing."
+        return f"{key} is missing."
     message = first["msg"].removeprefix("Value error, ")
     if message.startswith(("Input should be", "String should match")):
-        wanted = " or ".join(dict.fromkeys(map(_wanted, found)))
-        return f"{where} should be {wanted}, not {first['input']!r:.60}."
-    return f"{where}: {message}." if where else f"{message[0].upper()}{message[1:]}."
+        expected = " or ".join(dict.fromkeys(map(_expected, errors)))
+        return f"{key} should be {expected}, not {first['input']!r:.60}."
+    return f"{key}: {message}." if key else f"{message[0].upper()}{message[1:]}."
 
 
-def _wanted(detail: ErrorDetails) -> str:
+def _expected(detail: ErrorDetails) -> str:
     kind = detail["type"]
     for ending in ("_type", "_parsing", "_from_float"):
         kind = kind.removesuffix(ending)
-    return WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
+    return EXPECTED.get(kind, detail["msg"].removeprefix("Input should be "))
 
 
-def _place(detail: ErrorDetails, values: Any) -> Place:
-    """Where the error is, without the names of types that pydantic adds to the place."""
-    place: list[int | str] = []
-    here = values
-    for part in detail["loc"]:
-        inside = isinstance(here, Mapping) and part in here
-        if inside or (isinstance(here, Sequence) and isinstance(part, int) and part < len(here)):
-            place.append(part)
-            here = here[part]  # pyright: ignore[reportArgumentType, reportCallIssue]
+def _location(detail: ErrorDetails, values: Any) -> Location:
+    """Return the location of an error, without the type names that pydantic inserts into it."""
+    location: list[int | str] = []
+    value = values
+    for key in detail["loc"]:
+        is_key = isinstance(value, Mapping) and key in value
+        if is_key or (isinstance(value, Sequence) and isinstance(key, int) and key < len(value)):
+            location.append(key)
+            value = value[key]  # pyright: ignore[reportArgumentType, reportCallIssue]
     if detail["type"] == "missing":
-        place.append(detail["loc"][-1])
-    return tuple(place)
+        location.append(detail["loc"][-1])
+    return tuple(location)
 
 
-def _written(place: Place) -> str:
-    """("clients", 0, "path") as clients[0].path."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
-    return "".join(parts).removeprefix(".")
+def _dotted(location: Location) -> str:
+    """Format a location as in `--set`: ("clients", 0, "path") becomes clients[0].path."""
+    keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in location]
+    return "".join(keys).removeprefix(".")
 
 
-def _keys(model: type[BaseModel], place: Place) -> list[str]:
-    """Return the keys that the mapping at a place may have."""
-    for part in place:
-        if part in model.model_fields:
-            model = next(_models(model.model_fields[str(part)].annotation), model)
+def _keys(model: type[BaseModel], location: Location) -> list[str]:
+    """Return the keys that the mapping at a location may have."""
+    for key in location:
+        if key in model.model_fields:
+            model = next(_models(model.model_fields[str(key)].annotation), model)
     return list(model.model_fields)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models in a type, such as that of a section or of a list's entries."""
+    """Yield the models that occur in a type annotation, such as `tuple[ClientSpec, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in getattr(annotation, "__args__", ()):

@@ -1,7 +1,8 @@
-"""Methods, metrics and other objects in a file of one's own: `--plugin FILE.py`.
+"""Plugins: Python files that define methods, transforms or metrics (`--plugin FILE.py`).
 
-The file is code, so it is run only where somebody names it: never because a run's folder or a
-server speaks of it. What those say is its hash, which must be the same.
+Loading a plugin executes it, so a plugin is loaded only when the user names its file, never
+because a run folder or a server refers to it. Run folders and servers record the plugin's hash,
+which must match.
 """
 
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from coterie.aggregation.registry import TRANSFORMS
+from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
 from coterie.methods.registry import METHODS
@@ -23,10 +25,11 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
     "coterie.aggregation.transform:Transform": TRANSFORMS,
     "coterie.evaluation.metrics:Metric": METRICS,
+    "coterie.data.kind:DataKind": DATA_KINDS,
 }
-"""What a plugin may define: the base class (module and name) and the registry of each kind.
+"""Registries by the base class (module and name) of the objects that they accept.
 
-Each subclass of a base class that has a `name` of its own is given to the registry's `accept`.
+Each subclass in a plugin that defines a `name` is passed to the `accept` method of its registry.
 """
 
 
@@ -34,24 +37,25 @@ K = TypeVar("K", bound=type[Any])
 
 
 class Plugin(NamedTuple):
-    """A file that was loaded."""
+    """A loaded plugin file."""
 
     file: str
-    """Its absolute path."""
+    """The absolute path."""
     sha256: str
 
 
 _loaded: dict[str, Plugin] = {}
-"""By the name of the module that a file has become."""
+"""Loaded plugins by the name of the module that was created from the file."""
 
 
 def register(kind: K) -> K:
-    """Give a method's or a metric's class its name in run files, while this process runs.
+    """Register a method, transform or metric class, so that run files can refer to its name.
 
-    It may stand above the class as a decorator.
+    The registration lasts for the life of the process. The function can be used as a class
+    decorator.
 
     Raises:
-        CoterieError: The class is of no kind that can be registered, or its name is taken.
+        CoterieError: The class is not a method, transform or metric, or its name is taken.
     """
     registry = _registry(kind) if isinstance(kind, type) else None
     if registry is None:
@@ -61,17 +65,18 @@ def register(kind: K) -> K:
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
-    """Run a Python file and register the methods, metrics, ... that it defines.
+    """Execute a Python file and register the methods, transforms and metrics that it defines.
 
     Args:
         file: The file.
-        expected: The hash that the file must have; with another one, it is not run.
+        expected: The SHA-256 hash of the file. If it does not match, the file is not executed.
 
     Returns:
         The classes that were registered.
 
     Raises:
-        CoterieError: The file cannot be read or run, or defines nothing that can be registered.
+        CoterieError: The file cannot be read or executed, its hash does not match, or it defines
+            no class that can be registered.
     """
     path = Path(file).resolve()
     try:
@@ -86,7 +91,7 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
         module = sys.modules[name] = ModuleType(name)
         module.__file__ = str(path)
         try:
-            _run(code, module, file)
+            _execute(code, module, file)
         except CoterieError:
             del sys.modules[name]
             raise
@@ -101,8 +106,8 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
     return [registry.accept(kind) for kind, registry in defined]
 
 
-def _run(code: bytes, module: ModuleType, file: str | Path) -> None:
-    """Run the very bytes that were hashed."""
+def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
+    """Execute the bytes that were hashed; the file may have changed in the meantime."""
     try:
         exec(compile(code, str(module.__file__), "exec"), vars(module))
     except SyntaxError as error:
@@ -111,84 +116,114 @@ def _run(code: bytes, module: ModuleType, file: str | Path) -> None:
         ) from error
     except Exception as error:
         lines = [f.lineno for f in extract_tb(error.__traceback__) if f.filename == module.__file__]
-        where = f", line {lines[-1]}" if lines else ""
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise CoterieError(f"The plugin {file} cannot be loaded{where}: {what}.") from error
+        line = f", line {lines[-1]}" if lines else ""
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise CoterieError(f"The plugin {file} cannot be loaded{line}: {reason}.") from error
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes with a `name` that a module defines itself, and their registries."""
-    here = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-    named = [kind for kind in here if isinstance(kind, type) and "name" in vars(kind)]
-    return [(kind, found) for kind in named if (found := _registry(kind)) is not None]
+    """Return the classes with a `name` that a module defines (not imports), and their registries.
+
+    Classes that cannot be registered are left out.
+    """
+    objects = vars(module).values()
+    defined = [v for v in objects if getattr(v, "__module__", "") == module.__name__]
+    named = [kind for kind in defined if isinstance(kind, type) and "name" in vars(kind)]
+    return [(kind, registry) for kind in named if (registry := _registry(kind)) is not None]
 
 
 def _registry(kind: type) -> Registry[Any] | None:
-    """Return the registry for a class; None if the class is of no kind in `KINDS`."""
+    """Return the registry for a class, or None if no base class in `KINDS` is among its bases."""
     for base, registry in KINDS.items():
         module, _, name = base.partition(":")
-        # The module of a base class that has a subclass is imported already; it may need torch.
+        # Importing the base class may import torch. If its module is not imported yet, the base
+        # class has no subclasses.
         if module in sys.modules and issubclass(kind, getattr(sys.modules[module], name)):
             return registry
     return None
 
 
 def plugin_of(kind: type) -> Plugin | None:
-    """Return the plugin that defines a class, if one does."""
+    """Return the plugin that defines a class, or None if the class is not from a plugin."""
     return _loaded.get(kind.__module__)
 
 
 def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
-    """Return the plugins that define some of the classes.
+    """Return the plugins of those classes that are from a plugin.
 
-    Keys are as run.json has them: a method's name, and the noun and the name of anything else
+    Keys are as in run.json: the name of a method; the noun and the name of other objects
     (`metric distinct-2`).
     """
-    found: dict[str, Plugin] = {}
+    used: dict[str, Plugin] = {}
     for kind in kinds:
         registry, plugin = _registry(kind), plugin_of(kind)
         if registry is not None and plugin is not None:
-            found[kind.name if registry is METHODS else f"{registry.noun} {kind.name}"] = plugin
-    return found
+            used[kind.name if registry is METHODS else f"{registry.noun} {kind.name}"] = plugin
+    return used
 
 
 def plugin_for(key: str) -> Plugin | None:
-    """Return the plugin that defines what a key of `plugins_of` names; None if none does here."""
+    """Return the loaded plugin that defines the object with this key, or None if there is none.
+
+    Keys are those of `plugins_of`.
+    """
     noun, _, name = key.rpartition(" ")
     registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
     return plugin_of(registry.get(name)) if name in registry.names() else None
 
 
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise CoterieError unless the plugins that a run began with are loaded, and unchanged.
+    """Raise CoterieError unless the plugins that a run began with are loaded and unchanged.
 
     Args:
-        where: What begins the error: "The run in ...".
-        recorded: File and hash by key; see `plugins_of`.
+        where: The subject of the error message, such as "The run in FOLDER".
+        recorded: File and hash of each plugin, by the keys of `plugins_of`.
     """
-    for key, began in recorded.items():
-        here, file = plugin_for(key), began["file"]
+    for key, plugin in recorded.items():
+        loaded, file = plugin_for(key), plugin["file"]
         noun, _, name = key.rpartition(" ")
-        what = f"{noun or METHODS.noun} {name!r}"
-        if here is None:
+        described = f"{noun or METHODS.noun} {name!r}"
+        if loaded is None:
             raise CoterieError(
-                f"{where} uses the {what} from a plugin, which its folder says was {file}; a "
-                "plugin runs as your own code, so give --plugin with a file that you trust"
+                f"{where} uses the {described} from a plugin, which was {file} according to its "
+                "run.json. A plugin is executed with your permissions; if you trust the file, "
+                "pass it with --plugin."
             )
-        if here.sha256 != began["sha256"]:
+        if loaded.sha256 != plugin["sha256"]:
             raise CoterieError(
-                f"{where} uses the {what} from the plugin {file}, which has changed since the run "
-                f"began (now {here.file}); undo the changes, or start a new run."
+                f"{where} uses the {described} from the plugin {file}, which has changed since "
+                f"the run began (loaded now: {loaded.file}); undo the changes, or start a new run."
+            )
+
+
+def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
+    """Raise CoterieError unless other processes of this machine can import all classes.
+
+    Args:
+        where: What begins the error: "The engine ...".
+        kinds: Classes of objects that a run uses.
+    """
+    for kind in kinds:
+        registry = _registry(kind)
+        assert registry is not None, f"{kind} is of no kind in KINDS"
+        if plugin_of(kind) is None and not registry.is_installed(kind):
+            raise CoterieError(
+                f"{where} runs clients in other processes, which cannot import the "
+                f"{registry.noun} {kind.name!r}; define it in a file for --plugin, or use the "
+                "engine local."
             )
 
 
 def version_of(kind: type) -> str:
-    """Return a hash of the code of a class from outside the package; empty without its source."""
+    """Return a hash of the source of a class from outside the package.
+
+    The result is empty for Coterie's own classes and for classes whose source is not available.
+    """
     if kind.__module__.startswith("coterie."):
         return ""
     if (plugin := plugin_of(kind)) is not None:
         return plugin.sha256
     try:
         return sha256(getsource(kind).encode()).hexdigest()
-    except (OSError, TypeError):  # typed at a prompt
+    except (OSError, TypeError):  # defined at a prompt
         return ""

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def bind(file: RunFile) -> "RunConfig":
-    """Import torch, and bind the method of a run file to its class; see `resolve`."""
+    """Bind the method of a run file to its class with `resolve`; this imports torch."""
     from coterie.config.run import resolve
 
     return resolve(file)
 
 
 def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
-    """Read a run.
+    """Read a run file.
 
     Args:
-        path: the run file; None: the embedded demo.
-        settings: changes to it, such as `training.batch=4`.
+        path: The run file, or None for the embedded demo.
+        settings: Changes to the file, such as `training.batch=4`.
 
     Raises:
-        CoterieError: naming the first mistake.
+        CoterieError: The run file is invalid; the message names the first mistake.
     """
     return bind(validated(RunFile, read_values(path, settings)))
 
@@ -37,19 +37,19 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
 def load_here(
     values: dict[str, Any], tune: Mapping[str, Sequence[Any]] | None = None
 ) -> "RunConfig":
-    """Return a run whose clients have their texts on this machine.
+    """Return a run whose clients' texts are on this machine.
 
     Args:
-        values: the plain data of a run file.
-        tune: values by dotted key, of which each is validated.
+        values: The plain data of a run file.
+        tune: Values to tune with, by dotted key. The run file is validated with each of them.
 
     Raises:
-        CoterieError: naming the first mistake, or the first missing file or folder of a client.
+        CoterieError: The run file is invalid, or a file or folder of a client is missing.
     """
     file = check_trials(values, tune or {})
     for client in file.clients:
         for source in (client.path, client.train, client.validation, client.test):
             if source is not None:
-                place = files.resolve(Path(file.data_root), source)
-                files.find_files(place, f"Client {client.name}")
+                path = files.resolve(Path(file.data_root), source)
+                files.find_files(path, f"Client {client.name}")
     return bind(file)

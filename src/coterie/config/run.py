@@ -1,4 +1,4 @@
-"""A run: a run file whose method is bound to its class."""
+"""The configuration of a run: a run file whose method is bound to its class."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,10 @@ from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
 from coterie.config.sections import RunFile, Sections
-from coterie.evaluation.metrics import METRICS
+from coterie.data.kind import DATA_KINDS
+from coterie.data.spec import KindSpec
+from coterie.errors import CoterieError
+from coterie.evaluation.metrics import METRICS, Metric
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
@@ -25,30 +28,31 @@ from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
 NOT_IN_DIGEST = ("name", "baselines", "deployment", "device")
-NOT_TOLD = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
-"""What a client of a deployment learns nothing of: others' names, paths and devices."""
+"""Keys that do not affect the results of a run."""
+HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
+"""Keys that a deployment's clients do not receive: other clients' names, paths and devices."""
 
 
 class RunConfig(Sections[Method]):
-    """A run file whose method is bound to its class; `parse` and `resolve` make it."""
+    """A run file whose method is bound to its class; created by `parse` or `resolve`."""
 
     @field_serializer("method")
-    def _described(self, method: Method) -> dict[str, Any]:
+    def _serialise_method(self, method: Method) -> dict[str, Any]:
         return method.described()
 
     @property
     def label(self) -> str:
-        """The method's name for tables."""
+        """The name of the method in tables."""
         return POOLED if self.pooled else self.method.name
 
     @property
     def root(self) -> Path:
-        """Where relative paths start."""
+        """The folder that relative paths start from."""
         return Path(self.data_root)
 
     @property
     def exchanges(self) -> int:
-        """Downloads and uploads of the whole run: one a round, unless the method has others."""
+        """The number of exchanges in the whole run, including those that transforms add."""
         return self.method.exchanges(self.rounds) * len(self.phases)
 
     @property
@@ -63,47 +67,57 @@ class RunConfig(Sections[Method]):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases of a round, an exchange each: those that transforms need, then training."""
+        """The phases of each exchange of the method: those that transforms add, then training.
+
+        Each phase takes one exchange of the run.
+        """
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return the method's exchange, and the phase, in an exchange of the run."""
+        """Return the exchange of the method, and the phase, of an exchange of the run."""
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
 
     def aggregating(self) -> Aggregation:
-        """Return the way of this run's uploads to their mean."""
+        """Create the aggregation of this run's uploads."""
         exchanges = self.method.exchanges(self.rounds)
         return Aggregation(self.method.schema(), self.every_transform, exchanges)
 
     @property
     def budgets(self) -> list[Budget]:
-        """What the run spends of a client's privacy budget, by what is sent under noise."""
+        """The privacy budgets that the run spends of each client: one per noise mechanism."""
         exchanges = self.method.exchanges(self.rounds)
         budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
 
     def base_of(self, name: str) -> BaseSpec:
-        """The base of a client, or of the `server` where it has a model of its own."""
-        name = self._whose(name)
+        """Return the base of a client, or of the `server` if it has a model of its own."""
+        name = self._model_owner(name)
         if name == SERVER and self.server is not None:
             return self.server.base or self.base
         return self.base if self.pooled else self.bases.get(name, self.base)
 
     def training_of(self, name: str) -> TrainingSpec:
-        """The training of a client, or of the `server`, with its own learning rate."""
-        return self.training.of(self._whose(name))
+        """Return the training settings of a client or the `server`, with its own learning rate."""
+        return self.training.of(self._model_owner(name))
 
-    def _whose(self, name: str) -> str:
-        """The one client of a pooled run trains the server's model, if that has one."""
+    def _model_owner(self, name: str) -> str:
+        """Return the client or server whose model a client trains.
+
+        The client of a pooled run trains the server's model if the server has one.
+        """
         return SERVER if self.pooled and self.server is not None else name
 
     def with_method(self, method: str | Method) -> "RunConfig":
-        """The same run with another method, and without baselines.
+        """Return a copy of the run with another method and without baselines.
 
-        The run's own method keeps its settings, and so does an object. To others, given by their
-        names, a part that was changed (`mlp`, `attention`, ...) is carried over, so that a rank
-        means the same. Without means there is no server optimiser.
+        If the method aggregates no field as a mean, the copy has neither a server optimiser nor
+        transforms.
+
+        Args:
+            method: A method with its settings, or a method's name. The name of the run's own
+                method keeps the settings. A different method takes over the parts (`mlp`,
+                `attention`, ...) that differ from the defaults of the run's own method.
         """
         if method == self.label:
             return self.model_copy(update={"baselines": ()})
@@ -119,51 +133,54 @@ class RunConfig(Sections[Method]):
         return self.model_copy(update=run)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, every default filled in."""
+        """Return the run as plain data, including all defaults."""
         return self.model_dump(mode="json")
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes that the run uses by name, first its method's; without its baselines."""
+        """The classes of the run's method, transforms, metric and data kind; without baselines."""
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
-        return [type(self.method), *map(type, self.transforms), *metrics]
+        kinds = [] if self.data.kind is None else [self.data.declared]
+        return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
-        """The plugins that its objects are from: file and hash; see `plugins_of`."""
+        """File and hash of each plugin that the run or a baseline uses; keys as in `plugins_of`."""
         baselines = [kind_of(name) for name in self.baselines if name != POOLED]
-        found = plugins_of([*self.objects, *baselines])
-        return {name: plugin._asdict() for name, plugin in found.items()}
+        plugins = plugins_of([*self.objects, *baselines])
+        return {name: plugin._asdict() for name, plugin in plugins.items()}
 
-    def told_to(self, client: str) -> dict[str, Any]:
-        """As a client of a deployment may know it: without names, paths, bases and limits of
-        others."""
-        values = {key: value for key, value in self.as_dict().items() if key not in NOT_TOLD}
+    def visible_to(self, client: str) -> dict[str, Any]:
+        """Return the run as plain data for one client of a deployment.
+
+        The names, paths, bases, learning rates and limits of other clients are left out.
+        """
+        values = {key: value for key, value in self.as_dict().items() if key not in HIDDEN_KEYS}
         training = self.training_of(client).model_dump(mode="json")
         data = self.data.of(client).model_dump(mode="json") | {"public": None}
         base = self.base_of(client).model_dump()
         return {**values, "base": base, "training": training, "data": data}
 
     def digest(self) -> str:
-        """A hash of everything that can change the result, data files' contents apart."""
-        what = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
+        """Return a hash of everything that affects the results, except for the texts."""
+        hashed = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
         if version := version_of(type(self.method)):
-            what["version"] = version
-        if others := {kind.name: v for kind in self.objects[1:] if (v := version_of(kind))}:
-            what["versions"] = others
-        canonical = json.dumps(what, sort_keys=True)
+            hashed["version"] = version
+        if versions := {kind.name: v for kind in self.objects[1:] if (v := version_of(kind))}:
+            hashed["versions"] = versions
+        canonical = json.dumps(hashed, sort_keys=True)
         return blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
 def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
-    """Bind the method of a validated run file to its class, which takes its settings.
+    """Bind the method and transforms of a run file to their classes, which check the settings.
 
     Args:
-        file: the run file.
-        method: a method that replaces the file's, and need not be registered.
+        file: The run file.
+        method: A method to use instead of the file's. Its class need not be registered.
 
     Raises:
-        CoterieError: if the method or the optimiser does not take its settings.
+        CoterieError: The settings of the method, the optimiser or a transform are invalid.
     """
     if method is None:
         method = validated(kind_of(file.method.name), file.method.settings, ("method",))
@@ -171,24 +188,42 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     transforms = [
         validated(TRANSFORMS.get(spec.name), spec.settings, ("aggregation", "transforms", number))
         if isinstance(spec, TransformSpec)
-        else spec
+        else _transform(spec)
         for number, spec in enumerate(file.aggregation.transforms)
     ]
-    aggregation = file.aggregation.model_copy(update={"transforms": tuple(transforms)})
-    return RunConfig.model_construct(**{**dict(file), "method": method, "aggregation": aggregation})
+    sections: dict[str, Any] = {
+        "method": method,
+        "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
+    }
+    if isinstance(given := file.data.kind, KindSpec):
+        kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
+        sections["data"] = file.data.model_copy(update={"kind": kind})
+    return RunConfig.model_construct(**dict(file) | sections)
+
+
+def _transform(value: object) -> Transform:
+    if not isinstance(value, Transform):
+        raise CoterieError(f"aggregation.transforms: {value!r} is not a transform.")
+    return value
 
 
 def parse(values: Mapping[str, Any]) -> RunConfig:
-    """Return a run from plain data.
+    """Create a run from the plain data of a run file.
 
     Args:
-        values: the keys of a run file. The method may be an object, whose class need not be
-            registered.
+        values: The data of a run file. `method` and each of `aggregation.transforms` may also be
+            objects, whose classes need not be registered. `evaluation.metric` may be an object,
+            whose class is then registered.
 
     Raises:
-        CoterieError: naming the first mistake.
+        CoterieError: The data are invalid; the message names the first mistake.
     """
-    method = values.get("method")
+    method, evaluation = values.get("method"), values.get("evaluation")
+    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metric"), Metric):
+        metric = type(evaluation["metric"])
+        if not METRICS.is_installed(metric):
+            METRICS.accept(metric)  # scores and tables know metrics by their names
+        values = {**values, "evaluation": {**evaluation, "metric": metric.name}}
     if not isinstance(method, Method):
         return resolve(validated(RunFile, values))
     rest = {key: value for key, value in values.items() if key != "method"}

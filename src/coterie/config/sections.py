@@ -1,6 +1,6 @@
-"""The schema of a run file: every key, and the values that it may have.
+"""The schema of a run file: its keys and their valid values.
 
-It needs no torch, so that a mistake is told at once.
+This module does not import torch, so that mistakes are reported without delay.
 """
 
 import re
@@ -19,22 +19,22 @@ from coterie.methods.registry import POOLED, check_name
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 METHOD = "comigs-1g1s"
-"""The method of a run file that names none."""
+"""The default method."""
 
-LACKING = {
+REQUIREMENTS = {
     "answers": "answers; set data.instructions for prompts with answers, or data.messages for "
     "conversations",
     "choices": "answers to choose from; set data.instructions",
     "pairs": "pairs of answers; set data.preferences",
 }
-"""What metrics need of the data, for errors."""
+"""Descriptions of what a metric needs, and of the setting that provides it, for messages."""
 M = TypeVar("M")
 
 
 class MethodSpec(BaseModel):
-    """Key `method` of a run file: a method's name, or a mapping of `name` and its settings.
+    """Key `method` of a run file: a method's name, or a mapping of `name` and settings.
 
-    The name is checked. The settings are checked by the method's class.
+    This model checks the name. The method's class checks the settings.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -43,65 +43,66 @@ class MethodSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain(cls, values: Any) -> Any:
-        """Accept a name alone; report an unknown one before any other mistake."""
-        given = values if isinstance(values, Mapping) else {"name": values}
-        name = str(given.get("name", METHOD))
+    def _normalise(cls, values: Any) -> Any:
+        """Expand a name to a mapping; report an unknown name before any other mistake."""
+        mapping = values if isinstance(values, Mapping) else {"name": values}
+        name = str(mapping.get("name", METHOD))
         check_name(name)
-        return {**{str(key): value for key, value in given.items()}, "name": name}
+        return {**{str(key): value for key, value in mapping.items()}, "name": name}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings, as in the file."""
+        """The method's settings, unchecked."""
         return dict(self.model_extra or {})
 
 
 class DeploymentSpec(BaseModel):
-    """Section `deployment` of a run file: what a server does when clients are late or gone."""
+    """Section `deployment` of a run file: admission, quorum and limits of a server."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     anyone: bool = False
-    """let any client with a key join, named or not (implied when `clients` is empty)"""
+    """whether any client with a key may join, even if `clients` does not list it; implied if
+    `clients` is empty"""
     quorum: int | None = Field(default=None, ge=1)
-    """clients needed to complete a round; default: all named clients"""
+    """number of clients needed to complete a round; default: all clients that `clients` lists"""
     deadline: float = Field(default=3600, gt=0)
-    """time limit of a round in seconds; without its quorum, a round continues"""
+    """time limit of a round in seconds; a round without a quorum continues past it"""
     share_metrics: bool = False
-    """send clients' metrics (losses, scores, routing weights, times, ...) to the server; otherwise
-    they stay on the clients"""
+    """whether clients send their metrics (losses, scores, routing weights, times, ...) to the
+    server; otherwise, metrics stay on the clients"""
     checkpoints: int = Field(default=3, ge=1)
-    """checkpoints that the server keeps, to go back to with --from-round"""
+    """number of checkpoints that the server keeps, to resume from with --from-round"""
     largest_message: int = Field(default=256, ge=1)
-    """maximum message size in MiB; larger messages are rejected"""
+    """maximum size of a message in MiB; larger messages are rejected"""
 
 
 class ServerSpec(BaseModel):
-    """Section `server` of a run file: it gives the server a model of its own."""
+    """Section `server` of a run file, which gives the server its own model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base: BaseSpec | None = None
-    """base of the server's own model, which any `server` section creates, even `{}`: a name, or a
-    mapping as `base`; default: the run's base"""
+    """base of the server's own model: a name, or a mapping as in `base`; default: the run's base;
+    an empty section, `server: {}`, is enough to give the server a model"""
     test: str | None = None
-    """file or folder to score the server's model on; default: the held-out splits that
-    divide.public sets aside (by even only)"""
+    """file or folder of the text that the server's model is scored on; default: held-out splits of
+    the public set (`divide.by: even` with divide.public only)"""
 
 
-def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         check_name("local" if name == POOLED else name)
     return names
 
 
-def _is_a_device(device: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _check_device(device: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(device, str):
-        right = re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", device)
+        valid = re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", device)
     else:
         gpus = {name for name in device if re.fullmatch(r"cuda:[0-9]{1,3}", name)}
-        right = len(device) == len(gpus) > 1
-    if not right:
+        valid = len(device) == len(gpus) > 1
+    if not valid:
         raise ValueError(
             "give auto, cpu, cuda, cuda:N, mps, or a list of several GPUs, such as [cuda:0, cuda:1]"
         )
@@ -113,40 +114,42 @@ def _absolute(folder: str) -> str:
 
 
 class Sections(BaseModel, Generic[M]):
-    """Every key of a run file; M is the type of its method."""
+    """The keys of a run file; M is the type of its method."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """name of the run; default: the run file's name"""
+    """name of the run; default: name of the run file, without its extension"""
     seed: int = Field(default=0, ge=0)
     """seed of all random draws"""
     threads: int | None = Field(default=None, ge=1)
-    """number of CPU threads; default: all"""
-    device: Annotated[str | tuple[str, ...], AfterValidator(_is_a_device)] = "auto"
-    """where bases are computed: auto (a GPU if there is one, else the CPU), cpu, cuda, cuda:N, mps,
-    or a list of GPUs to spread layers over, such as [cuda:0, cuda:1]; each client of a deployment
-    decides for itself"""
+    """number of CPU threads; default: chosen by PyTorch, usually one per core"""
+    device: Annotated[str | tuple[str, ...], AfterValidator(_check_device)] = "auto"
+    """device that bases run on: auto (a GPU if PyTorch finds one, else the CPU), cpu, cuda,
+    cuda:N, mps, or a list of GPUs to distribute layers over, such as [cuda:0, cuda:1]; clients of
+    a deployment choose their own device"""
     base: BaseSpec = BaseSpec(name="tiny-gpt2")
-    """base model, by its name or as a mapping of the keys below"""
+    """base model: a name, or a mapping of the keys below"""
     bases: dict[str, BaseSpec] = {}
-    """bases by client name, for clients whose base is not `base`: names, or mappings as `base`"""
+    """bases that replace `base` for some clients, by client name: names, or mappings as in `base`
+    """
     server: ServerSpec | None = None
     method: M = Field(default=METHOD, validate_default=True)
-    """name of the method, or a mapping of `name` and its settings"""
+    """method: a name, or a mapping of `name` and the method's settings"""
     pooled: bool = False
-    """train one client on all clients' text"""
-    baselines: Annotated[tuple[str, ...], AfterValidator(_known)] = ()
-    """methods to run first, on the same data; the run's own method is skipped"""
+    """whether to train a single client on the texts of all clients"""
+    baselines: Annotated[tuple[str, ...], AfterValidator(_check_names)] = ()
+    """names of methods to run before the run's own method, on the same data; the run's own method
+    is skipped if it is listed"""
     rounds: int = Field(default=20, ge=1)
     """number of communication rounds"""
     data_root: Annotated[str, AfterValidator(_absolute)] = Field(default="", validate_default=True)
-    """folder that relative paths start from; default: the run file's folder"""
+    """folder that relative paths start from; default: folder of the run file"""
     data: DataSpec = DataSpec()
     clients: tuple[ClientSpec, ...] = ()
-    """clients and their texts; give either `clients` or `divide`"""
+    """list of clients and their texts; required unless `divide` is given"""
     divide: DivideSpec | None = None
-    """one data set to divide among clients, instead of `clients`"""
+    """data set to divide among clients; replaces `clients`"""
     training: TrainingSpec = TrainingSpec()
     aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
@@ -154,23 +157,23 @@ class Sections(BaseModel, Generic[M]):
 
     @model_validator(mode="before")
     @classmethod
-    def _centralized(cls, values: Any) -> Any:
-        """The name `centralized` stands for local training on one pooled client."""
+    def _expand_centralized(cls, values: Any) -> Any:
+        """Replace the method `centralized` by local training of one pooled client."""
         if isinstance(values, Mapping):
             method = values.get("method")
-            named = method if isinstance(method, Mapping) else {"name": method}
-            if named.get("name") == POOLED:
-                return {**values, "method": {**named, "name": "local"}, "pooled": True}
+            spec = method if isinstance(method, Mapping) else {"name": method}
+            if spec.get("name") == POOLED:
+                return {**values, "method": {**spec, "name": "local"}, "pooled": True}
         return values
 
     @model_validator(mode="before")
     @classmethod
-    def _template(cls, values: Any) -> Any:
-        """A template's file is read at once: a deployed client has the run and not the file."""
+    def _inline_templates(cls, values: Any) -> Any:
+        """Replace paths of template files by their text, as deployed clients lack the files."""
         if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
             return values
         root, data = values.get("data_root") or "", dict(values["data"])
-        if not isinstance(root, str):  # it is refused later
+        if not isinstance(root, str):  # validation of the fields rejects it
             return values
         match data.get("instructions"):
             case {"template": str(name)} as instructions:
@@ -185,16 +188,16 @@ class Sections(BaseModel, Generic[M]):
         return {**values, "data": data}
 
     @model_validator(mode="after")
-    def _who(self) -> Self:
+    def _check_clients(self) -> Self:
         if not self.clients and self.divide is None:
             raise ValueError(
                 "the run has no clients; list them in `clients`, or divide a data set with `divide`"
             )
         if self.clients and self.divide is not None:
-            raise ValueError("`clients` and `divide` are mutually exclusive; give one of them")
+            raise ValueError("`clients` and `divide` are mutually exclusive; remove one of them")
         if self.divide is not None and self.divide.public and self.data.public is not None:
             raise ValueError(
-                "divide.public and data.public both define a public set; give one of them"
+                "`divide.public` and `data.public` both define a public set; remove one of them"
             )
         names = [client.name for client in self.clients]
         for name in names:
@@ -203,47 +206,49 @@ class Sections(BaseModel, Generic[M]):
         return self
 
     @model_validator(mode="after")
-    def _formats_agree(self) -> Self:
-        own = () if self.server is None or self.server.base is None else (self.server.base,)
+    def _check_precision(self) -> Self:
+        server = () if self.server is None or self.server.base is None else (self.server.base,)
         if self.training.precision == "fp32" and any(
-            base.weights == "bf16" for base in (self.base, *self.bases.values(), *own)
+            base.weights == "bf16" for base in (self.base, *self.bases.values(), *server)
         ):
             raise ValueError(
-                "training.precision is fp32, but a base's weights are to be in bf16; remove one of "
-                "the two"
+                "`training.precision: fp32` contradicts `weights: bf16` of a base; remove one "
+                "of the two"
             )
         return self
 
     @model_validator(mode="after")
-    def _preferences_are_learnt(self) -> Self:
-        if self.data.preferences is None:
-            if self.training.dpo is not None:
-                raise ValueError(
-                    "the section training.dpo has no effect without data.preferences; add that or "
-                    "remove training.dpo"
-                )
-        elif self.server is not None or (self.divide is not None and self.divide.public):
-            what = "divide.public" if self.server is None else "a server with a model of its own"
+    def _check_comparisons(self) -> Self:
+        kind = self.data.declared
+        if self.training.dpo is not None and not kind.referenced:
             raise ValueError(
-                f"preferences are learnt by clients, from their own pairs; remove {what} or "
-                "data.preferences"
+                "`training.dpo` has no effect without data.preferences; set data.preferences "
+                "or remove training.dpo"
+            )
+        shared = self.server is not None or (self.divide is not None and self.divide.public)
+        if kind.compares and shared:
+            key = "divide.public" if self.server is None else "server"
+            raise ValueError(
+                f"`{self.data.key}` and `{key}` are mutually exclusive, as {kind.name} are learnt "
+                "from clients' own samples only; remove one of the two"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_be_measured(self) -> Self:
+    def _check_metric(self) -> Self:
         name, generate = self.evaluation.metric, self.evaluation.generate
         needs = "nothing" if name is None else metric_named(name).needs
+        offers = self.data.declared.offers
         for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
-            if (key != "generate" or generate is not None) and need not in self.data.offers:
-                raise ValueError(f"evaluation.{key} needs {LACKING[need]}")
+            if (key != "generate" or generate is not None) and need not in offers:
+                raise ValueError(f"`evaluation.{key}` needs {REQUIREMENTS[need]}")
         if needs == "answers" and generate is None:
             raise ValueError(
-                f"evaluation.metric: {name} scores generated answers; set evaluation.generate to "
+                f"`evaluation.metric: {name}` scores generated answers; set evaluation.generate to "
                 "their maximum number of tokens"
             )
         return self
 
 
 class RunFile(Sections[MethodSpec]):
-    """A validated run file, in which the method is a name with settings."""
+    """A validated run file whose method is a name with settings."""

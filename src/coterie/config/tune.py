@@ -1,4 +1,4 @@
-"""Values to tune the keys of a run file with."""
+"""Tuning: lists of values to try for keys of a run file."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,21 @@ from coterie.config.values import put, read_yaml
 from coterie.errors import CoterieError
 
 TUNABLE = ("rounds", "method", "training", "aggregation")
-"""What may be tuned: the rest is the data, and how models are scored."""
+"""Sections and keys that can be tuned. Others change the data or the evaluation."""
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
-"""Methods are compared, not tuned; and bases are loaded in one precision."""
+"""Keys within `TUNABLE` that cannot be tuned.
+
+Methods are compared, not tuned; all trials share bases in one precision; and a whole section is
+not a value.
+"""
 
 
 def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Read values by key from options such as `training.batch=4,8`; the values are YAML."""
+    """Parse options such as `training.batch=4,8`, whose values are YAML.
+
+    Returns:
+        The values to try, by dotted key.
+    """
     tune: dict[str, list[Any]] = {}
     for option in options:
         key, equals, text = option.partition("=")
@@ -27,21 +35,25 @@ def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
             values = None
         if not (key and equals and values):
             raise CoterieError(
-                "--tune takes a key and its values, such as training.learning_rate=1e-4,1e-3, not "
-                f"{option!r}."
+                f"--tune {option!r} is not a key with values, such as "
+                "training.learning_rate=1e-4,1e-3."
             )
         if key in tune:
-            raise CoterieError(f"--tune has {key} twice; list all values in one --tune.")
+            raise CoterieError(f"--tune gives {key} twice; list all values in one --tune.")
         tune[key] = values
     return tune
 
 
 def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
-    """Raise CoterieError for a key that may not be tuned, or for a run that is not scored on test
-    text."""
+    """Raise CoterieError if a key cannot be tuned, or if models are not scored on the test text.
+
+    Args:
+        tune: Values to try, by dotted key.
+        split: The split that models are scored on (`evaluation.split`).
+    """
     for key, values in tune.items():
         if not values:
-            raise CoterieError(f"There are no values of {key} to tune with.")
+            raise CoterieError(f"{key} has no values to tune with; list at least one.")
         if key.partition(".")[0] not in TUNABLE or key in NOT_TUNABLE:
             raise CoterieError(
                 f"{key} cannot be tuned; choose from the settings of {', '.join(TUNABLE)}."
@@ -54,17 +66,23 @@ def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
 
 
 def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> RunFile:
-    """Validate the plain data of a run file, and that with each value to tune.
+    """Validate a run file, once as it is and once with each value to tune.
+
+    Settings of the method are not checked, because that needs torch.
+
+    Args:
+        values: The plain data of the run file.
+        tune: Values to try, by dotted key.
 
     Returns:
-        The run file.
+        The run file, without any of the values to tune.
 
     Raises:
-        CoterieError: naming the first mistake, settings of the method apart.
+        CoterieError: The run file or a value is invalid; the message names the first mistake.
     """
     file = validated(RunFile, values)
     check_tune(tune, file.evaluation.split)
-    for key, value in ((key, value) for key, found in tune.items() for value in found):
+    for key, value in ((key, value) for key, choices in tune.items() for value in choices):
         trial = dict(values)
         put(trial, key, value)
         validated(RunFile, trial)

@@ -1,4 +1,4 @@
-"""The plain data of a YAML file, and `--set key=value`, which changes it."""
+"""The plain data of YAML files, and changes to them with `--set key=value`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ DEMO = Path(__file__).parents[1] / "assets" / "demo.yaml"
 
 
 def read_values(path: Path | None, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the plain data of a run file, without validating it.
+    """Read the plain data of a run file without validating it.
 
     Args:
-        path: the file; None: the embedded demo.
-        settings: changes to it, such as `training.batch=4`.
+        path: The run file, or None for the embedded demo.
+        settings: Changes to the file, such as `training.batch=4`.
 
     Raises:
-        CoterieError: if the file does not hold a mapping, or a setting cannot be applied.
+        CoterieError: The file does not contain a mapping, or a setting cannot be applied.
     """
     path = located(path or DEMO)
     values = read_mapping(path)
@@ -33,13 +33,13 @@ def read_values(path: Path | None, settings: Sequence[str] = ()) -> dict[str, An
 
 
 def place_data(values: dict[str, Any], path: Path) -> None:
-    """Make `data_root` relative to the file at a path, not to the working directory."""
-    if isinstance(root := values.get("data_root") or "", str):  # else it is refused later
+    """Make `data_root` relative to the folder of a run file instead of the working directory."""
+    if isinstance(root := values.get("data_root") or "", str):  # else validation rejects it
         values["data_root"] = str(path.parent / expanded(root))
 
 
 def located(path: Path) -> Path:
-    """Return the path of a file; where there is none, of the embedded run file of that name."""
+    """Return the path, or that of the embedded run file with this name if no file exists."""
     if path.exists() or path.name != str(path):
         return path
     shipped = DEMO.with_name(f"{path}.yaml")
@@ -47,7 +47,11 @@ def located(path: Path) -> Path:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping; raise CoterieError if it does not."""
+    """Read a YAML file that contains a mapping.
+
+    Raises:
+        CoterieError: The file cannot be read, or does not contain a mapping.
+    """
     problem = "is not a mapping of keys to values"
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
@@ -68,8 +72,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     raise CoterieError(f"The run file {path} {problem}.")
 
 
-class _Once(yaml.SafeLoader):
-    """Plain YAML, in which a key that stands twice is an error: the second would count silently."""
+class _Loader(yaml.SafeLoader):
+    """A safe loader that rejects duplicate keys; PyYAML silently uses the last of them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if key.value != "<<"]
@@ -81,20 +85,20 @@ class _Once(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _whole_number(loader: _Once, node: yaml.ScalarNode) -> int:
-    """Read an integer that can be printed; raise ValueError for one of too many digits."""
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Parse an integer; raise ValueError if it has more digits than Python can print."""
     value = loader.construct_yaml_int(node)
     str(value)
     return value
 
 
-_Once.add_constructor("tag:yaml.org,2002:int", _whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; raise yaml.YAMLError alone, where PyYAML has other errors for some values."""
+    """Parse YAML; raise yaml.YAMLError also where PyYAML raises other exceptions."""
     try:
-        return yaml.load(text, _Once)
+        return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     except (ValueError, TypeError, AttributeError) as error:
@@ -102,7 +106,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _mark(error: yaml.YAMLError) -> str:
-    """Write where a file stops being YAML, and why, as far as the parser says."""
+    """Format the position and the cause of a YAML error; empty if the parser reports none."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return ""
     mark = error.problem_mark
@@ -110,7 +114,10 @@ def _mark(error: yaml.YAMLError) -> str:
 
 
 def apply_setting(values: dict[str, Any], setting: str) -> None:
-    """Apply one `key.inner=value`; the value is read as YAML."""
+    """Apply a setting such as `training.batch=4` to a run file's data in place.
+
+    The value is parsed as YAML.
+    """
     path, equals, text = setting.partition("=")
     if not equals or not path:
         raise CoterieError(f"--set takes key=value, such as training.batch=4, not {setting!r}.")
@@ -123,13 +130,13 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Give the key at a dotted path a value; mappings on the way are copied, not changed."""
+    """Set the value at a dotted path in place; nested mappings are replaced by copies."""
     *parents, last = path.split(".")
     target = values
     for parent in parents:
         inner = target.get(parent)
         if parent in ("method", "optimiser", "base") and isinstance(inner, str):
-            inner = {"name": inner}  # what is given by its name alone has settings too
+            inner = {"name": inner}  # NAME is short for {name: NAME}
         elif inner is not None and not isinstance(inner, Mapping):
             raise CoterieError(f"{parent!r} is not a mapping; set it as a whole.")
         target[parent] = dict(inner or {})

@@ -5,13 +5,12 @@ with the base's own special tokens, so a model learns to obey them wherever a te
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from coterie.data.chat import ChatTemplate
-from coterie.data.items import Conversation
 from coterie.errors import CoterieError
 
 AROUND = 20
@@ -25,11 +24,6 @@ _BARS = re.compile(r"<[|｜].*[|｜]>")
 def own_texts(item: Any) -> tuple[str, ...]:
     """Return the own texts of a document or a sample, without that of a template."""
     return (item,) if isinstance(item, str) else item.content
-
-
-def has_conversations(items: Sequence[Any]) -> bool:
-    """Return whether a chat template renders any of these items."""
-    return any(isinstance(getattr(item, "chosen", item), Conversation) for item in items)
 
 
 def control_tokens(
@@ -63,7 +57,7 @@ def refuse_control(items: Iterable[Any], tokens: re.Pattern[str], owner: str) ->
         for text in own_texts(item):
             if found := tokens.search(text):
                 start, end = max(0, found.start() - AROUND), found.end() + AROUND
-                where = owner if isinstance(item, str) else getattr(item, "chosen", item).where
+                where = owner if isinstance(item, str) else item.where
                 raise CoterieError(
                     f"{where} contains the control token {found[0]!r} ({text[start:end]!r}); "
                     "remove it, or set data.special_tokens: keep."

@@ -211,7 +211,7 @@ class Encoding:
     ends: the tokens before a text prompt and after its answer. window: samples of more than
     window + 1 tokens do not fit. limit: at most so many samples, or tokens of a stream, are
     kept, from the start. owner: begins an error, such as "Client anna: its train text".
-    template: of conversations.
+    template: of conversations. split: train, validation, test or public.
     """
 
     encoder: Tokenizer
@@ -220,6 +220,7 @@ class Encoding:
     limit: int | None
     owner: str
     template: ChatTemplate | None = None
+    split: str = "train"
 
     def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
         """The error that no sample is left: of the items none is `fitting`, or there are none of

@@ -1,10 +1,29 @@
-"""What a model learns from, one class per kind: an instruction, a conversation, a preference."""
+"""What a model learns from: an instruction, a conversation, or a ranking of answers."""
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+
+
+class Item(Protocol):
+    """What a record of any kind becomes, except plain text."""
+
+    @property
+    def text(self) -> str:
+        """The prompt and the answers, by which copies are found."""
+        ...
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """The record's own texts, without a template."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """The record's place for errors."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -100,21 +119,25 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Preference:
-    """The same prompt with either answer; both are of one kind."""
+class Ranking:
+    """The same prompt with several answers, the best first; all are of one kind."""
 
-    chosen: Instruction | Conversation
-    rejected: Instruction | Conversation
+    answers: tuple[Instruction | Conversation, ...]
+
+    @property
+    def where(self) -> str:
+        """The record's place for errors."""
+        return self.answers[0].where
 
     @property
     def text(self) -> str:
-        """The prompt and both answers."""
-        return f"{self.chosen.text}\n{self.rejected.answer}"
+        """The prompt and all answers."""
+        return "\n".join([self.answers[0].text, *(item.answer for item in self.answers[1:])])
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The record's own texts: the prompt and both answers."""
-        return (*self.chosen.content, self.rejected.answer)
+        """The record's own texts: the prompt and all answers."""
+        return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 
 
 def parted(content: str) -> tuple[str | None, str]:

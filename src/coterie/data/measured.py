@@ -42,7 +42,10 @@ class Measured:
     """The answers that the model generated, where a metric may need them."""
     choices: Choices | None = None
     preferred: Sequence[float] = ()
-    """1 for each pair whose chosen answer has the higher reward, half where rewards are equal."""
+    """1 for each pair whose chosen answer has the higher reward, half where rewards are equal; of
+    more answers than two, the mean over their pairs."""
+    loss: float | None = None
+    """The mean of the loss that is learnt, where it is none of single tokens."""
 
     def offers(self, needs: Needs) -> bool:
         """Return whether a metric that needs this can be computed."""

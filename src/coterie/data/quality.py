@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.data.control import own_texts
 from coterie.data.files import listed, listed_first
-from coterie.data.items import Conversation, Instruction, Preference
+from coterie.data.items import Item as Sample
 from coterie.data.kinds.text import pieces
 from coterie.data.near import near_pairs
 from coterie.data.spec import PIECE
@@ -30,7 +30,7 @@ AT_START = 2_000_000
 """Characters in which a run that begins looks for near duplicates: about a second's work."""
 Progress = Callable[[int, int], None]
 """A progress callback, which receives the number done and the total."""
-Item = str | Instruction | Conversation | Preference
+Item = str | Sample
 SEE = "; see `coterie data FILE`"
 
 Kind = Literal["repeats", "in_training", "in_others"]

@@ -4,10 +4,20 @@ These models are the shape of the run file's sections `data:` and `clients:`. A 
 of range is a pydantic `ValidationError` whose message is a sentence for the user.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
+from coterie.data.kind import DATA_KINDS, DataKind
+from coterie.data.measured import Needs
 from coterie.files import ClientName
 
 CHAT = "chat"
@@ -64,8 +74,22 @@ class Fractions(Spec):
 Choice = Annotated[str, Field(min_length=1, coerce_numbers_to_str=True)]
 
 
-class InstructionSpec(Spec):
+class TextSpec(DataKind):
+    """Plain text, which a run file has where it names no other kind."""
+
+    name: ClassVar[str] = "text"
+    summary: ClassVar[str] = "plain text"
+
+    fields: list[str]
+    """fields that hold a record's text"""
+
+
+class InstructionSpec(DataKind):
     """How records become prompts with answers: the run file's section `data.instructions:`."""
+
+    name: ClassVar[str] = "instructions"
+    summary: ClassVar[str] = "a prompt with its answer"
+    offers: ClassVar[frozenset[Needs]] = frozenset({"nothing", "answers", "choices"})
 
     template: str = Field(default="alpaca", min_length=1)
     """prompt template: alpaca, snli or plain; chat, for the chat template; the path of a .jinja
@@ -87,23 +111,84 @@ class InstructionSpec(Spec):
             )
         return choices
 
+    @property
+    def chats(self) -> bool:
+        """Whether prompts are a user's turn."""
+        return self.template == CHAT
 
-class MessagesSpec(Spec):
+
+class MessagesSpec(DataKind):
     """How records become conversations: the run file's section `data.messages:`."""
+
+    name: ClassVar[str] = "messages"
+    summary: ClassVar[str] = "a conversation"
+    offers: ClassVar[frozenset[Needs]] = frozenset({"nothing", "answers"})
 
     field: str | None = Field(default=None, min_length=1)
     """field that contains the list of turns; default: messages, else conversations"""
 
+    @property
+    def chats(self) -> bool:
+        """All conversations are rendered through a chat template."""
+        return True
 
-class PreferenceSpec(Spec):
+
+class PreferenceSpec(DataKind):
     """How records become pairs of answers to compare: the section `data.preferences:`.
 
     Records have `prompt`, `chosen` and `rejected`, each a text or messages.
     """
 
+    name: ClassVar[str] = "preferences"
+    summary: ClassVar[str] = "a prompt with a chosen and a rejected answer"
+    offers: ClassVar[frozenset[Needs]] = frozenset({"nothing", "pairs"})
+    compares: ClassVar[bool] = True
+    referenced: ClassVar[bool] = True
+    rows: ClassVar[int] = 2
+
     template: Literal["plain", "chat"] = "plain"
     """how a text prompt is read: as it is (plain), or as a user's turn through the chat template
     (chat); messages always go through the chat template"""
+
+    @property
+    def chats(self) -> bool:
+        """Whether text prompts are a user's turn."""
+        return self.template == CHAT
+
+
+class KindSpec(BaseModel):
+    """Key `data.kind` of a run file: a kind's name, or a mapping of `name` and its settings.
+
+    The name is checked. The settings are checked by the kind's class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """Accept a name alone."""
+        return {"name": values} if isinstance(values, str) else values
+
+    @field_validator("name")
+    @classmethod
+    def _is_no_own_one(cls, name: str) -> str:
+        DATA_KINDS.check(name)
+        if name in DATA_KINDS.builtin:
+            instead = "leave data.kind out" if name == TextSpec.name else f"set data.{name} instead"
+            raise ValueError(f"{name} is one of Coterie's own kinds; {instead}")
+        return name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, as in the file."""
+        return dict(self.model_extra or {})
+
+    def described(self) -> dict[str, Any]:
+        """Return the key as a run file would give it."""
+        return {"name": self.name, **self.settings}
 
 
 class DataSpec(Spec):
@@ -123,6 +208,11 @@ class DataSpec(Spec):
     preferences: PreferenceSpec | None = None
     """treat records as a prompt with a chosen and a rejected answer, and learn to prefer the chosen
     ones (see training.dpo); true: with the defaults; default: no"""
+    kind: KindSpec | InstanceOf[DataKind] | None = Field(
+        default=None, exclude_if=lambda kind: kind is None
+    )
+    """kind of data from a plugin: a name, or a mapping of `name` and its settings; default: as the
+    keys above say, else plain text"""
     chat_template: str | None = Field(default=None, min_length=1)
     """path of a chat template (Jinja), or its text, for all bases; default: each base's own, else a
     plain one"""
@@ -149,29 +239,48 @@ class DataSpec(Spec):
     @property
     def samples(self) -> bool:
         """Whether records are samples of their own rather than parts of one text."""
-        return any((self.instructions, self.messages, self.preferences))
+        return self.declared is not TextSpec
 
     @property
-    def offers(self) -> frozenset[str]:
-        """What metrics can be computed from: see `coterie.evaluation.metrics.Needs`."""
-        if self.preferences is not None:
-            return frozenset({"nothing", "pairs"})
-        if self.messages is not None:
-            return frozenset({"nothing", "answers"})
-        more = {"answers", "choices"} if self.instructions is not None else set()
-        return frozenset({"nothing", *more})
+    def _own(self) -> DataKind:
+        """The settings of the package's own kind."""
+        given = self.instructions or self.messages or self.preferences
+        return given or TextSpec(fields=self.fields)
+
+    @property
+    def declared(self) -> type[DataKind]:
+        """The class that declares what the kind offers; it may lack the kind's reader."""
+        if isinstance(self.kind, KindSpec):
+            return DATA_KINDS.get(self.kind.name)
+        return type(self.kind or self._own)
+
+    @property
+    def bound(self) -> DataKind:
+        """The kind of data with its reader; this imports torch."""
+        if isinstance(self.kind, DataKind):
+            return self.kind
+        name, settings = self.declared.name, self.kind.settings if self.kind else dict(self._own)
+        return DATA_KINDS.get(name).model_validate(settings)
+
+    @property
+    def key(self) -> str:
+        """The key that sets the kind, for errors."""
+        return f"data.{self.declared.name if self.kind is None else 'kind'}"
 
     @property
     def chats(self) -> bool:
         """Whether records are rendered through a chat template."""
-        given = (self.instructions, self.preferences)
-        return self.messages is not None or any(how and how.template == CHAT for how in given)
+        return (self._own if self.kind is None else self.bound).chats
 
     def of(self, name: str) -> "DataSpec":
         """A client's: with limits of its own and without `limits_of`."""
         given = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
         limits = self.limits.model_copy(update=given)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
+
+    @field_serializer("kind")
+    def _described(self, kind: KindSpec | DataKind | None) -> dict[str, Any] | None:
+        return None if kind is None else kind.described()
 
     @field_validator("messages", "preferences", mode="before")
     @classmethod
@@ -183,16 +292,17 @@ class DataSpec(Spec):
 
     @model_validator(mode="after")
     def _are_of_one_kind(self) -> Self:
-        kinds = {k: getattr(self, k) for k in ("instructions", "messages", "preferences")}
+        kinds = {k: getattr(self, k) for k in ("instructions", "messages", "preferences", "kind")}
         given = [f"data.{kind}" for kind, spec in kinds.items() if spec is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are mutually exclusive; give one of them")
-        if self.preferences is not None and self.public is not None:
+        if self.declared.compares and self.public is not None:
             raise ValueError(
-                "no method learns preferences from a public set; remove data.public or "
-                "data.preferences"
+                f"no method learns {self.declared.name} from a public set; remove data.public or "
+                f"{self.key}"
             )
-        if self.chat_template is not None and not self.chats and self.preferences is None:
+        plain = self.preferences is None and self.kind is None and not self.chats
+        if self.chat_template is not None and plain:
             raise ValueError(
                 "data.chat_template has no effect without conversations; set data.messages or "
                 "data.instructions.template: chat, or remove it"

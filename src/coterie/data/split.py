@@ -78,17 +78,25 @@ class Samples(Protocol):
         ...
 
 
-class Split(Protocol):
+class Scored(Protocol):
+    """What a model can be scored on."""
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of what is scored."""
+        ...
+
+    def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
+        """Return what a model does with the items, and further figures for reports."""
+        ...
+
+
+class Split(Scored, Protocol):
     """A client's text as tokens: one stream, samples, pairs, or whatever a kind makes of it."""
 
     @property
     def ids(self) -> Tensor:
         """All tokens: (N,) int32."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of what is scored."""
         ...
 
     @property
@@ -118,7 +126,7 @@ class Split(Protocol):
         """Return the split without some of `samples(window, window + 1)`, by their numbers."""
         ...
 
-    def few(self, most: int, window: int, context: int) -> "Split | Batch":
+    def few(self, most: int, window: int, context: int) -> Scored:
         """Return at most so many samples, evenly spaced, to compare models by."""
         ...
 
@@ -140,8 +148,4 @@ class Split(Protocol):
 
     def digested(self) -> Iterator[builtins.bytes]:
         """Yield what identifies the split, tokens first."""
-        ...
-
-    def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with the items, and further figures for reports."""
         ...

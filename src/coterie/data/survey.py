@@ -7,11 +7,9 @@ from pathlib import Path
 
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.files import find_files, parquet_fields, read_records, resolve, skipped_files
-from coterie.data.kinds.conversations import FIELDS, is_nothing
-from coterie.data.kinds.instructions import EARLIER
-from coterie.data.kinds.preferences import ANSWERS
-from coterie.data.spec import CHAT, DataSpec
-from coterie.data.templates import fields, is_text, names_in
+from coterie.data.kinds.conversations import is_nothing
+from coterie.data.spec import DataSpec
+from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
 """By what is left out and by its owner, such as "Client anna": how many records or files."""
@@ -33,7 +31,7 @@ def survey(
     sources: Iterable[tuple[str, str]], data: DataSpec, divide: DivideSpec | None, root: Path
 ) -> Survey:
     """Return what is left out of sources, each with its owner."""
-    used = _used_fields(data)
+    used = data.bound.used()
     if divide is not None:
         used |= {divide.label, *([] if divide.where is None else names_in(divide.where))}
     empty = 0
@@ -71,18 +69,3 @@ def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
             held.update(name for name, value in record.fields.items() if not is_nothing(value))
         blank += not data.samples and not record.text(data.fields).strip()
     return held, blank
-
-
-def _used_fields(data: DataSpec) -> set[str]:
-    if data.messages is not None:
-        return {data.messages.field} if data.messages.field else set(FIELDS)
-    if data.preferences is not None:
-        return {"prompt", *ANSWERS}
-    if data.instructions is None:
-        return set(data.fields)
-    spec = data.instructions
-    used = set(fields(spec.template)) | (set(EARLIER) if spec.template == CHAT else set())
-    for given in (spec.answer, spec.choices):
-        if isinstance(given, str):
-            used |= set(fields(given)) if is_text(given) else {given}
-    return used

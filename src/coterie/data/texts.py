@@ -13,10 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from coterie.data.files import Record, find_files, read_records, read_text, resolve
-from coterie.data.kinds.conversations import conversations
-from coterie.data.kinds.instructions import instructions
-from coterie.data.kinds.preferences import preferences
-from coterie.data.kinds.text import pieces
+from coterie.data.kinds.text import Text, pieces
 from coterie.data.spec import PIECE, ClientSpec, DataSpec
 from coterie.errors import CoterieError
 from coterie.seeding import generator
@@ -66,7 +63,7 @@ def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
     Raises `CoterieError`, which begins with `owner`, if it cannot be read.
     """
     if data.samples:
-        return list(items_of(field_records(root, path, owner), data))
+        return list(data.bound.items(field_records(root, path, owner)))
     return ["".join(parts) for parts in read_documents(root, path, data.fields, owner)]
 
 
@@ -74,12 +71,12 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
     """The documents of a file or folder, each in parts that may be in different splits: every .txt
     file in pieces, and every record that is not blank, whole."""
     documents: list[list[str]] = []
+    kind = Text(fields=[*fields])
     for file in find_files(resolve(root, source), owner):
         if file.suffix.lower() == ".txt":
             documents.append(list(pieces(read_text(file, owner), PIECE)))
         else:
-            texts = (record.text(fields) for record in read_records(file, owner))
-            documents += [[text] for text in texts if text.strip()]
+            documents += [[text] for text in kind.items(read_records(file, owner))]
     return documents
 
 
@@ -96,22 +93,12 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 
 
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """Return the items of each split's records, which are read together: see `items_of`."""
-    items = iter(items_of(list(chain(*records.values())), data))
-    return {split: list(islice(items, len(part))) for split, part in records.items()}
-
-
-def items_of(records: Sequence[Record], data: DataSpec) -> Sequence[Any]:
-    """Return the instructions, conversations or preferences of records, in their order.
+    """Return the items of each split's records, which are read together.
 
     Choices of instructions that the run file does not give are found in all of them.
     """
-    if data.messages is not None:
-        return conversations(records, data.messages)
-    if data.preferences is not None:
-        return preferences(records, data.preferences)
-    assert data.instructions is not None, "else records are text"
-    return instructions(records, data.instructions)
+    items = iter(data.bound.items(list(chain(*records.values()))))
+    return {split: list(islice(items, len(part))) for split, part in records.items()}
 
 
 def split_by_fractions(

@@ -1,7 +1,7 @@
 """From a client's texts to its splits as tokens.
 
 Plain text becomes one stream (`Tokens`); prompts with answers, and conversations, stay samples of
-their own (`Examples`), and preferences are pairs of samples (`Pairs`).
+their own (`Examples`), and answers that are compared are groups of samples (`Groups`).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from coterie.bases import context_token
 from coterie.data.chat import chat_template
-from coterie.data.control import control_tokens, has_conversations, refuse_control
+from coterie.data.control import control_tokens, refuse_control
 from coterie.data.examples import Encoding, joined
-from coterie.data.kinds.conversations import chats
-from coterie.data.kinds.instructions import examples
-from coterie.data.kinds.preferences import pairs
-from coterie.data.kinds.text import stream
 from coterie.data.parts import bare_encoder
 from coterie.data.spec import DataSpec
 from coterie.data.split import Split
@@ -57,19 +53,13 @@ def encoded(
     Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
     """
     encoder, end = bare_encoder(tokenizer)
-    chat = data.chats or has_conversations(items)
-    template = chat_template(tokenizer, data.chat_template) if chat else None
+    kind = data.bound
+    chats = kind.has_chats(items)
+    template = chat_template(tokenizer, data.chat_template) if chats else None
     if data.special_tokens == "refuse":
         refuse_control(items, control_tokens(tokenizer, template), owner)
     ends, limit = (context_token(tokenizer), end), getattr(data.limits, split)
-    how = Encoding(encoder, ends, data.window, limit, owner, template)
-    if data.preferences is not None:
-        return pairs(items, how)
-    if template is not None:
-        return chats(items, how)
-    if data.instructions is not None:
-        return examples(items, how)
-    return stream(items, how, split)
+    return kind.encode(items, Encoding(encoder, ends, data.window, limit, owner, template, split))
 
 
 def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:

@@ -1,11 +1,12 @@
-"""A client's process in a deployment: it answers the server's orders, each once or not at all.
+"""The client's process in a deployment, in which every order takes effect once or not at all.
 
-Its folder is a run folder with this one client. The newest checkpoint is that of the last step;
-whether it counts is known when the next order comes. Until then the one before is kept, too:
+The process has a run folder with this one client. The newest checkpoint contains the state after
+the last step. Only the next order shows whether the server counted that step, so the checkpoint
+before it is kept until then:
 
-checkpoints/00004/   the state that the server counts on
-checkpoints/00005/   the state after the next step, its upload, and about.json: which order it
-                     answered, and the entries that go to metrics.jsonl if it counts
+checkpoints/00004/   the last state that the server has counted
+checkpoints/00005/   the state after the next step, its upload, and about.json: the order that the
+                     step answers, and the entries for metrics.jsonl if the step counts
 """
 
 import json
@@ -24,7 +25,14 @@ from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import asked_by, not_agreed, other_text, surplus, too_much, unlike
+from coterie.deployment.terms import (
+    budget_excess,
+    disagreement,
+    extra_plugin,
+    public_text_mismatch,
+    requested_terms,
+    version_mismatch,
+)
 from coterie.engines.runtime import ClientPart, result
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
@@ -42,11 +50,14 @@ log = logging.getLogger(__name__)
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 FAULTS: dict[type[CoterieError], Fault] = {MessageError: "refused", Diverged: "diverged"}
-"""What a server is told of an error; of any other that it "failed"."""
+"""Faults to report to the server, by type of error; other errors are reported as "failed"."""
 
 
 class Worker:
-    """Answers orders. The base is loaded once, whatever the number of rounds and runs."""
+    """A client's process, which answers the server's orders.
+
+    The base is loaded once and used in all rounds and runs.
+    """
 
     def __init__(self, site: Site, seen: Seen = lambda *_: None) -> None:
         self.site, self.seen = site, seen
@@ -55,33 +66,39 @@ class Worker:
         self.orders = Orders(site)
         self.finished = False
         self.declined = ""
-        """Why it did not agree, if it did not."""
+        """Why the client declined the run; empty if it did not."""
         self.error = ""
-        """Why it left without the run's result, if it did."""
+        """Why the client left without the run's result; empty if it did not."""
 
     def answer(self, data: bytes) -> bytes:
-        """The reply to an order. Raises MessageError if it is no order; faults are told in it."""
+        """Return the reply to an order. Errors of the client are reported in the reply.
+
+        Raises:
+            MessageError: The bytes are not an order.
+        """
         order, body = unseal(Order, data)
         try:
             return self._obey(order, body)
-        except CoterieError as error:
-            why, fault = error, FAULTS.get(type(error), "failed")
-        if order.kind == "join" and not isinstance(why, MessageError | Unwritable):
-            self.error = str(why)  # this machine lacks what the run needs: to ask again is in vain
-            return self._unlike(order, "unable", f"cannot be joined: {why}")
-        log.error("round %d: %s", order.round + 1, why)
-        self.seen("fault", str(why))
+        except CoterieError as raised:
+            error, fault = raised, FAULTS.get(type(raised), "failed")
+        if order.kind == "join" and not isinstance(error, MessageError | Unwritable):
+            self.error = str(error)  # this machine lacks what the run needs: a retry fails, too
+            return self._refuse(order, "unable", f"cannot be joined: {error}")
+        log.error("round %d: %s", order.round + 1, error)
+        self.seen("fault", str(error))
         stops = fault == "diverged" and self.run is not None and self.run.ends_with(order)
         return self._reply(order, fault=fault, stops=stops)
 
     def close(self) -> None:
-        """Let go of the run's folder."""
+        """Release the lock on the run's folder."""
         if self.run is not None:
             self.run.close()
 
     def _obey(self, order: Order, body: bytes) -> bytes:
         if order.client != self.site.name:
-            raise MessageError(f"The server mistook this client for {order.client!r}.")
+            raise MessageError(
+                f"The server sent this client an order for {order.client!r}; the order is ignored."
+            )
         if order.kind == "join":
             return self._join(order)
         if self.run is None or self.run.id != order.run:
@@ -99,49 +116,56 @@ class Worker:
         return self._reply(order, entries=entries)
 
     def _join(self, order: Order) -> bytes:
-        if why := unlike(order):
-            return self._unlike(order, "protocol" if order.protocol != PROTOCOL else "plugin", why)
+        if reason := version_mismatch(order):
+            fault = "protocol" if order.protocol != PROTOCOL else "plugin"
+            return self._refuse(order, fault, reason)
         config = self.site.config(order)
-        if why := surplus(order, config):
-            return self._unlike(order, "plugin", why)
+        if reason := extra_plugin(order, config):
+            return self._refuse(order, "plugin", reason)
         folder = run_folder(self.site, order.run, config)
-        if why := self._disagrees(order, config, folder):
-            return self._unlike(order, "terms", why)
-        if why := other_text(order, config):
-            return self._unlike(order, "public", why)
+        if reason := self._disagreement(order, config, folder):
+            return self._refuse(order, "terms", reason)
+        if reason := public_text_mismatch(order, config):
+            return self._refuse(order, "public", reason)
         ledger = ledger_of(self.site, order.run)
-        if why := too_much(config.budgets, ledger):
-            return self._unlike(order, "budget", why)
-        if why := self.orders.begins(order, config, folder):
-            return self._unlike(order, "terms", why)
+        if reason := budget_excess(config.budgets, ledger):
+            return self._refuse(order, "budget", reason)
+        if reason := self.orders.refusal(order, config, folder):
+            return self._refuse(order, "terms", reason)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
-            how = f"has a base with different weights than {config.base}"
-            return self._unlike(order, "base", how)
+            reason = f"has a base with different weights than {config.base}"
+            return self._refuse(order, "base", reason)
         if self.run is None or self.run.id != order.run:
             self.close()
             self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
-    def _disagrees(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Why the run is not what was agreed to; somebody is asked if nothing was."""
-        kept = folder.description.get("agreed") if folder.is_run else None
-        agreements = [terms for terms in (kept, self.site.agreed) if terms is not None]
+    def _disagreement(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
+        """Return how the run differs from what was agreed to; ask the user if nothing was."""
+        recorded = folder.description.get("agreed") if folder.is_run else None
+        agreements = [terms for terms in (recorded, self.site.agreed) if terms is not None]
         for terms in agreements:
-            if why := not_agreed(terms, order):
-                return why
+            if reason := disagreement(terms, order):
+                return reason
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
-    def _unlike(self, order: Order, fault: Fault, how: str) -> bytes:
-        """Refuse to join those who run something else; or leave, if asking again is in vain."""
+    def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
+        """Refuse to join a run, and leave it if a later order to join would be refused, too.
+
+        Args:
+            order: The order to join.
+            fault: The fault to report to the server.
+            reason: The predicate of a sentence about the run, for the user and the log.
+        """
         self.finished = self.finished or fault in LEAVES
         if fault in ("terms", "budget"):
-            self.declined = how
-        why = f"the run {how}"
-        log.error(why)
-        self.seen("fault", why)
+            self.declined = reason
+        sentence = f"the run {reason}"
+        log.error(sentence)
+        self.seen("fault", sentence)
         return self._reply(order, fault=fault)
 
     def _base(self, config: RunConfig) -> Base:
@@ -162,8 +186,8 @@ class Worker:
         stops: bool = False,
     ) -> bytes:
         shares = self.run is not None and self.run.config.deployment.share_metrics
-        told = [{k: v for k, v in f.items() if k != "during"} for f in entries or []]
-        shared = [Entry(**entry) for entry in told] if shares else None
+        fields = [{k: v for k, v in e.items() if k != "during"} for e in entries or []]
+        shared = [Entry(**entry) for entry in fields] if shares else None
         reply = Reply(
             run=order.run,
             client=self.site.name,
@@ -178,7 +202,7 @@ class Worker:
 
 
 class SiteRun:
-    """One client's part of one deployed run, in a folder of its own."""
+    """One client's part of one deployed run, with its own run folder."""
 
     def __init__(
         self,
@@ -190,11 +214,12 @@ class SiteRun:
         ledger: Ledger,
     ) -> None:
         self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
-        [participant] = participants_of(config, base.tokenizer, self._look)  # of this client alone
+        # The client's configuration contains no other clients.
+        [participant] = participants_of(config, base.tokenizer, self._warn)
         self.folder = self._folder(order, site, participant, base)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
-        self.recorder = Recorder(lambda _, name, value: seen(name, value))
+        self.recorder = Recorder(lambda _, __, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder, ledger)
         if self.folder.checkpoints():
             self._restore()
@@ -202,12 +227,12 @@ class SiteRun:
             self._save(read.About(round=-1, digest="", entries=[]))
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the lock on the folder."""
         self.locked.close()
 
-    def _look(self, read: Reading) -> None:
-        """Say what is to know of this client's own texts; it stays here."""
-        for text in sentences(read.quality(self.config, AT_START)):
+    def _warn(self, reading: Reading) -> None:
+        """Show warnings about this client's texts; they are not sent to the server."""
+        for text in sentences(reading.quality(self.config, AT_START)):
             self.seen("warning", text)
 
     def _restore(self) -> None:
@@ -217,57 +242,68 @@ class SiteRun:
     def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
         folder, config = run_folder(site, self.id, self.config), self.config
         if not folder.is_run:
-            more = {"run": self.id, "agreed": asked_by(order), "device": names_of(config.device)}
-            more |= described_templates(config, {config.base: base.tokenizer})
+            extra = {
+                "run": self.id,
+                "agreed": requested_terms(order),
+                "device": names_of(config.device),
+            }
+            extra |= described_templates(config, {config.base: base.tokenizer})
             clients = {site.name: participant.described()}
-            description = describe(config.as_dict(), clients, config.plugins, **more)
+            description = describe(config.as_dict(), clients, config.plugins, **extra)
             return RunFolder.create(folder.path, description)
         if folder.description["clients"][site.name]["data"] != participant.digest():
             raise CoterieError(
-                f"The client's text has changed since the run in {folder.path} began."
+                f"The client's text has changed since the run in {folder.path} began; restore the "
+                "text."
             )
         return folder
 
     def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
-        """The upload of a round and its entries; from store if the order was obeyed before."""
+        """Return the upload of a round, and the entries of its metrics.
+
+        If the client has obeyed the order before, the stored upload and entries are returned.
+        """
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
             log.info("round %d: sent the stored answer again", order.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.trains(order, self.folder)
-        with self._whole(order.round) as began:
+        orders.count_training(order, self.folder)
+        with self._transaction(order.round) as began:
             counted = order.counted == order.round - 1
             upload = self.part.step(order.round, download, counted=counted)
-            entries = self._done(order.round, digest, began, upload=upload)
+            entries = self._complete(order.round, digest, began, upload=upload)
         self.seen("step", order.round)
         if self.ends_with(order):
             self.seen("stopped", self.config.evaluation.patience)
         return upload, entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
-        """Take in the last download; the folder then holds the result. Returns its entries."""
+        """Apply the last download, write the result and return the entries of the last metrics."""
         last = order.round - 1
         if self._about().round <= last:
             self._settle(order, "")
-            with self._whole(last) as began:
+            with self._transaction(last) as began:
                 kept = self.folder.find(f"kept-{self.part.name}")
                 self.part.finish(download, kept, last, counted=order.counted == last)
-                self._done(order.round, "", began)
+                self._complete(order.round, "", began)
         about = self._about()
-        self._count(about)
+        self._commit(about)
         self.folder.finish(result(self.config, self.folder))
         self.seen("finished", self.folder.path)
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client takes no part in rounds after that of an order."""
+        """Return whether this client stops after the round of an order."""
         return self.part.stops(order.round + 1)
 
     @contextmanager
-    def _whole(self, round: int) -> Iterator[float]:
-        """Within the block, which gets the time, all or nothing: what fails is as if it had not
-        begun, and may come again."""
+    def _transaction(self, round: int) -> Iterator[float]:
+        """Restore the saved state if the block raises, so that the order can be repeated.
+
+        Yields:
+            The time at which the block begins, in seconds of the monotonic clock.
+        """
         self.recorder.round = round
         try:
             yield time.monotonic()
@@ -276,8 +312,8 @@ class SiteRun:
             self._restore()
             raise
 
-    def _done(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
-        """Save what a step has come to; return its entries."""
+    def _complete(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
+        """Save the state after a step, and return the entries of the step's metrics."""
         self.part.keep_items(self.folder)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         about = read.About(round=round, digest=digest, entries=self.recorder.take())
@@ -285,14 +321,17 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Keep the newest step if the server counted it, undo it if not; what is then the newest.
+        """Commit the newest step if the server counted it, else undo it.
 
-        A step that this order repeats is kept, too: it is answered from store.
+        A step that this order repeats is also kept: its stored upload is sent again.
+
+        Returns:
+            The record of the step that is then the newest.
         """
         newest = self._about()
         counted = -1 if order.counted is None else order.counted
         if newest.round == counted:
-            self._count(newest)
+            self._commit(newest)
         elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
             log.warning("round %d was not counted and has been undone", newest.round + 1)
             if len(self.folder.checkpoints()) > 1:
@@ -308,8 +347,8 @@ class SiteRun:
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
         return newest
 
-    def _count(self, newest: read.About) -> None:
-        """Make the newest step the one that the server counts on."""
+    def _commit(self, newest: read.About) -> None:
+        """Record the metrics of the newest step, and delete the checkpoints before it."""
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])

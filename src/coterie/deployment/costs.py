@@ -1,7 +1,7 @@
-"""What a run costs a client's machine, and the bounds that no agreement lifts.
+"""The costs of a run on a client's machine, and limits that apply whatever the client agreed to.
 
-Somebody who agrees to a run reads its costs, but need not know what a machine can handle. Each
-bound is far above any useful value.
+Users who agree to a run see its settings but need not know what their machine can handle. Each
+limit is far above any useful value.
 """
 
 import os
@@ -16,7 +16,7 @@ from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 
-MOST: dict[str, int] = {
+LIMITS: dict[str, int] = {
     "threads": max(64, os.cpu_count() or 1),
     "rounds": 100_000,
     "training.steps": 1_000_000,
@@ -25,76 +25,79 @@ MOST: dict[str, int] = {
     "data.window": 2**20,
     "evaluation.batch": 65_536,
 }
-"""The highest value of a setting, by its key."""
-TOKENS_AT_ONCE = 2**24
-"""Tokens in one pass of a training step or of an evaluation."""
-STEPS = 10**8
-"""Training steps of a whole run."""
-MOST_DISK = 32 * 2**30
-"""Bytes of all run folders of a client in one --out folder."""
-MOST_OF_OTHERS = 10**6
-"""The highest number in the method's settings and in the rest of training and evaluation."""
-FREE = ("seed", "deployment.", "base.", "data.limits")
-"""How keys begin of what costs a client nothing, or says how much of its own text is read."""
+"""The highest accepted values of settings, by key."""
+MAX_TOKENS = 2**24
+"""The highest accepted number of tokens in one forward pass of training or evaluation."""
+MAX_STEPS = 10**8
+"""The highest accepted number of training steps in a run."""
+MAX_DISK = 32 * 2**30
+"""The highest accepted size of a client's run folders in one --out folder, in bytes."""
+MAX_OTHER = 10**6
+"""The highest accepted number in settings that `LIMITS` does not list."""
+UNLIMITED = ("seed", "deployment.", "base.", "data.limits")
+"""Prefixes of keys without a limit: they cost a client nothing, or limit its own text."""
 WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
-"""Settings of methods that memory grows with."""
-ALWAYS = 64
-"""A width that is not compared with the base's."""
+"""Settings of methods that the memory of an adapter grows with."""
+MIN_WIDTH = 64
+"""The width up to which adapters are accepted, however narrow the base is."""
 REMEDY = "ask the server's operator for a run that this machine can handle"
 
 
 def machine_memory() -> int:
-    """Return the bytes of this machine's memory, or of its largest GPU's where that is more."""
+    """Return the size of this machine's memory, or of its largest GPU's if larger, in bytes."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(own, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
+    main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(main, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
 
 
 def too_costly(config: RunConfig) -> str | None:
-    """Return which setting of a run no machine like this one can handle; None if there is none."""
-    for key, value in _numbers(config.told_to("")):
-        most = MOST.get(key, MOST_OF_OTHERS)
-        if value > most and not key.startswith(FREE):
-            return f"sets {key} to {value:,}, where at most {most:,} is accepted; {REMEDY}"
+    """Return which setting of a run exceeds what this machine can handle, or None.
+
+    The text is the predicate of a sentence about the run, as in `deployment.terms`.
+    """
+    for key, value in _numbers(config.visible_to("")):
+        limit = LIMITS.get(key, MAX_OTHER)
+        if value > limit and not key.startswith(UNLIMITED):
+            return f"sets {key} to {value:,}, where at most {limit:,} is accepted; {REMEDY}"
     training = config.training
-    if (total := training.steps * config.exchanges) > STEPS:
-        return f"takes {total:,} training steps, where at most {STEPS:,} are accepted; {REMEDY}"
-    at_once = max(training.micro_batch or training.batch, config.evaluation.batch)
-    at_once *= config.data.window
-    if at_once > TOKENS_AT_ONCE:
+    if (total := training.steps * config.exchanges) > MAX_STEPS:
+        return f"takes {total:,} training steps, where at most {MAX_STEPS:,} are accepted; {REMEDY}"
+    tokens = max(training.micro_batch or training.batch, config.evaluation.batch)
+    tokens *= config.data.window
+    if tokens > MAX_TOKENS:
         return (
-            f"reads {at_once:,} tokens at once (batch times data.window), where at most "
-            f"{TOKENS_AT_ONCE:,} are accepted; {REMEDY}"
+            f"reads {tokens:,} tokens at once (batch times data.window), where at most "
+            f"{MAX_TOKENS:,} are accepted; {REMEDY}"
         )
     try:
         skeleton = load_skeleton(config.base, config.root)
-    except CoterieError:  # of the base, whose error comes when the run is joined
+    except CoterieError:  # loading the base reports the error
         return None
-    if why := _too_wide(config, skeleton):
-        return why
-    # The least that a pass takes: one layer's hidden states of a batch, in 16 bits.
-    least, has = 2 * at_once * _embedding(skeleton).shape[1], machine_memory()
-    if least > has:
+    if reason := _too_wide(config, skeleton):
+        return reason
+    # A lower bound: the hidden states of one layer for a batch, in 16 bits.
+    needed, available = 2 * tokens * _embedding(skeleton).shape[1], machine_memory()
+    if needed > available:
         return (
-            f"takes at least {least / 1e9:,.1f} GB of memory for the hidden states of a batch "
-            f"(batch, evaluation.batch, data.window), where this machine has {has / 1e9:,.1f} GB; "
-            f"{REMEDY}"
+            f"takes at least {needed / 1e9:,.1f} GB of memory for the hidden states of a batch "
+            f"(batch, evaluation.batch, data.window), where this machine has "
+            f"{available / 1e9:,.1f} GB; {REMEDY}"
         )
     return None
 
 
 def _too_wide(config: RunConfig, skeleton: PreTrainedModel) -> str | None:
-    """Return which rank or width of an adapter exceeds the widest layer of the base."""
+    """Return which rank or width of an adapter exceeds the widest layer of the base, or None."""
     ranks = {
         key: value
         for key, value in _numbers(config.method.described())
         if key.rpartition(".")[2] in WIDTHS or "ranks" in key
     }
-    if not ranks or max(ranks.values()) <= ALWAYS:
+    if not ranks or max(ranks.values()) <= MIN_WIDTH:
         return None
     vocabulary = _embedding(skeleton).shape[0]
-    inner = (p for p in skeleton.parameters() if p.ndim > 1)
-    widest = max((n for p in inner for n in p.shape if n != vocabulary), default=ALWAYS)
+    matrices = (p for p in skeleton.parameters() if p.ndim > 1)
+    widest = max((n for p in matrices for n in p.shape if n != vocabulary), default=MIN_WIDTH)
     for key, value in ranks.items():
         if value > widest:
             return (
@@ -111,11 +114,13 @@ def _embedding(skeleton: PreTrainedModel) -> Tensor:
     return weight
 
 
-def _numbers(values: Mapping[str, Any] | list[Any], above: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in nested settings, by their dotted keys."""
+def _numbers(
+    values: Mapping[str, Any] | list[Any], prefix: str = ""
+) -> Iterator[tuple[str, float]]:
+    """Yield the dotted key and the value of every number in nested settings."""
     pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
     for key, value in pairs:
         if isinstance(value, Mapping | list):
-            yield from _numbers(value, f"{above}{key}.")
+            yield from _numbers(value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value

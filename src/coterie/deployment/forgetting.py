@@ -1,4 +1,4 @@
-"""A client leaves a deployed run: what its server keeps of it is deleted."""
+"""Deletion of the data that a server stores about a client that leaves a deployed run."""
 
 import shutil
 from collections.abc import Mapping
@@ -15,24 +15,30 @@ from coterie.runs import RunFolder
 
 LOGS = ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1")
 BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
-"""Parts of a result."""
-DRAWN = ("report", "table.md")
-"""What was made of the figures, and can be made again."""
+"""Keys of result.json whose values are mappings by client name."""
+DERIVED = ("report", "table.md")
+"""Files and folders that are generated from the metrics, and can be generated again."""
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What was deleted of a client, and what stays."""
+    """The amounts of data deleted for a client, and the rounds that its uploads have affected."""
 
-    figures: int
-    lines: int
-    """Of logs."""
+    metrics: int
+    """The number of deleted lines of metrics.jsonl."""
+    log_lines: int
+    """The number of deleted lines of logs."""
     rounds: list[int]
-    """In which its uploads counted; the first is 1."""
+    """The rounds, counted from 1, whose aggregates contain an upload of the client."""
 
 
-def known(folder: RunFolder, client: str) -> None:
-    """Raise CoterieError unless a folder is of a server whose run a client may take part in."""
+def check_participant(folder: RunFolder, client: str) -> None:
+    """Raise CoterieError unless the folder is a server's, and the client may take part in its run.
+
+    Args:
+        folder: The run folder of a server.
+        client: The client's name.
+    """
     description = folder.description
     names = sorted(description["clients"])
     if "run" not in description or any(folder.has(f"client-{n}") for n in names):
@@ -44,48 +50,52 @@ def known(folder: RunFolder, client: str) -> None:
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:
-    """Delete what the run folder of a server that has stopped keeps of a client, and expel it.
+    """Delete what the run folder of a stopped server stores about a client, and expel the client.
 
-    Raises CoterieError if the server is working, or if a checkpoint is damaged.
+    Raises:
+        CoterieError: The server is running, or a checkpoint is damaged.
     """
-    known(folder, client)
+    check_participant(folder, client)
     with folder.lock():
         folder.expel(client)
         if folder.checkpoints():
-            folder.change(lambda name, state: _less(name, state, client))
+            folder.change(lambda name, state: _state_without(name, state, client))
         if folder.result is not None:
-            of_clients = {
-                k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}
-            }
-            folder.finish({**folder.result, **of_clients})
-        for name in DRAWN:
+            remaining = {k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}}
+            folder.finish({**folder.result, **remaining})
+        for name in DERIVED:
             path = folder.path / name
             is_folder = path.is_dir() and not path.is_symlink()
             shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
-        cut = sum(_forget_lines(folder.path, log, client) for log in LOGS)
+        log_lines = sum(_forget_lines(folder.path, log, client) for log in LOGS)
         lines = list(folder.metrics())
-        mine = [line for line in lines if line["client"] == client]
-        folder.rewrite(_less_of(line, client) for line in lines if line["client"] != client)
+        deleted = [line for line in lines if line["client"] == client]
+        folder.rewrite(_line_without(line, client) for line in lines if line["client"] != client)
     sent, left_out = (
-        {line["round"] for line in mine if line["name"] == name} for name in (BYTES_UP, LEFT_OUT)
+        {line["round"] for line in deleted if line["name"] == name} for name in (BYTES_UP, LEFT_OUT)
     )
-    return Forgotten(len(mine), cut, sorted(round + 1 for round in sent - left_out))
+    return Forgotten(len(deleted), log_lines, sorted(round + 1 for round in sent - left_out))
 
 
-def _less_of(line: Mapping[str, Any], client: str) -> dict[str, Any]:
-    """A figure of others, which may say something of each client; scores do not."""
+def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
+    """Return another client's line of metrics.jsonl without values by this client's name.
+
+    Scores are returned unchanged, as they contain no names of clients.
+    """
     if line["name"].startswith(TEST):
         return {**line}
     return {**line, "value": without(line["value"], client)}
 
 
-def _less(name: str, state: State, client: str) -> State:
-    """Return a state without a client."""
+def _state_without(name: str, state: State, client: str) -> State:
+    """Return a state of a checkpoint without a client."""
     if name == "server":
         return state.without(client)
     if name == TRANSFORMS:  # each remembers something of clients
         less = state.without(client)
-        return replace(less, parts={n: _less(name, p, client) for n, p in less.parts.items()})
+        return replace(
+            less, parts={n: _state_without(name, p, client) for n, p in less.parts.items()}
+        )
     if name == "engine":
         hellos = {n: hello for n, hello in state["hellos"].items() if n != client}
         stopped: Json = [n for n in state.values["stopped"] if n != client]
@@ -95,12 +105,12 @@ def _less(name: str, state: State, client: str) -> State:
 
 
 def _forget_lines(folder: Path, log: str, client: str) -> int:
-    """Remove the lines that contain a client's name, in whatever words; return how many."""
+    """Delete the lines of a log that contain the client's name, and return their number."""
     try:
         text = read_inside(folder, log).decode(errors="replace")
     except FileNotFoundError:
         return 0
     lines = text.splitlines(keepends=True)
-    kept = [line for line in lines if client not in line]
-    write_text(folder / log, "".join(kept))
-    return len(lines) - len(kept)
+    remaining = [line for line in lines if client not in line]
+    write_text(folder / log, "".join(remaining))
+    return len(lines) - len(remaining)

@@ -1,4 +1,4 @@
-"""Clients that join a deployed run. What takes long of it is done aside, so that others go on."""
+"""Clients that join a deployed run; slow preparation runs in threads, so that rounds continue."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -10,82 +10,97 @@ from torch import Tensor
 from coterie.engines.server_part import ServerPart
 from coterie.messages import Message, MessageError
 
-TOGETHER = 5.0
-"""Seconds for which everybody waits while the method prepares for a client; mostly, that is all."""
+INITIAL_WAIT = 5.0
+"""Time in seconds that the server waits for a method's preparation, which is usually enough."""
 
 
 class Joins:
-    """Hellos: those that are under way, and those of clients that take part."""
+    """The hellos of clients that are joining and of clients that have joined."""
 
     def __init__(self, part: ServerPart) -> None:
         self.part = part
         self.hellos: dict[str, bytes] = {}
-        """Of whom takes part."""
+        """The hellos of the clients that have joined, by name."""
         self.base = ""
-        """The digest of the base that all have, once somebody has joined."""
-        self._under_way: dict[str, tuple[Future[None], Message, bytes]] = {}
+        """The digest of the clients' common base; empty until a client has joined."""
+        self._pending: dict[str, tuple[Future[None], Message, bytes]] = {}
 
     def check_base(self, base: str) -> None:
-        """Raise MessageError if a client's base differs from the others'."""
+        """Raise MessageError if a client's base differs from the other clients' base.
+
+        Args:
+            base: The digest of the client's base.
+        """
         self.base = self.base or base
         if base != self.base:
-            raise MessageError("Its base has different weights than the other clients'.")
+            raise MessageError(
+                "The client's base has different weights than the base of the other clients."
+            )
 
     def begin(self, name: str, hello: bytes) -> None:
-        """Prepare for a client; raises MessageError for what is no hello."""
+        """Start to prepare the server for a client.
+
+        Raises:
+            MessageError: The hello is invalid, or the preparation for the client's previous hello
+                has not ended.
+        """
         message = self.part.schema.receive("hello", hello)
-        if name in self._under_way:
-            raise MessageError("The server is still preparing for it.")
-        future = _aside(lambda: self.part.server.prepare(name, message))
-        self._under_way[name] = future, message, hello
-        wait([future], TOGETHER)
+        if name in self._pending:
+            raise MessageError("The server is still preparing for this client.")
+        future = _run_in_thread(lambda: self.part.server.prepare(name, message))
+        self._pending[name] = future, message, hello
+        wait([future], INITIAL_WAIT)
 
     def ended(self) -> Iterator[tuple[str, Exception | None]]:
-        """Clients that take part from now on, or why one does not; each once."""
-        for name, (future, message, hello) in sorted(self._under_way.items()):
+        """Yield each client whose preparation has ended, once. Without an error, it has joined.
+
+        Yields:
+            The client's name, and the error or None.
+        """
+        for name, (future, message, hello) in sorted(self._pending.items()):
             if not future.done():
                 continue
-            del self._under_way[name]
+            del self._pending[name]
             try:
                 future.result()
-                self._take_in(name, message, hello)
-            except Exception as error:  # whatever it is, one client cannot stop a run
+                self._join(name, message, hello)
+            except Exception as error:  # an error of one client must not stop the run
                 yield name, error
             else:
                 yield name, None
 
     def restore(self, name: str, hello: bytes) -> None:
-        """Take in a client of an earlier life of this run."""
+        """Restore a client that had joined before the server was restarted."""
         message = self.part.schema.receive("hello", hello)
         self.part.server.prepare(name, message)
-        self._take_in(name, message, hello)
+        self._join(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the bytes of the hellos as a checkpoint has them."""
+        """Return the hellos as tensors of bytes, for a checkpoint."""
         return {
             name: torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             for name, hello in self.hellos.items()
         }
 
     def forget(self, name: str) -> None:
-        """A client takes no part any more, whether or not it has joined."""
-        self._under_way.pop(name, None)
+        """Remove a client that has joined or is joining."""
+        self._pending.pop(name, None)
         self.hellos.pop(name, None)
 
-    def _take_in(self, name: str, message: Message, hello: bytes) -> None:
+    def _join(self, name: str, message: Message, hello: bytes) -> None:
         self.part.join(name, message)
         self.hellos[name] = hello
 
 
-def _aside(work: Callable[[], None]) -> "Future[None]":
-    """Do something in a thread that does not keep the process alive."""
+def _run_in_thread(work: Callable[[], None]) -> "Future[None]":
+    """Call a function in a daemon thread, which does not keep the process alive."""
     future: Future[None] = Future()
 
-    def do() -> None:
+    def run() -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    Thread(target=do, daemon=True).start()
+    Thread(target=run, daemon=True).start()
     return future

@@ -1,4 +1,4 @@
-"""Whom a deployed run is for, and how many of them its rounds need."""
+"""The quorum of a deployed run: how many clients its rounds need."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -8,35 +8,42 @@ from coterie.deployment.seats import Seat
 
 
 class Quorum:
-    """How many clients make a round, of those that have neither stopped nor been expelled."""
+    """The number of clients that a round needs.
+
+    Clients that were expelled do not count. Clients that have stopped count towards the quorum.
+
+    Args:
+        config: The run.
+        seats: The status of each client, by name; the server updates it.
+    """
 
     def __init__(self, config: RunConfig, seats: Mapping[str, Seat]) -> None:
         self.spec, self.seats = config.deployment, seats
         self.names = {client.name for client in config.clients}
-        self.without: set[str] = set()
-        """Clients that were expelled."""
+        self.expelled: set[str] = set()
+        """The names of expelled clients."""
 
     @property
     def size(self) -> int:
-        """Clients that a round needs; clients that have stopped are a part of it."""
-        left = len(self.names - self.without)
-        asked = self.spec.quorum
-        if asked is None:
-            return left
-        return asked if self.spec.anyone else min(asked, left)
+        """The number of clients that a round needs, including clients that have stopped."""
+        remaining = len(self.names - self.expelled)
+        quorum = self.spec.quorum
+        if quorum is None:
+            return remaining
+        return quorum if self.spec.anyone else min(quorum, remaining)
 
     @property
     def needed(self) -> int:
-        """Clients that a round needs beside those that have stopped."""
+        """The number of clients that a round needs besides those that have stopped."""
         return max(1, self.size - self.stopped)
 
     @property
     def stopped(self) -> int:
-        """Clients that take no part in rounds any more, as they gain nothing."""
+        """The number of clients that have stopped, as their models no longer improve."""
         return sum(seat.stopped for seat in self.seats.values())
 
     def ready(self) -> list[str]:
-        """Clients that can take part in a round now."""
+        """Return the names of the clients that can take part in a round now."""
         seats = self.seats.items()
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
@@ -47,34 +54,43 @@ class Quorum:
         diverged: Collection[str],
         end: float,
     ) -> bool:
-        """Whether a round can end: all are done; or enough, and the rest are gone or too late.
+        """Return whether a round can end.
 
-        diverged: those of the members that have diverged, and so will not upload.
+        A round ends when every client has replied. With enough uploads, it also ends at the
+        deadline, or as soon as every client that has not replied has disconnected or failed.
+
+        Args:
+            members: The clients of the round.
+            waiting: Members that have not replied.
+            diverged: Members that have diverged, and so will not upload.
+            end: The deadline of the round, in seconds of the monotonic clock.
         """
         if not waiting:
             return True
         seats = [self.seats[name] for name in waiting]
         gone = all(seat.present is None or seat.failed for seat in seats)
-        enough = len(members) - len(waiting) - len(diverged) >= self._after(diverged)
+        enough = len(members) - len(waiting) - len(diverged) >= self._needed_uploads(diverged)
         return enough and (gone or time.monotonic() > end)
 
-    def _after(self, diverged: Collection[str]) -> int:
-        """Uploads that a round needs when clients have diverged: asking them again would change
-        nothing, so they are part of the quorum."""
+    def _needed_uploads(self, diverged: Collection[str]) -> int:
+        """Return the number of uploads that a round needs when clients have diverged.
+
+        Diverged clients count towards the quorum, because they would diverge again.
+        """
         return max(1, self.needed - len(diverged))
 
     def all_stopped(self, joined: Collection[str]) -> bool:
-        """Whether all who take part have stopped."""
+        """Return whether all clients that have joined have stopped."""
         return bool(joined) and all(self.seats[name].stopped for name in joined)
 
     def met(self) -> bool:
-        """Whether those that have stopped are a quorum."""
+        """Return whether the clients that have stopped are a quorum by themselves."""
         return self.stopped >= self.size
 
     @property
     def open(self) -> bool:
-        """Whether there is anybody whom the run is for."""
-        return self.spec.anyone or bool(self.names - self.without)
+        """Whether any client may still take part in the run."""
+        return self.spec.anyone or bool(self.names - self.expelled)
 
     def suffice(
         self,
@@ -83,12 +99,19 @@ class Quorum:
         asked_again: set[str],
         diverged: Collection[str],
     ) -> bool:
-        """Whether a round counts: with the quorum; or, when those whose uploads were refused have
-        been asked again, with a majority of the rest, so that they cannot hold it up for good.
+        """Return whether a round has enough uploads to count.
 
-        diverged: clients that have no upload because they diverged.
+        A round needs its quorum. Once every client with a refused upload has been asked again,
+        refused uploads count towards the quorum if they do not outnumber the valid ones, so that
+        clients with invalid uploads cannot block the run.
+
+        Args:
+            counted: The number of valid uploads.
+            refused: Clients whose uploads were refused.
+            asked_again: Clients that have been asked for a second upload.
+            diverged: Clients that have no upload because they have diverged.
         """
-        needed = self._after(diverged)
+        needed = self._needed_uploads(diverged)
         if asked_again.issuperset(refused):
             return counted >= max(1, needed - len(refused), len(refused))
         return counted >= needed

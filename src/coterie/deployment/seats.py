@@ -1,4 +1,4 @@
-"""What a server in a deployment knows of clients, and what it shows of them."""
+"""The status of clients on the server of a deployment, and callbacks that display it."""
 
 import time
 from collections.abc import Iterable, Mapping, Set
@@ -8,74 +8,80 @@ from coterie.messages import Json
 from coterie.messages.envelope import Entry
 
 RETRY = 20.0
-"""Seconds until a client that could not do its work is asked again."""
+"""Delay in seconds before a failed client is asked again."""
 
 
 @dataclass
 class Seat:
-    """What the server knows of a client."""
+    """The status of one client, as the server sees it."""
 
     present: str | None = None
-    """The link's mark of its connection."""
+    """The link's identifier of the client's connection; None without a connection."""
     joined: bool = False
     ticket: str | None = None
-    """Of the order that it has not replied to."""
-    again: float = 0.0
-    """When it may be asked again."""
+    """The ticket of the order that the client has not replied to; None if there is none."""
+    retry_at: float = 0.0
+    """The earliest time of the next order, in seconds of the monotonic clock."""
     failed: bool = False
-    """Whether it could not do what it was asked the last time."""
+    """Whether the client failed to carry out its last order."""
     counted: int | None = None
-    """The last round in which its upload counted."""
+    """The last round in which the client's upload counted."""
     entries: list[Entry] = field(default_factory=list)
-    """What it told of its last step; recorded if that counts."""
+    """The metrics that the client sent with its last step; recorded if the step counts."""
     stops: bool = False
-    """Whether it said with its last step that it gains nothing any more."""
+    """Whether the client announced with its last step that it stops training."""
     stopped: bool = False
-    """Whether that step counted: it takes no part in rounds from then on."""
+    """Whether the step with this announcement counted; the client is in no later round."""
 
     def clear(self) -> None:
-        """Let the client be asked at once, whatever it could not do before."""
-        self.again, self.failed = 0.0, False
+        """Reset the failure, so that the client can be asked at once."""
+        self.retry_at, self.failed = 0.0, False
 
     def fail(self) -> None:
-        """Ask the client again later; a round that has enough others does not wait for it."""
-        self.again, self.failed = time.monotonic() + RETRY, True
+        """Record a failure: the client is asked again later, and a quorum does not wait for it."""
+        self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:
-        """Forget what the client told of its last step: it is to do another."""
+        """Discard what the client sent with its last step, before it is asked for another."""
         self.clear()
         self.entries, self.stops = [], False
 
 
-def saved(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
-    """Return what a checkpoint has of clients' seats, and the digest of their base."""
+def seats_state(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
+    """Return the values that a checkpoint stores of seats, and the digest of the clients' base."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)
     return {"counted": counted, "base": base, "stopped": stopped}
 
 
-def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], without: Set[str]) -> None:
-    """Restore seats from a checkpoint, but for those of clients that were expelled."""
-    for name in values["counted"].keys() - without:
+def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], expelled: Set[str]) -> None:
+    """Restore seats from a checkpoint, except for the seats of expelled clients.
+
+    Args:
+        seats: The seats by client name, changed in place.
+        values: The values that `seats_state` returned.
+        expelled: The names of expelled clients.
+    """
+    for name in values["counted"].keys() - expelled:
         seats.setdefault(name, Seat()).counted = values["counted"][name]
-    for name in {*values["stopped"]} - without:
+    for name in {*values["stopped"]} - expelled:
         seats[name].stopped = True
 
 
 class ServerWatch:
-    """Follows a deployed run; the default one shows nothing."""
+    """Callbacks that follow a deployed run; by default, they do nothing."""
 
     def start(self, title: str, rounds: int, done: int) -> None:
-        """A run begins: `done` of its rounds are done."""
+        """Start to follow a run, of which `done` rounds are complete."""
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Who is there, and who is still working on the round."""
+        """Display the status of all clients; `working` are the clients that have not replied."""
 
     def moved(self, client: str, up: int, down: int) -> None:
-        """Bytes travelled."""
+        """Count the bytes of a message from (`up`) or to (`down`) a client."""
 
     def note(self, text: str) -> None:
-        """Something that a person may want to know."""
+        """Display a line about an event."""
 
     def round_over(self, round: int, counted: int) -> None:
-        """A round is complete and saved, with so many uploads."""
+        """Report that a round is complete and saved, with the number of uploads that counted."""

@@ -1,7 +1,4 @@
-"""A server in a deployment: rounds over a network on which clients are late, gone or wrong.
-
-It knows clients by their names. How bytes reach them is a `Link`'s affair; see flower/link.py.
-"""
+"""The server of a deployment, whose clients can be late, disconnected or malicious."""
 
 import logging
 import math
@@ -12,16 +9,16 @@ from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import joining
+from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
-from coterie.deployment.seats import Seat, ServerWatch, restore_seats, saved
+from coterie.deployment.seats import Seat, ServerWatch, restore_seats, seats_state
 from coterie.engines.runtime import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest
 from coterie.messages import Message, MessageError, State
-from coterie.messages.envelope import LEAVES, TOLD, Kind, Order, Reply, seal, unseal
+from coterie.messages.envelope import FAULT_MESSAGES, LEAVES, Kind, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import LONGEST_LINE, Link
@@ -29,14 +26,14 @@ from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
 GRACE = 60.0
-"""Seconds that the end of a run waits for clients that are gone."""
+"""Time in seconds that the server waits for disconnected clients at the end of a run."""
 
 
 class ServerRun(ServerPart):
-    """One method on a network, from its newest checkpoint (or the start) to its end.
+    """A run on a network, from its newest checkpoint (or its start) to its end.
 
-    Every turn looks at who is there and sends each client what it lacks: an order to join, the
-    round's step, or the end. So a client, or this process, may vanish at any point and come back.
+    The server's loop sends each connected client its next order: to join, to take part in the
+    round, or to end. A client or this process can thus stop at any time and continue later.
     """
 
     def __init__(
@@ -54,33 +51,33 @@ class ServerRun(ServerPart):
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []
-        """Expelled clients of which the method's server side still keeps something."""
+        """Expelled clients whose data the server side of the method still holds."""
         self.public = public_digest(config)
         self.joins = Joins(self)
         self.kind: Kind = "step"
-        """What clients are to do, those that are waited for."""
+        """The order for the clients in `waiting`."""
         self.round = 0
         self.waiting: set[str] = set()
-        """Clients that have not done it yet."""
-        self.strangers: set[str] = set()
-        """Clients with a key that the run does not name."""
+        """Clients that have not completed the order."""
+        self.unlisted: set[str] = set()
+        """Clients that have a key but are not part of the run."""
         self.uploads = Uploads(folder.path, self.server, self.aggregation)
         self.late: set[str] = set()
-        """Tickets of replies that nobody waits for."""
+        """Tickets of orders whose replies are to be discarded."""
 
     def rounds(self) -> None:
-        """Run what is left. Raises Diverged, once clients know, if nobody can go on."""
+        """Run the remaining rounds; raise Diverged if no client can continue."""
         try:
             self._rounds()
         except Diverged:
             self._ask("end", [name for name, seat in self.seats.items() if seat.present])
             end = time.monotonic() + GRACE
             while any(self.seats[n].present for n in self.waiting) and time.monotonic() < end:
-                self._turn()
+                self._poll()
             raise
 
     def _rounds(self) -> None:
-        for name in self.folder.without():
+        for name in self.folder.expelled():
             self._expel(name)
         done = self._restore()
         self.watch.start(self.config.label, self.config.exchanges, done)
@@ -99,22 +96,22 @@ class ServerRun(ServerPart):
         self.folder.finish(result(self.config, self.folder))
 
     def _round(self) -> int | None:
-        """Carry out a round; return how many uploads counted, or None if nobody is left for it."""
+        """Run a round; return the number of uploads that counted, or None if all have stopped."""
         while members := self._gather():
             if (mean := self._count(members)) is not None:
-                return self._settle(mean)  # else it begins anew, without who was expelled
+                return self._settle(mean)  # else a client was expelled: repeat the round
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum and open the round; return its clients, or none if all have stopped."""
+        """Wait for a quorum and open the round; return its clients (empty if all have stopped)."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
         while len(quorum.ready()) < quorum.needed:
-            self._turn()
+            self._poll()
             if quorum.all_stopped(self.joins.hellos):
                 return []
-        self._let_leave()
+        self._remove_expelled()
         members = quorum.ready()
         self.open(self.round, members)
         self.uploads.begin()
@@ -127,9 +124,9 @@ class ServerRun(ServerPart):
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
             mean, counted = uploads.mean(self.round), len(uploads.counted)
-            refused = {n: w for n, w in uploads.refused.items() if n not in uploads.diverged}
-            for name, why in sorted(refused.items()):
-                self._note(f"round {self.round + 1}: rejected the upload of {name}: {why}")
+            refused = {n: r for n, r in uploads.refused.items() if n not in uploads.diverged}
+            for name, reason in sorted(refused.items()):
+                self._note(f"round {self.round + 1}: rejected the upload of {name}: {reason}")
             if self.quorum.suffice(counted, refused, uploads.asked_again, uploads.diverged):
                 return mean
             self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
@@ -137,28 +134,28 @@ class ServerRun(ServerPart):
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.open(self.round, members)  # what was counted is counted anew
+            self.open(self.round, members)  # aggregation starts from the beginning
         return None
 
     def _uploaded(self, members: list[str], end: float) -> bool:
         """Wait for uploads until `end`; return False if a client was expelled meanwhile."""
         complete, diverged = self.quorum.complete, self.uploads.diverged
         while not (self.leaving or complete(members, self.waiting, diverged, end)):
-            self._turn()
-        self._look_for_expelled()
+            self._poll()
+        self._check_expelled()
         if self.leaving:
             for name in self.waiting:
-                self._forget(self.seats[name])
+                self._abandon(self.seats[name])
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Close the round with the mean of its uploads; return how many there are."""
+        """Close the round with the mean of its uploads; return their number."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
-            self._forget(self.seats[name])
+            self._abandon(self.seats[name])
         self.uploads.record(self.recorder)
-        self.waiting = set()  # nobody is asked for anything until the next round
+        self.waiting = set()  # no orders are sent until the next round
         self._record_entries(counted)
         for name in counted:
             self.seats[name].counted = self.round
@@ -166,75 +163,75 @@ class ServerRun(ServerPart):
             if self.seats[name].stops:
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
-                self._note(f"{name} stopped: no gain for {rounds}")
+                self._note(f"{name} stopped: no better validation score for {rounds}")
         self.close(mean, counted)
         self.score(self.round)
         return len(counted)
 
     def _is_over(self) -> bool:
-        """Whether all who took part have stopped; or a quorum has, and the others stay away."""
+        """Return whether all clients have stopped, or a quorum has and the others stay away."""
         all_stopped = self.quorum.all_stopped(self.joins.hellos)
         if all_stopped or not self.quorum.met():
             return all_stopped
         end = time.monotonic() + self.config.deployment.deadline
         while not self.quorum.ready() and time.monotonic() < end:
-            self._turn()
+            self._poll()
         return not self.quorum.ready()
 
     def _finish(self) -> None:
-        """Let everybody who has taken part end the run; those who are gone have what they have."""
+        """Send the result to all clients that have joined, and wait a limited time for replies."""
         self.round = self.folder.rounds()
-        self._let_leave()
-        if self.round < self.config.exchanges:  # it ends early
+        self._remove_expelled()
+        if self.round < self.config.exchanges:  # the run ends early
             self.recorder.round = self.round - 1
             self.score(self.round - 1, last=True)
         self.recorder.round = self.round
         self._ask("finish", self.joins.hellos)
         began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
         while self.waiting and time.monotonic() < began + longest:
-            here = any(self.seats[name].present for name in self.waiting)
-            if not here and time.monotonic() > began + GRACE:
+            present = any(self.seats[name].present for name in self.waiting)
+            if not present and time.monotonic() > began + GRACE:
                 break
-            self._turn()
+            self._poll()
             if self.leaving:
-                self._let_leave()
+                self._remove_expelled()
                 self._save(self.round)
         for name in sorted(self.waiting):
-            self._note(f"{name} did not receive the result; use --resume when it is back")
+            self._note(f"{name} did not receive the result; use --resume once {name} is connected")
         self._record_entries(self.joins.hellos.keys() - self.waiting)
-        told = list(self.folder.metrics())  # some already, if a kill came before the result
-        self.folder.append([line for line in self.recorder.take() if line not in told])
+        lines = list(self.folder.metrics())  # a killed process may have appended some of them
+        self.folder.append([line for line in self.recorder.take() if line not in lines])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
-        """From now on, clients of these names are to do something."""
+        """Set the order for clients; `_poll` sends it to them."""
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
             self.seats[name].ask()
 
-    def _turn(self) -> None:
-        """Look who is there, take replies in, send what each client lacks, and rest a little."""
-        self._look_for_expelled()
-        present = self.link.present()  # before replies, so that who leaves has replied
+    def _poll(self) -> None:
+        """Process connections and replies, send each client its next order, and sleep briefly."""
+        self._check_expelled()
+        present = self.link.present()  # before replies: clients reply, then disconnect
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
             if ticket in tickets:
                 self._reply(tickets[ticket], data)
             self.late.discard(ticket)
-        self._welcome()
+        self._complete_joins()
         for name in sorted(present.keys() - self.seats.keys()):
-            if self.config.deployment.anyone and name not in self.quorum.without:
+            if self.config.deployment.anyone and name not in self.quorum.expelled:
                 self.seats[name] = Seat()
-            elif name not in self.strangers | self.quorum.without:
-                self.strangers.add(name)
+            elif name not in self.unlisted | self.quorum.expelled:
+                self.unlisted.add(name)
                 self._note(f"{name} has a key but is not part of this run")
         for name, seat in sorted(self.seats.items()):
-            mark = present.get(name)
-            if mark != seat.present:
-                self._note(f"{name} {'is here' if mark else 'is gone'}")
-                self._forget(seat)
-                seat.present = mark
+            connection = present.get(name)
+            if connection != seat.present:
+                self._note(f"{name} {'connected' if connection else 'disconnected'}")
+                self._abandon(seat)
+                seat.present = connection
                 seat.clear()
-            if mark and seat.ticket is None and time.monotonic() >= seat.again:
+            if connection and seat.ticket is None and time.monotonic() >= seat.retry_at:
                 if not seat.joined:
                     self._send(name, "join")
                 elif name in self.waiting:
@@ -242,31 +239,31 @@ class ServerRun(ServerPart):
         self.watch.seats(self.round, self.seats, self.waiting)
         self.link.wait()
 
-    def _look_for_expelled(self) -> None:
-        for name in sorted(self.folder.without() - self.quorum.without):
+    def _check_expelled(self) -> None:
+        for name in sorted(self.folder.expelled() - self.quorum.expelled):
             self._note(f"{name} was expelled")
             self._expel(name)
 
     def _expel(self, name: str) -> None:
-        """Let go of a client that an operator has expelled."""
-        self.quorum.without.add(name)
+        """Exclude a client that the operator has expelled from the run."""
+        self.quorum.expelled.add(name)
         self.leaving.append(name)
         if name in self.seats:
-            self._forget(self.seats.pop(name))
+            self._abandon(self.seats.pop(name))
         self.waiting.discard(name)
         if self.uploads.drop(name):
             self.recorder.log(name, LEFT_OUT, "expelled")
         self.joins.forget(name)
         if not self.quorum.open:
-            raise CoterieError("All clients of the run have been expelled; begin a new run.")
+            raise CoterieError("All clients of the run have been expelled; start a new run.")
 
-    def _let_leave(self) -> None:
-        """The method's side keeps nothing more of clients that were expelled."""
+    def _remove_expelled(self) -> None:
+        """Remove the data of expelled clients from the server side of the method."""
         while self.leaving:
             self.leave(self.leaving.pop())
 
-    def _forget(self, seat: Seat) -> None:
-        """Wait no longer for a client's reply; if it comes after all, it is thrown away."""
+    def _abandon(self, seat: Seat) -> None:
+        """Stop waiting for a client's reply, and discard the reply if it still arrives."""
         if seat.ticket is not None:
             self.late.add(seat.ticket)
         seat.ticket = None
@@ -281,20 +278,20 @@ class ServerRun(ServerPart):
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.joins.base,
-            **(joining(self.config, name, self.public) if kind == "join" else {}),
+            **(join_fields(self.config, name, self.public) if kind == "join" else {}),
         )
         body = self.download(name) if downloads else b""
         data = seal(order, body)
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if downloads:
-            self.recorder.log(name, BYTES_DOWN, len(body), self._of)
+            self.recorder.log(name, BYTES_DOWN, len(body), self._metric_round)
         self.watch.moved(name, 0, len(data))
 
     def _reply(self, name: str, data: bytes | None) -> None:
-        """Take a reply in. Whatever is wrong with it is noted, and the run goes on."""
+        """Process a client's reply; an invalid reply is logged and does not stop the run."""
         seat = self.seats[name]
         seat.ticket = None
-        seat.fail()  # unless it turns out otherwise
+        seat.fail()  # cleared below if the reply is valid
         if data is None:
             return
         self.watch.moved(name, len(data), 0)
@@ -306,14 +303,15 @@ class ServerRun(ServerPart):
                 seat.joined = False
                 seat.clear()
             elif reply.fault is not None and reply.fault != "diverged":
-                self._note(f"{name} could not {reply.kind}: {TOLD[reply.fault]}")
+                action = "train" if reply.kind == "step" else reply.kind
+                self._note(f"{name} could not {action}: {FAULT_MESSAGES[reply.fault]}")
                 if reply.fault in LEAVES:
-                    seat.again = math.inf  # until it connects anew
+                    seat.retry_at = math.inf  # until the client reconnects
             elif reply.kind == "join":
                 self._join(name, reply, body)
             elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
-                self._done(name, reply, body)
-        except Exception as error:  # whatever it is, one client cannot stop a run
+                self._complete_order(name, reply, body)
+        except Exception as error:  # an error of one client must not stop the run
             self._refuse(f"rejected a message from {name}", error)
 
     def _join(self, name: str, reply: Reply, hello: bytes) -> None:
@@ -323,10 +321,10 @@ class ServerRun(ServerPart):
             self._joined(name)
         else:
             self.joins.begin(name, hello)
-            self.seats[name].again = math.inf  # it has said all that it can
+            self.seats[name].retry_at = math.inf  # no order before the preparation has ended
 
-    def _welcome(self) -> None:
-        """Seat the clients for whom the server is now prepared."""
+    def _complete_joins(self) -> None:
+        """Mark clients as joined once the server is prepared for them."""
         for name, error in self.joins.ended():
             if error is None:
                 self._joined(name)
@@ -339,9 +337,9 @@ class ServerRun(ServerPart):
         self.seats[name].clear()
         self._note(f"{name} joined")
 
-    def _done(self, name: str, reply: Reply, body: bytes) -> None:
+    def _complete_order(self, name: str, reply: Reply, body: bytes) -> None:
         if reply.fault is not None:
-            self._note(f"{name} diverged: {TOLD[reply.fault]}")
+            self._note(f"{name} diverged: {FAULT_MESSAGES[reply.fault]}")
             self.uploads.diverge(name)
         elif self.kind == "step":
             self.uploads.take(name, body)
@@ -353,28 +351,28 @@ class ServerRun(ServerPart):
         self.waiting.discard(name)
 
     def _record_entries(self, names: Iterable[str]) -> None:
-        """Record what clients told of their last steps, each under its own name."""
+        """Record the metrics that clients sent with their last steps."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
-                if entry.is_a_client_s:
-                    # A score of the round before comes up in this one.
-                    round = max(self.round - 1, min(entry.round, self._of))
+                if entry.is_from_client:
+                    # Clients send scores of the previous round with this round's upload.
+                    round = max(self.round - 1, min(entry.round, self._metric_round))
                     self.recorder.log(name, entry.name, entry.value, round)
 
     @property
-    def _of(self) -> int:
-        """The round that figures are of: the last one's, at the end."""
+    def _metric_round(self) -> int:
+        """The round that metrics are recorded for: at the end of the run, its last round."""
         return self.round - (self.kind == "finish")
 
-    def _refuse(self, what: str, error: Exception) -> None:
-        """Note what was wrong; what a method did not foresee is kept for its author."""
+    def _refuse(self, event: str, error: Exception) -> None:
+        """Show an error of a client; log the traceback of unexpected errors for debugging."""
         if not isinstance(error, CoterieError):
-            log.debug(what, exc_info=error)
+            log.debug(event, exc_info=error)
             error = CoterieError(f"{type(error).__name__} in the method")
-        self._note(f"{what}: {error}")
+        self._note(f"{event}: {error}")
 
     def _note(self, text: str) -> None:
-        line = " ".join(text.split())[:LONGEST_LINE]  # it may quote what a client sent
+        line = " ".join(text.split())[:LONGEST_LINE]  # may quote a client's message
         log.info(line)
         self.watch.note(line)
 
@@ -383,18 +381,19 @@ class ServerRun(ServerPart):
 
     def _states(self) -> Iterable[tuple[str, State]]:
         yield from self.states()
-        yield "engine", State({"hellos": self.joins.tensors()}, saved(self.seats, self.joins.base))
+        values = seats_state(self.seats, self.joins.base)
+        yield "engine", State({"hellos": self.joins.tensors()}, values)
 
     def _restore(self) -> int:
         done = self.folder.rounds()
         if done:
             engine = self.folder.load("engine")
             self.joins.base = engine.values["base"]
-            restore_seats(self.seats, engine.values, self.quorum.without)
-            for name in sorted(engine["hellos"].keys() - self.quorum.without):
+            restore_seats(self.seats, engine.values, self.quorum.expelled)
+            for name in sorted(engine["hellos"].keys() - self.quorum.expelled):
                 self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
             self.restore()
-        # What was told at the end stays: who told it may have left.
+        # Keep metrics that were received at the end: their clients may have left.
         ended = done == self.config.exchanges or self.quorum.all_stopped(self.joins.hellos)
         self.folder.forget_from(done + ended)
         return done

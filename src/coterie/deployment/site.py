@@ -1,4 +1,4 @@
-"""What a client brings to a deployed run, and the run as this client sees it."""
+"""A client's machine in a deployment: its texts, base and folders, and its view of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coterie.bases import is_folder
 from coterie.bases.devices import Device
-from coterie.config.run import NOT_TOLD, RunConfig, parse
+from coterie.config.run import HIDDEN_KEYS, RunConfig, parse
 from coterie.data.templates import SHIPPED, is_text
 from coterie.deployment.terms import Terms
 from coterie.errors import CoterieError
@@ -18,43 +18,47 @@ from coterie.runs import RunFolder
 
 @dataclass(frozen=True)
 class Site:
-    """What a client brings to any run: where its text, its base and its folders are."""
+    """A client's texts, base, folders and consent, which apply to every run that it joins."""
 
     name: str
     texts: dict[str, str]
-    """`path`, or `train`, `validation` and `test`, as in a run file."""
+    """Paths by key of the run file: `path`, or `train`, `validation` and `test`."""
     out: Path
+    """The folder of the client's run folders."""
     base: str | None = None
-    """The base to load; None: the one that the run names, which cannot be a folder."""
+    """The base to load; None loads the base that the run names, which must not be a folder."""
     public: str | None = None
-    """This machine's copy of the run's public text."""
+    """The path of this machine's copy of the run's public text."""
     agreed: Terms | None = None
-    """The terms that were agreed to beforehand; None: `agrees` decides."""
+    """The terms that the user agreed to in advance; if None, `agrees` decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
-    """Asks somebody, once for each run."""
+    """Function that returns whether the user agrees to a run; called once per run."""
     asks: bool = False
     """Whether `agrees` asks a person, who can be asked again after several new runs."""
     limit: Budget | None = None
-    """The most that all runs together may spend of its texts; None: each what it says."""
+    """The privacy budget of all runs together; None sets no limit beyond each run's own budget."""
     device: Device = "auto"
-    """Where its base is computed, as in a run file."""
+    """The device that the base runs on, as in a run file."""
 
     def config(self, order: Order) -> RunConfig:
-        """The run that an order to join asks for, as this client sees it: with its own text and
-        nobody else's, and with no path that is not its own.
+        """Return the run that an order to join describes, as this client sees it.
 
-        Raises CoterieError, or MessageError for what no server of ours would send.
+        The run contains the texts of no other client, and only paths that this client has set.
+
+        Raises:
+            CoterieError: The run is invalid, or lacks a file of this machine.
+            MessageError: The order is not from a server of Coterie, or is malicious.
         """
         described = dict(order.config or {})
-        data, told = described.get("data"), described.get("base")
-        base = {"name": told} if isinstance(told, str) else told
+        data, named = described.get("data"), described.get("base")
+        base = {"name": named} if isinstance(named, str) else named
         if (
             not isinstance(data, dict)
             or not isinstance(base, dict)
             or not isinstance(name := base.get("name"), str)
-            or not described.keys().isdisjoint(NOT_TOLD)
+            or not described.keys().isdisjoint(HIDDEN_KEYS)
         ):
-            raise MessageError("The server sent no run.")
+            raise MessageError("The server's order to join contains no valid run.")
         if order.public is not None and self.public is None:
             raise CoterieError("The run has a public text; give this machine's copy with --public.")
         match data.get("instructions"):
@@ -68,8 +72,8 @@ class Site:
                 raise MessageError("The server named a run of this machine as the reference.")
         if self.base is None and is_folder(name):
             raise CoterieError(
-                f"The run's base {name!r} is a folder on this machine, too; if it is the one that "
-                "is meant, give it with --base."
+                f"The run's base {name!r} is also a folder on this machine; if this folder "
+                "contains the run's base, give it with --base."
             )
         return parse(
             {
@@ -84,10 +88,10 @@ class Site:
 
 
 def ledger_of(site: Site, run: str) -> Ledger:
-    """What a client has told under noise, in all its runs."""
+    """Return the ledger of the privacy budget that a client has spent in all its runs."""
     return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 
 
 def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
-    """Where a client keeps its part of a run."""
+    """Return the folder of a client's part of a run."""
     return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")

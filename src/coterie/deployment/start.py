@@ -1,4 +1,4 @@
-"""A server and a client of a real deployment, each from its start to the run's end."""
+"""Entry points of a deployment: a server and a client, from their start to the run's end."""
 
 import logging
 import secrets
@@ -13,7 +13,7 @@ import torch
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
-from coterie.deployment.forgetting import known
+from coterie.deployment.forgetting import check_participant
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
@@ -39,10 +39,18 @@ def serve(
     watch: ServerWatch,
     without: Sequence[str] = (),
 ) -> RunFolder:
-    """Begin a run as its server and bring it to its end; returns its folder.
+    """Start a run as its server, and return the run's folder when the run has ended.
 
-    without: clients that may not take part, even if they have a key.
-    Raises CoterieError for anything that can be mended: a folder in use, an address in use, ...
+    Args:
+        config: The run.
+        out: The run folder.
+        keys: The keys of the server and the clients.
+        address: The address to listen on, HOST:PORT.
+        watch: Callbacks that follow the run.
+        without: Clients that must not take part, even if they have a key.
+
+    Raises:
+        CoterieError: The folder or the address is in use, or the run cannot be carried out.
     """
     earlier = RunFolder(out)
     if earlier.checkpoints():
@@ -56,13 +64,13 @@ def serve(
     own = served(config)
     described = {} if own is None else {SERVER: own.described()}
     clients = {name: {} for name in names}
-    id = secrets.token_hex(8)  # by which clients know it, whatever becomes of this process
+    id = secrets.token_hex(8)  # identifies the run to clients when the server is restarted
     description = describe(config.as_dict(), clients, config.plugins, run=id, **described)
-    # A start that came to nothing has left a run without a round; it is begun anew.
+    # A folder without a checkpoint is left from a failed start and can be overwritten.
     folder = RunFolder.create(out, description, force=earlier.is_run)
     for name in without:
         folder.expel(name)
-    return _bring_to_its_end(folder, config, own, keys, address, watch)
+    return _run_to_end(folder, config, own, keys, address, watch)
 
 
 def serve_again(
@@ -72,33 +80,45 @@ def serve_again(
     watch: ServerWatch,
     from_round: int | None = None,
     without: Sequence[str] = (),
-    now: RunConfig | None = None,
+    update: RunConfig | None = None,
 ) -> RunFolder:
-    """Go on with a run of which the server has stopped; clients that wait for it go on too.
+    """Resume a run whose server has stopped; waiting clients continue by themselves.
 
-    from_round: from the state after so many rounds, if that is kept. without: clients to expel.
-    now: how clients are waited for, and the device, from now on; default: as before.
+    Args:
+        out: The run folder.
+        keys: The keys of the server and the clients.
+        address: The address to listen on, HOST:PORT.
+        watch: Callbacks that follow the run.
+        from_round: The number of rounds after which to resume. Default: the newest checkpoint.
+        without: Clients to expel.
+        update: A run whose `deployment` section and device replace those of the recorded run.
+
+    Raises:
+        CoterieError: The run cannot be resumed.
     """
     folder = RunFolder(out)
     config = recorded(folder)
-    now = now or config
-    if now.deployment.share_metrics != config.deployment.share_metrics:
+    update = update or config
+    if update.deployment.share_metrics != config.deployment.share_metrics:
         raise CoterieError(
-            "Clients have agreed to deployment.share_metrics as it was when the run began; set it "
-            "back, or begin a new run."
+            "deployment.share_metrics has changed since clients agreed to the run; restore it, or "
+            "start a new run."
         )
-    config = config.model_copy(update={"deployment": now.deployment, "device": now.device})
+    config = config.model_copy(update={"deployment": update.deployment, "device": update.device})
     for name in without:
-        if name not in folder.without():  # else the same command as before
-            known(folder, name)
+        if name not in folder.expelled():  # a repeated command may expel the client again
+            check_participant(folder, name)
     with folder.lock():
         if from_round is not None:
             folder.go_back(from_round)
         for name in without:
             folder.expel(name)
-    lacking = {client.name for client in config.clients} - keys.clients().keys()
-    for name in sorted(lacking - folder.without()):
-        watch.note(f"{name} has no key; add one, or run without it: --without {name}")
+    without_key = {client.name for client in config.clients} - keys.clients().keys()
+    for name in sorted(without_key - folder.expelled()):
+        watch.note(
+            f"{name} has no key; create one with `coterie keys add {name}`, or leave the client "
+            f"out with --without {name}"
+        )
     torch.set_num_threads(folder.description["threads"])
     own = served(config)
     if own is not None and own.digest() != folder.description[SERVER]["data"]:
@@ -106,10 +126,10 @@ def serve_again(
             f"The public set or server.test has changed since the run in {out} began; restore "
             "it, or start a new run."
         )
-    return _bring_to_its_end(folder, config, own, keys, address, watch)
+    return _run_to_end(folder, config, own, keys, address, watch)
 
 
-def _bring_to_its_end(
+def _run_to_end(
     folder: RunFolder,
     config: RunConfig,
     own: Participant | None,
@@ -138,11 +158,21 @@ def _bring_to_its_end(
     return folder
 
 
-def take_part(server: str, kit: Kit, site: Site, seen: Seen, stop: threading.Event) -> Worker:
-    """Be a client of a server until the run ends, or until `stop`."""
+def take_part(
+    server: str, credentials: Kit, site: Site, seen: Seen, stop: threading.Event
+) -> Worker:
+    """Take part in a server's run as a client until the run ends.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        credentials: The client's name, certificate and private key.
+        site: The client's texts and settings.
+        seen: Function that is called with each event.
+        stop: Event that ends the client early when it is set.
+    """
     log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)
     file = site.out / f"client-{site.name}.log"
     with logged(file, log.name), closing(Worker(site, seen)) as worker:
-        keep_serving(server, kit, worker, stop, seen)
+        keep_serving(server, credentials, worker, stop, seen)
     return worker

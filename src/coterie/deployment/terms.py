@@ -1,4 +1,8 @@
-"""What a client takes part in: what it is asked to do, what it has agreed to, and what it has."""
+"""The terms of a run: what a server requests of a client, and what the client has agreed to.
+
+Functions that compare a run with this machine return the predicate of a sentence about the run
+("needs the plugin ..."), or None if there is no difference.
+"""
 
 import json
 import math
@@ -13,103 +17,110 @@ from coterie.messages.formats import PROTOCOL
 from coterie.privacy.ledger import Budget, Ledger
 
 Terms = Mapping[str, Any]
-"""Plain data: the run as a client is told of it, and the hashes of its plugins and public text."""
-NOWHERE = "nothing"
-"""Stands in a difference for a setting that is not there."""
+"""Plain data: the run as a client sees it, and the hashes of its plugins and public text."""
+ABSENT = "nothing"
+"""The placeholder for a setting that one side does not have, in messages."""
 
 
-def agreed_in(config: RunConfig, client: str) -> Terms:
-    """What whoever has the run file can agree to before a server asks."""
-    return _of(config.told_to(client))
+def agreed_terms(config: RunConfig, client: str) -> Terms:
+    """Return the terms that a client agrees to with a run file."""
+    return _terms(config.visible_to(client))
 
 
-def asked_by(order: Order) -> Terms:
-    """What an order to join asks."""
-    terms = _of(order.config or {})
+def requested_terms(order: Order) -> Terms:
+    """Return the terms that an order to join requests."""
+    terms = _terms(order.config or {})
     plugins = {key: plugin.sha256 for key, plugin in (order.plugins or {}).items()}
     return {**terms, "plugins": plugins, "public": order.public}
 
 
-def _of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's name, and how the server waits for clients, are not theirs to agree to."""
-    what = {k: v for k, v in told.items() if k not in ("name", "deployment")}
-    terms = json.loads(json.dumps(what))
-    return {**terms, "share_metrics": told.get("deployment", {}).get("share_metrics", False)}
+def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that need the client's agreement.
+
+    These are all settings but the run's name and, except for `share_metrics`, the server's
+    settings in `deployment`.
+    """
+    settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
+    terms = json.loads(json.dumps(settings))
+    return {**terms, "share_metrics": run.get("deployment", {}).get("share_metrics", False)}
 
 
-def not_agreed(agreed: Terms, order: Order) -> str | None:
-    """How the run is not what was agreed to; None if it is."""
-    if found := differences(agreed, asked_by(order)):
-        return f"is not what was agreed ({'; '.join(found)})"
+def disagreement(agreed: Terms, order: Order) -> str | None:
+    """Return how the requested run differs from the agreed terms, or None."""
+    if changes := differences(agreed, requested_terms(order)):
+        return f"differs from what was agreed ({'; '.join(changes)})"
     return None
 
 
-def other_text(order: Order, config: RunConfig) -> str | None:
-    """How the run's public text is not the one of this machine; None if it is."""
+def public_text_mismatch(order: Order, config: RunConfig) -> str | None:
+    """Return how the run's public text differs from this machine's copy, or None."""
     if public_digest(config) == order.public:
         return None
     return f"has a different public text than {config.data.public}"
 
 
-def too_much(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
-    """Return how a run would spend more than this client allows; None if it would not."""
+def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
+    """Return how a run would exceed the client's privacy budget, or None."""
     if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
-    most, delta, _ = ledger.limit
-    asked = " and ".join(
-        f"{what} without noise" if math.isinf(epsilon) else f"{what} with an epsilon of {epsilon:g}"
-        for epsilon, _, what in budgets
+    limit, delta, _ = ledger.limit
+    sent = " and ".join(
+        f"{name} without noise" if math.isinf(epsilon) else f"{name} with an epsilon of {epsilon:g}"
+        for epsilon, _, name in budgets
     )
     return (
-        f"would send {asked}; the limit of all its runs "
-        f"is {most:g}, of which {ledger.spent(delta):.3g} is spent (see --epsilon)"
+        f"would send {sent}; this client's limit for all runs "
+        f"is {limit:g}, of which {ledger.spent(delta):.3g} is spent (see --epsilon)"
     )
 
 
-def unlike(order: Order) -> str | None:
-    """How the run is not what is installed here; None if it is."""
+def version_mismatch(order: Order) -> str | None:
+    """Return how the run's protocol or plugins differ from those of this machine, or None."""
     if order.protocol != PROTOCOL:
-        return f"uses protocol version {order.protocol}, and this client {PROTOCOL}"
-    for key, theirs in (order.plugins or {}).items():
-        here = plugin_for(key)
-        if here is None:
-            how = "start this client with --plugin and the same file"
-            return f"needs the plugin {theirs.file}; {how}"
-        if here.sha256 != theirs.sha256:
-            how = "both sides need the same file"
-            return f"has a different version of the plugin {theirs.file}; {how}"
+        return (
+            f"uses protocol version {order.protocol}, but this client uses version {PROTOCOL}; "
+            "install the same version of Coterie on both sides"
+        )
+    for key, plugin in (order.plugins or {}).items():
+        loaded = plugin_for(key)
+        if loaded is None:
+            remedy = "start this client with --plugin and the same file"
+            return f"needs the plugin {plugin.file}; {remedy}"
+        if loaded.sha256 != plugin.sha256:
+            remedy = "both sides need the same file"
+            return f"has a different version of the plugin {plugin.file}; {remedy}"
     return None
 
 
-def surplus(order: Order, config: RunConfig) -> str | None:
-    """Return which plugin this machine would use and the server does not; None if there is none."""
-    if more := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
-        return f"uses {more[0]!r} without a plugin; start this client without --plugin"
+def extra_plugin(order: Order, config: RunConfig) -> str | None:
+    """Return which plugin the client would use although the server does not, or None."""
+    if extra := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
+        return f"uses {extra[0]!r} without a plugin; start this client without --plugin"
     return None
 
 
-def differences(agreed: Terms, asked: Terms) -> list[str]:
-    """Each setting that is asked for and is not as it was agreed, by its key in a run file.
+def differences(agreed: Terms, requested: Terms) -> list[str]:
+    """Return a description of each setting whose requested value differs from the agreed one.
 
-    What `agreed` says nothing of at its top, such as the hash of a plugin, is left to other checks.
+    Top-level keys that `agreed` lacks, such as the hashes of plugins, are left to other checks.
     """
     before = dict(flat(agreed))
-    now = {key: v for key, v in flat(asked) if key.partition(".")[0] in agreed}
+    after = {key: v for key, v in flat(requested) if key.partition(".")[0] in agreed}
     return [
-        f"{key}: agreed {_shown(before, key)}, asked {_shown(now, key)}"
-        for key in sorted(before.keys() | now.keys())
-        if _shown(before, key) != _shown(now, key)
+        f"{key}: agreed {_formatted(before, key)}, requested {_formatted(after, key)}"
+        for key in sorted(before.keys() | after.keys())
+        if _formatted(before, key) != _formatted(after, key)
     ]
 
 
-def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings by their dotted keys."""
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each nested setting."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{above}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key])[:100] if key in values else NOWHERE
+def _formatted(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key])[:100] if key in values else ABSENT

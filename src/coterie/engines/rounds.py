@@ -7,6 +7,8 @@ of names, so the order of work is irrelevant.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import gettempdir
@@ -22,9 +24,9 @@ from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
-from coterie.runs import Recorder, RunFolder, Watch
+from coterie.runs import Callback, Recorder, RunFolder, RunStart
 from coterie.training.context import ClientId
 
 C = TypeVar("C", bound=Clients)
@@ -39,7 +41,7 @@ class Rounds(ServerPart, Generic[C]):
         base: the run's base.
         participants: what the clients hold.
         folder: the run's folder.
-        watch: what follows the run.
+        callbacks: what follows the run.
         own: what a server with a model of its own holds.
     """
 
@@ -50,13 +52,14 @@ class Rounds(ServerPart, Generic[C]):
         base: Base,
         participants: Sequence[Participant],
         folder: RunFolder,
-        watch: Watch,
+        callbacks: Sequence[Callback] = (),
         own: Participant | None = None,
     ) -> None:
         self.names = [p.name for p in participants]
-        recorder = Recorder(watch.seen)
+        self.callbacks = callbacks
+        recorder = Recorder(partial(_log, callbacks))  # without `self`: it would be a cycle
         super().__init__(config, base.model, self.names, own, folder, recorder)
-        self.watch, self.tokens = watch, _tokens(config, participants)
+        self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """Clients whose upload did not count in the last round that they took part in."""
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
@@ -78,8 +81,11 @@ class Rounds(ServerPart, Generic[C]):
             if not self.clients.in_process:
                 self._join()
             done = self._restore()
-            with self.watch as watch:
-                watch.start(config.label, config.exchanges, done, len(self.names), self.tokens)
+            with ExitStack() as stack:
+                start = self._start(done)
+                for callback in self.callbacks:
+                    stack.push(partial(_end, callback))
+                    callback.on_run_begin(start)
                 for round in range(done, config.exchanges):
                     if not (names := self._left(round)):
                         break
@@ -98,10 +104,14 @@ class Rounds(ServerPart, Generic[C]):
             if isinstance(upload, Diverged):
                 errors.append(upload)
                 self.uploads.diverge(name)
-                self.watch.warn(f"Round {round + 1} goes on without {name}: {TOLD['diverged']}.")
+                for callback in self.callbacks:
+                    callback.on_warning(
+                        f"Round {round + 1} goes on without {name}: {FAULT_MESSAGES['diverged']}."
+                    )
             else:
                 self.uploads.take(name, upload)
-                self.watch.worked(round, name)
+                for callback in self.callbacks:
+                    callback.on_client_end(round, name)
             spans[name] = noted, (noted := self.recorder.count)
         if len(errors) == len(names):
             raise no_client_left(round, errors[0])
@@ -127,7 +137,15 @@ class Rounds(ServerPart, Generic[C]):
         entries = self.recorder.take()
         self.folder.append(entries)
         self.folder.save(round + 1, self._states())
-        self.watch.round_over(round, note(self.config, round, entries))
+        scores = note(self.config, round, entries)
+        for callback in self.callbacks:
+            callback.on_round_end(round, scores)
+
+    def _start(self, done: int) -> RunStart:
+        """Return what callbacks are told of the run, of which so many exchanges are done."""
+        adapters = tuple(line for kind in sorted(self.clients.covered()) for line in kind)
+        rounds, names = self.config.exchanges, tuple(self.names)
+        return RunStart(self.config.label, rounds, done, names, self.tokens, adapters)
 
     def _left(self, rounds: int) -> list[ClientId]:
         """Return the clients that still train after so many rounds."""
@@ -148,6 +166,17 @@ class Rounds(ServerPart, Generic[C]):
             self.clients.restore()
             self.lost = _lost(self.folder)
         return done
+
+
+def _log(
+    callbacks: Sequence[Callback], round: int, client: ClientId | None, name: str, value: Json
+) -> None:
+    for callback in callbacks:
+        callback.on_metric(round, client, name, value)
+
+
+def _end(callback: Callback, _: object, error: BaseException | None, __: object) -> None:
+    callback.on_run_end(error)
 
 
 def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:

@@ -1,6 +1,6 @@
 """What several runs on the same base and data have in common, loaded once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
@@ -9,7 +9,7 @@ import torch
 
 from coterie.bases import Base, Bases
 from coterie.bases.devices import names_of
-from coterie.config.plugins import plugin_of
+from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.engines.floor import as_result, floor_items
@@ -25,9 +25,8 @@ from coterie.federation.participants import (
 )
 from coterie.federation.reading import Reading
 from coterie.inference.reference import reference_digest
-from coterie.methods.contract import SERVER, Method
-from coterie.methods.registry import is_installed
-from coterie.runs import RunFolder, Watch, describe
+from coterie.methods.contract import SERVER
+from coterie.runs import Callback, RunFolder, describe
 
 Engine = Literal["local", "flower-simulation"]
 """Where clients work: in this process, one at a time; or in several processes of this machine."""
@@ -40,11 +39,10 @@ class Session:
         self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
     ) -> None:
         self.config, self.engine = config, engine
-        self.rounds = _rounds(engine, config.method)
+        self.rounds = _rounds(engine, config)
         every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
         torch.set_num_threads(threads or config.threads or every)
         self._federations: dict[tuple[int, bool, str], Federation] = {}
-        self._told: set[tuple[str, tuple[str, ...]]] = set()
         self.warnings: list[str] = []
         """What a person should know of the clients' texts, as they were first divided."""
 
@@ -93,15 +91,12 @@ class Session:
             public = clients[0].public is not None
             check(config, tuple(client.name for client in clients), public)
 
-    def start(self, config: RunConfig, folder: RunFolder, watch: Watch) -> Rounds[Any]:
+    def start(
+        self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()
+    ) -> Rounds[Any]:
         """A run with this session's data, ready for its rounds."""
         who = self.federation(config)
-        run = self.rounds(config, self.base, who.clients, folder, watch, who.server)
-        for lines in sorted(run.clients.covered()):
-            if (config.label, lines) not in self._told:
-                watch.trains(config.label, lines)
-                self._told.add((config.label, lines))
-        return run
+        return self.rounds(config, self.base, who.clients, folder, callbacks, who.server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """What a run folder must say so that the run can be repeated."""
@@ -114,7 +109,9 @@ class Session:
         more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
         return describe(config.as_dict(), clients, config.plugins, **earlier, **more)
 
-    def finish(self, folder: RunFolder, config: RunConfig, watch: Callable[[], Watch]) -> None:
+    def finish(
+        self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
+    ) -> None:
         """Bring one run to its result, unless it has one."""
         if folder.result is not None:
             return
@@ -129,7 +126,7 @@ class Session:
                 f"The run that training.dpo.reference names has changed since the run in "
                 f"{folder.path} began; start a new run."
             )
-        self.start(config, folder, watch()).run()
+        self.start(config, folder, callbacks).run()
 
     def changed(self, folder: RunFolder, config: RunConfig) -> list[str]:
         """Those whose text is not what it was when the run in a folder began."""
@@ -142,7 +139,7 @@ class Session:
         return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
 
 
-def _rounds(engine: Engine, method: Method) -> Callable[..., Rounds[Any]]:
+def _rounds(engine: Engine, config: RunConfig) -> Callable[..., Rounds[Any]]:
     """Return what makes the rounds; raises CoterieError for an engine that cannot."""
     if engine == "local":
         return local_run
@@ -154,10 +151,5 @@ def _rounds(engine: Engine, method: Method) -> Callable[..., Rounds[Any]]:
 
     with imports_for(f"The engine {engine}", "simulation"):
         from coterie.engines.simulation import SimulatedClients
-    if not (is_installed(type(method)) or plugin_of(type(method))):
-        raise CoterieError(
-            f"The engine {engine} runs clients in other processes, which cannot import the "
-            f"method {method.name!r}; define it in a file for --plugin, or use the engine "
-            "local."
-        )
+    check_importable(f"The engine {engine}", config.objects)
     return partial(Rounds, SimulatedClients)

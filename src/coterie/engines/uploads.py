@@ -12,7 +12,7 @@ from coterie.engines.server_part import contribution, decoded
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message, MessageError
-from coterie.messages.envelope import TOLD
+from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import LEFT_OUT
 from coterie.methods.contract import ServerSide
 from coterie.network.link import LONGEST_LINE
@@ -107,7 +107,7 @@ class Uploads:
     def diverge(self, name: str) -> None:
         """Note that a client has diverged and has no upload."""
         self.drop(name)
-        self.refused[name] = TOLD["diverged"]
+        self.refused[name] = FAULT_MESSAGES["diverged"]
         self.diverged.add(name)
 
     def require(self, round: int, waiting: Collection[str]) -> None:
@@ -115,7 +115,9 @@ class Uploads:
         clients = self.refused.keys() | self._places.keys() | {*waiting}
         if self.diverged and self.diverged == clients:
             names = ", ".join(sorted(self.diverged))
-            raise no_client_left(round, f"the training of {names} diverged: {TOLD['diverged']}.")
+            raise no_client_left(
+                round, f"the training of {names} diverged: {FAULT_MESSAGES['diverged']}."
+            )
 
     def ask_again(self, name: str) -> bool:
         """Forget an upload, which is to come again; return whether that is for the first time."""

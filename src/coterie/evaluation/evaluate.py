@@ -14,7 +14,7 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.examples import Examples
 from coterie.data.measured import WORST, Measured
-from coterie.data.split import AnyBatch, Split
+from coterie.data.split import AnyBatch, Scored
 from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
 from coterie.evaluation.metrics import METRICS, metric_named
@@ -39,6 +39,8 @@ class Score:
     """The scores of items by metric; None where an item has no score."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The other entries of reports: how many items, and means over them."""
+    learnt: float | None = None
+    """The mean of the loss that is learnt, where it is none of single tokens."""
 
     @property
     def nats(self) -> float:
@@ -113,7 +115,7 @@ class ModelScorer:
 def evaluate(
     base: Base,
     model: PreTrainedModel,
-    tokens: Split,
+    tokens: Scored,
     window: int,
     batch: int = 16,
     generate: int | None = None,
@@ -135,7 +137,10 @@ def evaluate(
     measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
     means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
-    return Score(measured.nats, measured.tokens, tokens.bytes, shares, {**counts, **means})
+    figures = {**counts, **means}
+    return Score(
+        measured.nats, measured.tokens, tokens.bytes, shares, figures, learnt=measured.loss
+    )
 
 
 def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float | None]]:

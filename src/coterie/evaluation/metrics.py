@@ -4,7 +4,6 @@ A metric is one file. The package's own are in the files beside this one; others
 They are imported when they are asked for by name, and need no torch to be described.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from coterie.data.measured import Measured, Needs
 from coterie.errors import CoterieError
-from coterie.registry import Registry
+from coterie.registry import Registry, check_named
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,17 +107,10 @@ def register(kind: K) -> K:
     Raises:
         CoterieError: The class is no metric with a name and a title, or the name is taken.
     """
-    name = getattr(kind, "name", None)
     if not issubclass(kind, Metric):
         raise CoterieError(f"{kind!r} is not a metric; it must be a subclass of coterie.Metric.")
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
-        raise CoterieError(
-            f"The metric {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
-            "dashes and underscores."
-        )
-    if not hasattr(kind, "title"):
-        raise CoterieError(f"The metric {name!r} needs a `title`, which tables and plots show.")
-    METRICS.add(name, kind)
+    check_named(kind, METRICS.noun, "title", ", which tables and plots show")
+    METRICS.add(kind.name, kind)
     return kind
 
 
@@ -132,7 +124,8 @@ METRICS: Registry[type[Metric]] = Registry(
     group="coterie.metrics",
     accept=register,
     reserved=OF_SCORES,
-    advice=f"The metrics are {', '.join(_CLASSES)}; --plugin FILE.py adds your own.",
+    advice=f"The metrics are {', '.join(_CLASSES)}; --plugin FILE.py, or coterie.register, adds "
+    "your own.",
 )
 
 

@@ -318,12 +318,13 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             "set `base` and remove `bases`, or use a method that shares nothing, such as "
             "local."
         )
-    if config.data.preferences is not None and not method.learns_preferences:
+    kind = config.data.declared
+    if kind.compares and not method.learns_preferences:
         raise CoterieError(
-            f"The method {method.name!r} does not learn preferences; remove data.preferences, or "
+            f"The method {method.name!r} does not learn {kind.name}; remove {config.data.key}, or "
             "use another method, such as comigs-1g1s."
         )
-    instructions = config.data.instructions is not None and not config.data.chats
+    instructions = "answers" in kind.offers and not config.data.chats
     check_transforms(config, clients)
     method.check(
         RunFacts(

@@ -9,7 +9,7 @@ from typing import Any
 from coterie.bases import Tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
-from coterie.data.control import control_tokens, count_control, has_conversations
+from coterie.data.control import control_tokens, count_control
 from coterie.data.quality import Progress, Quality, SpecialTokens, quality, unknown_tokens
 from coterie.data.split import Split
 from coterie.data.survey import survey
@@ -57,7 +57,7 @@ class Reading:
         special: list[SpecialTokens] = []
         for name, split, items, read in parts:
             tokenizer = self.tokenizers.get(name, self.tokenizers[min(self.texts)])
-            tokens = control(tokenizer, has_conversations(items))
+            tokens = control(tokenizer, config.data.bound.has_chats(items))
             counts = unknown_tokens(read, tokenizer), count_control(items, tokens)
             special.append(SpecialTokens(name, split, len(read.ids), *counts))
         removed = self.removed if config.data.deduplicate else None

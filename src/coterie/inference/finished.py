@@ -167,7 +167,9 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
     Its chat template is the one that the run rendered conversations with, if it did.
     """
     values = RunFolder(Path(path)).description["config"]
-    config = parse({**values, "method": "local", "baselines": []})  # they may not be registered
+    # What these keys name may not be registered, and the tokenizer does not depend on it.
+    rest = {"method": "local", "baselines": [], "aggregation": {}, "evaluation": {}}
+    config = parse({**values, **rest})
     found = load_tokenizer(config.base_of(client or EVERYONE), config.root)
     if config.data.chats:
         found.chat_template = chat_template(found, config.data.chat_template).source

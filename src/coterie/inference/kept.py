@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.evaluation.evaluate import evaluate, mean_loss
+from coterie.evaluation.evaluate import evaluate
 from coterie.federation.participants import Participant
-from coterie.losses.tokens import Batch
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
@@ -35,11 +34,11 @@ class Best:
     round: int
     """Rounds that were complete when the client had it; 0: the base as it came."""
     loss: float
-    """Nats per token of the validation samples (of their answers, where there are any); with
-    preferences, DPO's loss."""
+    """Nats per token of the validation samples (of their answers, where there are any); where
+    answers are compared, the loss that is learnt, such as DPO's."""
     accuracy: float | None
     """With instructions: the share of those with choices that it answers; None where there are
-    none. With preferences: the share of pairs that it ranks rightly."""
+    none. Where answers are compared: the share of pairs that it ranks rightly."""
     since: int
     """Rounds that were complete when it became the best: `round`, but of the base as it came those
     before the client's first."""
@@ -60,7 +59,7 @@ class Keeper:
         self.window = config.data.window
         self.samples = validation.few(most, self.window, base.context_token)
         dpo = config.training.dpo or DPOSpec()
-        self.is_reference = config.data.preferences is not None and dpo.reference == "base"
+        self.is_reference = config.data.declared.referenced and dpo.reference == "base"
         """Whether the base as it came is what pairs' rewards are measured from."""
         self.best: Best | None = None
         """None before the client's first round."""
@@ -89,16 +88,9 @@ class Keeper:
         self.best, self.found = best, State(values=asdict(best), parts=parts or {})
 
     def _scored(self, model: PreTrainedModel, round: int, since: int) -> Best:
-        accuracy = None
-        if not isinstance(self.samples, Batch):
-            score = evaluate(self.base, model, self.samples, self.window, self.at_once)
-            figures = score.as_dict()
-            loss = figures.get("dpo_loss", score.loss)
-            if set(score.shares.get("reward_accuracy", ())) == {0.5}:
-                loss = math.log(2)  # all margins are 0, whatever they are rounded to
-            accuracy = figures.get("reward_accuracy", figures.get("accuracy"))
-        else:
-            loss = mean_loss(self.base, model, self.samples, self.at_once)
+        score = evaluate(self.base, model, self.samples, self.window, self.at_once)
+        loss = score.loss if score.learnt is None else score.learnt
+        accuracy = score.figures.get("reward_accuracy", score.figures.get("accuracy"))
         if not math.isfinite(loss):  # worse than any other
             loss, accuracy = sys.float_info.max, None if accuracy is None else -1.0
         return Best(round, loss, accuracy, since)

@@ -45,8 +45,8 @@ def with_reference(config: RunConfig, base: Base, one: Participant) -> Participa
 
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
-        logprobs = -answer_losses(base, model, pairs.both, batch).view(-1, 2)
-        lengths = pairs.both.lengths.view(-1, 2)
+        logprobs = -answer_losses(base, model, pairs.rows, batch).view(-1, 2)
+        lengths = pairs.rows.lengths.view(-1, 2)
         return reference_of(logprobs, lengths, base.precision, dpo)
 
     def known(split: Split) -> Split:

@@ -1,4 +1,4 @@
-"""Messages, their bytes, the checks on what arrives, and the account of what leaves a device."""
+"""Messages between clients and the server: schemas, serialisation and checks on both sides."""
 
 from coterie.messages.message import Groups, Json, Message, MessageError, State, Tensors, without
 from coterie.messages.schema import Field, Schema, Shapes, check_shapes

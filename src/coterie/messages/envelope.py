@@ -1,6 +1,7 @@
-"""What stands around a message between machines: which run and round it is for, and what to do.
+"""Envelopes: the headers of messages between machines, with the run, the round and the request.
 
-An envelope is a small JSON header and the message's bytes. Headers hold nothing of a client's text.
+An envelope is a small JSON header followed by the message's bytes. A header contains none of a
+client's text.
 """
 
 import json
@@ -14,9 +15,9 @@ from coterie.messages.message import LAST_ROUND, Json, MessageError
 from coterie.messages.schema import plain
 
 LARGEST_HEADER = 2**24
-"""Bytes; a header holds a run's description, or a round's entries where they are shared."""
+"""Maximum header size in bytes; a header holds a run's description or a round's metrics."""
 Kind = Literal["join", "step", "finish", "end"]
-"""`finish` gives the result; `end` tells that an error ended the run."""
+"""Kind of an order: `finish` delivers the result; `end` reports that an error ended the run."""
 Fault = Literal[
     "unknown run",
     "refused",
@@ -30,35 +31,37 @@ Fault = Literal[
     "terms",
     "budget",
 ]
-"""Why a client has no upload."""
-TOLD: dict[Fault, str] = {
-    "refused": "it rejected the message; see its log",
-    "failed": "an error occurred on its machine; see its log",
-    "diverged": "its loss or its upload is not finite; a lower training.learning_rate may help",
-    "protocol": "it runs another version of Coterie; install the same version on both sides",
-    "base": "its base has different weights than the run's",
-    "unable": "an error on its machine keeps it from joining, and it has left; see its log",
-    "plugin": "it lacks the run's plugin, or has another version of it",
-    "public": "it has no copy of the run's public text, or a different one",
-    "terms": "nobody there has agreed to this run as it is",
-    "budget": "it would spend more of its privacy budget than it allows",
+"""Reason why a client sends no upload."""
+FAULT_MESSAGES: dict[Fault, str] = {
+    "refused": "the client rejected the message; see the client's log",
+    "failed": "an error occurred on the client's machine; see the client's log",
+    "diverged": "the client's loss or upload is not finite; a lower training.learning_rate may "
+    "help",
+    "protocol": "the client runs another version of Coterie; install the same version on both "
+    "sides",
+    "base": "the weights of the client's base differ from those of the run's base",
+    "unable": "the client left because of an error on its machine; see the client's log",
+    "plugin": "the run's plugin is missing on the client's machine, or has another version",
+    "public": "the run's public text is missing on the client's machine, or differs",
+    "terms": "the run file agreed to on that machine differs from this run",
+    "budget": "the run would exceed the client's privacy budget",
 }
-"""What a server says of a fault; who must join first is asked to."""
+"""The server's message for each fault; an `unknown run` needs none, as the client joins again."""
 LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
-"""Faults after which a client leaves."""
+"""Faults after which a client leaves the run."""
 
 
-OF_SERVER = (metric.BYTES, metric.SECONDS, metric.SERVER, metric.CHANGE, metric.LEFT_OUT)
-"""How names of entries begin that are the server's to record."""
+SERVER_METRICS = (metric.BYTES, metric.SECONDS, metric.SERVER, metric.CHANGE, metric.LEFT_OUT)
+"""Prefixes of the metrics that only the server records."""
 
 
 class PluginFile(BaseModel):
-    """The file that a method is from, where that is no part of Coterie; the file stays at home."""
+    """A plugin's file, identified by name and hash; its content is not sent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     file: str = Field(max_length=255)
-    """its name, without a path"""
+    """File name without its folder."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -66,17 +69,17 @@ class _Header(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: str = Field(pattern=r"^[0-9a-f]{16}$")
-    """Coterie's own run id"""
+    """Coterie's run id."""
     client: str = Field(max_length=64)
     kind: Kind
     round: int = Field(ge=0, le=LAST_ROUND)
 
 
 class Order(_Header):
-    """From the server: join the run, do the step of a round, finish, or end without a result; the
-    body is a download.
+    """An order from the server: join the run, take part in a round, finish, or end without result.
 
-    What other protocols add is passed over, so that a client can say that they are others.
+    The body is a download. Fields added by other protocol versions are ignored, so that a client
+    can report the difference in versions.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -84,19 +87,19 @@ class Order(_Header):
     counted: int | None = None
     """The last round in which the server counted this client's upload."""
     protocol: int = 1
-    """What the server speaks; see exchange/formats.py."""
+    """The server's protocol version; see messages/formats.py."""
     base: str = ""
-    """Hash of the weights that the others have, if anybody has joined."""
+    """Hash of the base's weights on the clients that have joined; empty before the first."""
     plugins: dict[str, PluginFile] | None = None
-    """The plugins that the method, transforms, ... are from, by noun and name; to join only."""
+    """Files of the plugins that define methods, transforms, ..., by noun and name; `join` only."""
     public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
-    """Hash of the run's public text, if it has one; to join only."""
+    """Hash of the run's public text, if the run has any; `join` only."""
     config: dict[str, Json] | None = None
-    """The run, without anybody's paths; to join only."""
+    """The run file without paths of any participant; `join` only."""
 
 
 class Entry(BaseModel):
-    """What a client logged: a line of metrics.jsonl."""
+    """A metric logged by a client: one line of metrics.jsonl."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -106,16 +109,16 @@ class Entry(BaseModel):
     value: Json = None
 
     @model_validator(mode="after")
-    def _draws(self) -> Self:
-        fits = FITS.get(self.name.partition("/")[0], plain)
-        if not (plain(self.value) and fits(self.value)):
-            raise ValueError("it is not an entry")
+    def _check_value(self) -> Self:
+        is_valid = VALUE_CHECKS.get(self.name.partition("/")[0], plain)
+        if not (plain(self.value) and is_valid(self.value)):
+            raise ValueError("the value is invalid for this metric")
         return self
 
     @property
-    def is_a_client_s(self) -> bool:
-        """Whether it is of a client, and of nothing that the server records itself."""
-        return self.client is not None and not self.name.startswith(OF_SERVER)
+    def is_from_client(self) -> bool:
+        """Whether a client may report this metric; some are recorded only by the server."""
+        return self.client is not None and not self.name.startswith(SERVER_METRICS)
 
 
 def _is_number(value: Json) -> bool:
@@ -126,18 +129,18 @@ def _is_round(value: Json) -> bool:
     return type(value) is int and 0 <= value <= LAST_ROUND
 
 
-def _are_numbers(value: Json) -> bool:
-    """Whether it is numbers by name, or None where there is none."""
+def _is_mapping_of_numbers(value: Json) -> bool:
+    """Return whether a value maps names to numbers, or to None for a missing number."""
     return isinstance(value, dict) and all(v is None or _is_number(v) for v in value.values())
 
 
 def _is_array(value: Json) -> bool:
-    """Whether it is numbers in lists, to any depth."""
+    """Return whether a value is a list of numbers or a nested list of numbers."""
     return isinstance(value, list) and all(_is_number(v) or _is_array(v) for v in value)
 
 
 def _is_score(value: Json) -> bool:
-    """Whether it is what reports draw: entries by name, at least those that every text has."""
+    """Return whether a value maps metrics to numbers, including those that reports always need."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -145,45 +148,53 @@ def _is_score(value: Json) -> bool:
     )
 
 
-FITS: dict[str, Callable[[Json], bool]] = {
+VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.LOSS: _is_number,
-    metric.REWARDS: _are_numbers,
+    metric.REWARDS: _is_mapping_of_numbers,
     metric.SECONDS: _is_number,
     metric.KEPT: _is_round,
     metric.TEST: _is_score,
-    metric.TRUST: _are_numbers,
-    metric.RANK: _are_numbers,
-    metric.TAUGHT: _are_numbers,
+    metric.TRUST: _is_mapping_of_numbers,
+    metric.RANK: _is_mapping_of_numbers,
+    metric.TAUGHT: _is_mapping_of_numbers,
     metric.ROUTING: _is_array,
     metric.FUSION: _is_array,
 }
-"""What tables and reports draw, by the first part of an entry's name, and what it must be."""
-FITS |= {name.removesuffix("/"): fits for name, fits in FITS.items()}
+"""Checks for values of metrics that tables and reports display, by the name before its slash."""
+VALUE_CHECKS |= {name.removesuffix("/"): is_valid for name, is_valid in VALUE_CHECKS.items()}
 
 
 class Reply(_Header):
-    """From a client: the answer to an order; the body is a hello or an upload."""
+    """A client's reply to an order; the body is a hello or an upload."""
 
     fault: Fault | None = None
     base: str = ""
-    """Hash of the base's weights, in the answer to join."""
+    """Hash of the base's weights, in a reply to `join`."""
     stops: bool | None = None
-    """Whether the client takes no part in further rounds (`evaluation.patience`); else left out."""
+    """Whether the client will skip all later rounds (`evaluation.patience`); None otherwise."""
     entries: list[Entry] | None = None
-    """What was logged, where the run shares metrics."""
+    """Metrics that the client logged, if the run shares metrics."""
 
 
 H = TypeVar("H", bound=_Header)
 
 
 def seal(header: _Header, body: bytes = b"") -> bytes:
-    """Header and message as bytes."""
+    """Serialise a header and a message's bytes as one envelope."""
     text = json.dumps(header.model_dump(exclude_none=True), allow_nan=False).encode()
     return len(text).to_bytes(4, "big") + text + body
 
 
 def unseal(kind: type[H], data: bytes) -> tuple[H, bytes]:
-    """What `seal` wrote; raises MessageError for anything else."""
+    """Split an envelope into its header and its message's bytes.
+
+    Args:
+        kind: Class of the header: `Order` or `Reply`.
+        data: The bytes received.
+
+    Raises:
+        MessageError: The bytes are not an envelope with a header of this class.
+    """
     end = 4 + int.from_bytes(data[:4], "big")
     if not 4 < end <= min(len(data), LARGEST_HEADER):
         raise MessageError("The bytes received are not a Coterie envelope.")

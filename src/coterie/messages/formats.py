@@ -1,7 +1,8 @@
-"""The numbers that formats carry, so that another version's bytes are refused in a sentence.
+"""Versions of the file and wire formats, with which data of other versions are recognised.
 
-FORMAT is that of messages, states and run folders; a change of any of them raises it, and
-CHANGELOG.md says how to go on. PROTOCOL is what servers and clients of a deployment agree on.
+`FORMAT` is the version of messages, states and run folders. A change to any of them increments
+`FORMAT`, and CHANGELOG.md explains how to continue. `PROTOCOL` is the version that the server and
+the clients of a deployment must share.
 """
 
 from collections.abc import Mapping
@@ -13,27 +14,33 @@ from coterie.errors import CoterieError
 FORMAT = 2
 PROTOCOL = 4
 VERSION = version("coterie")
-"""Of this package."""
+"""The installed version of Coterie."""
 
 
 class FormatError(CoterieError):
-    """What is read was written in another format."""
+    """A file or message has a format that this version of Coterie does not read."""
 
 
-def stamp() -> dict[str, Any]:
-    """What is written beside the content: the format, and by which version."""
+def version_fields() -> dict[str, Any]:
+    """Return the header fields `format` and `coterie`: the format and Coterie's version."""
     return {"format": FORMAT, "coterie": VERSION}
 
 
-def check_stamp(what: str, header: Mapping[str, Any], remedy: str) -> None:
-    """Raise FormatError unless the header is stamped with this version's format.
+def check_format(source: str, header: Mapping[str, Any], remedy: str) -> None:
+    """Check that a header declares the format that this version reads.
 
-    what: the subject of the sentence; remedy: how to go on.
+    Args:
+        source: Name of the file or message, the subject of the error message.
+        header: The header that was read.
+        remedy: Last sentence of the error message: what to do.
+
+    Raises:
+        FormatError: The header declares another format, or none.
     """
-    found = header.get("format", 1)  # the first version's formats had no number
-    if found != FORMAT:
+    number = header.get("format", 1)  # the first version's formats had no number
+    if number != FORMAT:
         wrote = str(header.get("coterie", "another version"))[:20]
         raise FormatError(
-            f"{what} has format {found!s:.20} (written by Coterie {wrote}), but Coterie "
+            f"{source} has format {number!s:.20} (written by Coterie {wrote}), but Coterie "
             f"{VERSION} reads format {FORMAT}. {remedy}"
         )

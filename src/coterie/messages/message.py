@@ -1,8 +1,8 @@
-"""Messages and states: named groups of tensors and a little JSON, as safetensors, never as pickle.
+"""Messages and states: named groups of tensors with a little JSON, stored as safetensors.
 
-A group is a mapping of names to tensors: `message["adapter"]`. What is not there is an empty group.
-In the bytes a tensor is called `GROUP/NAME`, with the name of a peer or a part before the group:
-`alice:adapter/NAME`. Nobody but this file reads these keys.
+A group maps names to tensors: `message["adapter"]`. A missing group reads as an empty one. In the
+bytes, a tensor's key is `GROUP/NAME`, and `PEER:GROUP/NAME` (`alice:adapter/NAME`) if it belongs to
+a peer or to a nested state. Only this file reads and writes these keys. Pickle is never used.
 """
 
 import json
@@ -18,32 +18,36 @@ import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages.formats import check_stamp, stamp
+from coterie.messages.formats import check_format, version_fields
 
 Json = Any
 Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = 2**30
-"""Bytes that are accepted: three full-rank updates of GPT-2's layers (see methods/exact.py)."""
+"""Maximum message size in bytes: three full-rank updates of GPT-2's layers (methods/exact.py)."""
 LARGEST_HEADER = 2**23
-"""Bytes of a message's names, shapes and values, which take up to 65 times as much when parsed."""
+"""Maximum size in bytes of the names, shapes and values; parsed, they take up to 65 times more."""
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
-"""Of a tensor that torch can compute with."""
+"""Maximum number of tensor dimensions that torch can compute with."""
 DEEPEST_PART = 8
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""The name of a group, a peer or a part."""
+"""Valid names of groups, peers and nested states."""
 
 
 class MessageError(CoterieError):
-    """What arrived is not a message, or not one that the method declares."""
+    """The bytes received are not a message, or the message does not match the method's schema."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What one side must keep to go on. It never travels.
+    """The data that a client or a server needs to resume a run. A state is never sent.
 
-    Groups of tensors, JSON values, and the states of what the side is made of, by name.
+    Args:
+        groups: Tensors by group and name, of any dtype and shape.
+        values: JSON values by name.
+        parts: Nested states by name, such as those of the optimiser or of each client. A name has
+            at most 100 letters, digits, dots, dashes and underscores, as has a group's.
     """
 
     groups: Groups = field(default_factory=dict)
@@ -51,34 +55,58 @@ class State:
     parts: Mapping[str, "State"] = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Tensors:
-        """The tensors of a group, by name; none where it is not there."""
+        """Return a group's tensors by name; a missing group is empty."""
         return self.groups.get(group, {})
 
     def walk(self, *path: str) -> "Iterator[tuple[tuple[str, ...], State]]":
-        """This state and those inside it, each with its path."""
+        """Yield this state and all nested states, each with its path.
+
+        Args:
+            *path: Path of this state; nested states append their names.
+        """
         yield path, self
         for name, part in self.parts.items():
             yield from part.walk(*path, name)
 
     def without(self, client: str) -> "State":
-        """The same state without one client's part, and without what values have by its name."""
+        """Return a copy without a client's nested state and its entries in `values`.
+
+        Args:
+            client: The client's name. Every key of this name is removed, at any depth of the
+                mappings in `values`.
+        """
         values = {key: without(value, client) for key, value in self.values.items()}
         return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
 
     def is_finite(self) -> bool:
-        """Whether all numbers of its tensors and values are finite."""
+        """Return whether all numbers in tensors and values are finite, in nested states too."""
         return all(_are_finite(state.values, state.groups) for _, state in self.walk())
 
     def encode(self) -> bytes:
-        """As safetensors, the values in its header."""
-        found = dict(self.walk())
-        values = {":".join(path): dict(state.values) for path, state in found.items()}
-        return _pack({path: state.groups for path, state in found.items()}, {"values": values})
+        """Encode the state.
+
+        Returns:
+            A safetensors file whose header contains the values.
+
+        Raises:
+            ValueError: A value contains NaN or infinity, or is not JSON.
+        """
+        states = dict(self.walk())
+        values = {":".join(path): dict(state.values) for path, state in states.items()}
+        return _pack({path: state.groups for path, state in states.items()}, {"values": values})
 
     @classmethod
     def decode(cls, data: bytes) -> "State":
-        """Read what `encode` wrote; raises MessageError for anything else."""
-        found, header = _unpack(data, "A state", "Use the version that wrote it.")
+        """Decode a state.
+
+        Args:
+            data: Bytes written by `encode`.
+
+        Raises:
+            MessageError: The bytes are not a state.
+            FormatError: The state was written by a version with another format.
+        """
+        groups, header = _unpack(data, "A state", "Use the version that wrote it.")
         values: dict[str, Json] = header["values"]
         paths = [tuple(path.split(":")) if path else () for path in values]
         if (
@@ -86,33 +114,33 @@ class State:
             or not all(NAME.fullmatch(name) for path in paths for name in path)
             or not all(isinstance(v, dict) for v in values.values())
         ):
-            raise MessageError("The state contains values of unknown parts.")
-        return _assembled({path: {} for path in paths} | found, values)
+            raise MessageError("The state contains values of unknown nested states.")
+        return _assembled({path: {} for path in paths} | groups, values)
 
 
 def without(value: Json, key: str) -> Any:
-    """JSON less what stands under a key, however deep."""
+    """Remove a key from JSON mappings at any depth; return a copy."""
     if isinstance(value, dict):
         return {name: without(inner, key) for name, inner in value.items() if name != key}
     return value
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of any type holds finite numbers alone."""
-    if not tensor.numel():  # perhaps of a shape beside the 0 that torch cannot compute with
+    """Return whether a tensor of any dtype contains only finite numbers."""
+    if not tensor.numel():  # torch cannot compute with some shapes of empty tensors
         return True
-    # torch tells finite from other only for some floats of 8 bits; float32 holds them all exactly.
+    # torch.isfinite supports only some 8-bit floats; float32 represents all of them exactly.
     wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
     return bool(torch.isfinite(wide).all())
 
 
-def _are_finite(values: Mapping[str, Json], *found: Groups) -> bool:
-    tensors = (t for groups in found for group in groups.values() for t in group.values())
+def _are_finite(values: Mapping[str, Json], *all_groups: Groups) -> bool:
+    tensors = (t for groups in all_groups for group in groups.values() for t in group.values())
     return all(map(is_finite, tensors)) and _has_finite_numbers(values)
 
 
 def _has_finite_numbers(value: object) -> bool:
-    """Whether no number in JSON, however deep, is infinite or NaN."""
+    """Return whether JSON contains no infinity or NaN at any depth."""
     match value:
         case Mapping():
             return all(map(_has_finite_numbers, value.values()))
@@ -125,83 +153,117 @@ def _has_finite_numbers(value: object) -> bool:
 
 
 def _assembled(
-    found: Mapping[tuple[str, ...], Groups], values: Mapping[str, Json], *path: str
+    groups: Mapping[tuple[str, ...], Groups], values: Mapping[str, Json], *path: str
 ) -> State:
-    """The state at a path of all that were found, with its parts."""
+    """Build the state at a path with its nested states, from the groups and values of all paths."""
     depth = len(path)
-    below = {place: groups for place, groups in found.items() if place[:depth] == path}
-    names = sorted({place[depth] for place in below if len(place) > depth})
+    below = {other: tensors for other, tensors in groups.items() if other[:depth] == path}
+    names = sorted({other[depth] for other in below if len(other) > depth})
     parts = {name: _assembled(below, values, *path, name) for name in names}
-    return State(found.get(path, {}), values.get(":".join(path), {}), parts)
+    return State(groups.get(path, {}), values.get(":".join(path), {}), parts)
 
 
 @dataclass(frozen=True)
 class Message:
-    """What travels between a client and the server: one down and one up per client and round."""
+    """A message between a client and the server: a hello, a download or an upload.
+
+    Args:
+        round: Number of exchanges completed before this message.
+        groups: Tensors by group and name.
+        values: JSON values by name.
+        peers: Groups of other clients by client name, in downloads that forward uploads.
+    """
 
     round: int = 0
     groups: Groups = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
     peers: Mapping[str, Groups] = field(default_factory=dict)
-    """In a download that passes uploads on: the groups of other clients, by their names."""
 
     def __getitem__(self, group: str) -> Tensors:
-        """The tensors of a group, by name; none where it is not there."""
+        """Return a group's tensors by name; a missing group is empty."""
         return self.groups.get(group, {})
 
     def from_peer(self, name: str) -> "Message":
-        """What another client uploaded."""
+        """Return another client's upload, which this download forwards.
+
+        Args:
+            name: The other client's name, a key of `peers`.
+        """
         return Message(self.round, self.peers[name])
 
     def tensors(self) -> Iterator[tuple[str | None, str, str, Tensor]]:
-        """Every tensor, with its peer (None: the sender's own), group and name."""
-        everything = [(None, self.groups), *self.peers.items()]
-        for peer, groups in everything:
+        """Yield every tensor as (peer, group, name, tensor).
+
+        The peer is None for tensors in `groups`, else the client whose upload is forwarded.
+        """
+        by_peer = [(None, self.groups), *self.peers.items()]
+        for peer, groups in by_peer:
             for group, tensors in groups.items():
                 for name, tensor in tensors.items():
                     yield peer, group, name, tensor
 
     def is_finite(self) -> bool:
-        """Whether all numbers of its tensors and values are finite."""
+        """Return whether all numbers in tensors and values are finite."""
         return _are_finite(self.values, self.groups, *self.peers.values())
 
     def only(self, groups: Iterable[str]) -> Self:
-        """The same message with no other groups than these."""
-        kept = set(groups)
-        return replace(self, groups={n: g for n, g in self.groups.items() if n in kept})
+        """Return a copy that keeps only some groups.
+
+        Args:
+            groups: Names of the groups to keep; the round, values and peers are always kept.
+        """
+        names = set(groups)
+        return replace(self, groups={n: g for n, g in self.groups.items() if n in names})
 
     def encode(self) -> bytes:
-        """As safetensors, the round and the values in its header."""
+        """Encode the message without checks; see `Schema.send`.
+
+        Returns:
+            A safetensors file whose header contains the round and the values.
+
+        Raises:
+            ValueError: A value contains NaN or infinity, or is not JSON.
+        """
         groups = {(): self.groups} | {(name,): groups for name, groups in self.peers.items()}
         return _pack(groups, {"round": self.round, "values": dict(self.values)})
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """Read what `encode` wrote; raises MessageError for anything else or too large."""
+        """Decode a message without checking its fields; see `Schema.receive`.
+
+        Args:
+            data: Bytes written by `encode`.
+
+        Raises:
+            MessageError: The bytes are not a message, or exceed a size limit.
+            FormatError: The sender's version has another format.
+        """
         if len(data) > LARGEST_MESSAGE:
-            raise MessageError(f"The message has {len(data):,} bytes, more than the limit.")
+            raise MessageError(
+                f"The message has {len(data):,} bytes; at most {LARGEST_MESSAGE:,} are accepted."
+            )
         if _header_size(data) > LARGEST_HEADER:
-            raise MessageError("The message's header exceeds the size limit.")
-        found, header = _unpack(data, "A message", "Install the same version on both sides.")
+            raise MessageError(f"The message's header has more than {LARGEST_HEADER:,} bytes.")
+        by_path, header = _unpack(data, "A message", "Install the same version on both sides.")
         number = header.get("round")
         if type(number) is not int or not 0 <= number <= LAST_ROUND:
             raise MessageError("The message has no valid round number.")
-        own = found.pop((), {})
-        if any(len(path) > 1 for path in found):
-            raise MessageError("The message contains parts of other clients' messages.")
-        return cls(number, own, header["values"], {path[0]: g for path, g in found.items()})
+        groups = by_path.pop((), {})
+        if any(len(path) > 1 for path in by_path):
+            raise MessageError("The message contains nested groups in another client's upload.")
+        return cls(number, groups, header["values"], {path[0]: g for path, g in by_path.items()})
 
 
-def _pack(found: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) -> bytes:
-    whole: dict[str, Tensor] = {}
-    for path, groups in found.items():
+def _pack(by_path: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) -> bytes:
+    keyed: dict[str, Tensor] = {}
+    for path, groups in by_path.items():
         for group, tensors in groups.items():
             prefix = ":".join((*path, group))
             assert all(map(NAME.fullmatch, (*path, group))), prefix
             for name, tensor in tensors.items():
-                whole[f"{prefix}/{name}"] = tensor.detach().cpu().contiguous()
-    text = json.dumps(stamp() | header, allow_nan=False, sort_keys=True)
-    return safetensors.torch.save(whole, {"coterie": text})
+                keyed[f"{prefix}/{name}"] = tensor.detach().cpu().contiguous()
+    text = json.dumps(version_fields() | header, allow_nan=False, sort_keys=True)
+    return safetensors.torch.save(keyed, {"coterie": text})
 
 
 def _header_size(data: bytes) -> int:
@@ -209,33 +271,36 @@ def _header_size(data: bytes) -> int:
 
 
 def _unpack(
-    data: bytes, what: str, remedy: str
+    data: bytes, source: str, remedy: str
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
-    """Groups by path, and the header; raises MessageError, or FormatError as `check_stamp`."""
+    """Return the groups by path, and the header; raise as `Message.decode` and `check_format`."""
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
         metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
         header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
-    # RuntimeError: torch's for a shape whose strides overflow, and Python's for deep nesting.
+    # torch raises RuntimeError if strides overflow, and Python if JSON is nested too deeply.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
         raise MessageError("The message's header lacks its values.")
-    check_stamp(what, header, remedy)
-    found: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in sorted(tensors.items()):  # safetensors has them in any order
+    check_format(source, header, remedy)
+    by_path: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in sorted(tensors.items()):  # safetensors returns them in any order
         if tensor.ndim > MOST_DIMENSIONS:
-            raise MessageError("The message contains a tensor with too many dimensions.")
-        place, slash, name = key.partition("/")
-        *path, group = names = place.split(":")
+            raise MessageError(
+                f"The message contains a tensor with {tensor.ndim} dimensions; at most "
+                f"{MOST_DIMENSIONS} are accepted."
+            )
+        prefix, slash, name = key.partition("/")
+        *path, group = names = prefix.split(":")
         if not slash or len(names) > DEEPEST_PART or not all(map(NAME.fullmatch, names)):
             raise MessageError("The message contains a tensor that belongs to no group.")
-        found.setdefault(tuple(path), {}).setdefault(group, {})[name] = tensor
-    return found, header
+        by_path.setdefault(tuple(path), {}).setdefault(group, {})[name] = tensor
+    return by_path, header
 
 
 def _finite(text: str) -> float:
-    number = float(text)  # also of "NaN", "-Infinity" and "1e999", which Python's JSON lets through
+    number = float(text)  # Python's JSON parser accepts "NaN", "-Infinity" and "1e999"
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
     return number

@@ -1,7 +1,7 @@
-"""What a method lets travel, and the checks on everything that is sent or arrives.
+"""Schemas: the fields that a method may send, and the checks of every message against them.
 
-A schema is declared once per method. A message with anything else in it is refused twice: by the
-sender, before its bytes leave, and by the receiver, before they touch a model.
+Each method declares one schema. A message with an undeclared field is refused twice: by the sender,
+before any byte leaves the machine, and by the receiver, before the content reaches a model.
 """
 
 import math
@@ -15,45 +15,78 @@ Way = Literal["hello", "up", "down"]
 Reduce = Literal["mean", "each"]
 Shapes = Mapping[str, tuple[int, ...]]
 DEEPEST = 32
-"""Levels of lists and mappings in a value: more than any needs, and no strain on recursion."""
+"""Maximum nesting of lists and mappings in a value; deeper ones could exhaust Python's stack."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A group of tensors, or a value, that may travel."""
+    """A group of tensors, or a JSON value, that may be sent.
+
+    Args:
+        name: Name of the group or value in the message.
+        description: A few words about the content, shown by audits and consent prompts.
+        dtype: A torch dtype (`"float32"`) that all tensors of the group have, under any names; or
+            a mapping of the permitted tensor names to their dtypes; or `"json"` for a value made
+            of numbers, text, lists and mappings.
+        reduce: For uploads: `"mean"` if the server side receives the mean over clients, `"each"`
+            if it receives every client's upload. A group that is needed in both forms has two
+            fields.
+        peers: For downloads: whether the field contains the groups of other clients, under their
+            names (`Message.peers`).
+    """
 
     name: str
-    what: str
-    """What that is, in a few words for the reader of an audit."""
+    description: str
     dtype: str | Mapping[str, str] = "float32"
-    """A torch dtype for the group's tensors; or the names that it may have, each with its dtype;
-    or `json` for a value (numbers, names, lists and mappings)."""
     reduce: Reduce = "each"
-    """Of an upload: whether the server's side gets the mean over clients, or each client's. A group
-    of which it needs both has two fields."""
     peers: bool = False
-    """Of a download: whether it holds the other clients', each under its name."""
 
     def allows(self, name: str, dtype: str) -> bool:
-        """Whether a tensor of this name and dtype may be in the group."""
-        wanted = self.dtype if isinstance(self.dtype, str) else self.dtype.get(name)
-        return wanted == dtype
+        """Return whether the group may contain a tensor of this name and dtype.
+
+        Args:
+            name: Name of the tensor within the group.
+            dtype: Name of its dtype without `torch.`, such as `float32`.
+        """
+        allowed = self.dtype if isinstance(self.dtype, str) else self.dtype.get(name)
+        return allowed == dtype
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Every field that a method may send, by direction."""
+    """All fields that a method may send.
+
+    Args:
+        hello: Fields of the message that a client sends once, when it joins.
+        up: Fields of uploads.
+        down: Fields of downloads.
+    """
 
     hello: tuple[Field, ...] = ()
     up: tuple[Field, ...] = ()
     down: tuple[Field, ...] = ()
 
     def reduced(self, reduce: Reduce) -> set[str]:
-        """The groups of an upload that reach the server's side as a mean, or one by one."""
+        """Return the names of the upload's fields with this reduction.
+
+        Args:
+            reduce: `"mean"` for fields that are averaged over clients, `"each"` for fields that
+                the server side receives from every client.
+        """
         return {field.name for field in self.up if field.reduce == reduce}
 
     def check(self, way: Way, message: Message) -> None:
-        """Raise MessageError unless every part of the message is declared for this direction."""
+        """Check that a message contains only declared fields with valid content.
+
+        Args:
+            way: The message's direction: `"hello"`, `"up"` or `"down"`.
+            message: The message to be sent, or received.
+
+        Raises:
+            MessageError: A tensor or value is not declared for this direction, has another dtype,
+                or is not finite; or a value has integers of more than 64 bits or is nested too
+                deeply.
+        """
         fields: tuple[Field, ...] = getattr(self, way)
         for peer, group, name, tensor in message.tensors():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -76,19 +109,47 @@ class Schema:
                 )
 
     def send(self, way: Way, message: Message) -> bytes:
-        """The bytes of a message, once it is sure that all of it may travel."""
+        """Check a message and encode it.
+
+        Args:
+            way: The message's direction: `"hello"`, `"up"` or `"down"`.
+            message: The message to send.
+
+        Returns:
+            The payload.
+
+        Raises:
+            MessageError: The message fails `check`.
+        """
         self.check(way, message)
         return message.encode()
 
     def receive(self, way: Way, data: bytes) -> Message:
-        """The message in some bytes that arrived, if all of it may travel this way."""
+        """Decode a payload and check the message.
+
+        Args:
+            way: The message's direction: `"hello"`, `"up"` or `"down"`.
+            data: The payload.
+
+        Raises:
+            MessageError: The bytes are not a message, or the message fails `check`.
+            FormatError: The sender's version has another format.
+        """
         message = Message.decode(data)
         self.check(way, message)
         return message
 
 
 def check_shapes(tensors: Tensors, expected: Shapes) -> None:
-    """Raise MessageError unless a group holds exactly the expected tensors."""
+    """Check that a group contains exactly the expected tensors.
+
+    Args:
+        tensors: The group received.
+        expected: The shape of every tensor by name.
+
+    Raises:
+        MessageError: A tensor is missing, is not expected, or has another shape.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(shapes.keys() ^ expected.keys()):
         fault = "is missing from" if name in expected else "was not expected in"
@@ -101,7 +162,12 @@ def check_shapes(tensors: Tensors, expected: Shapes) -> None:
 
 
 def plain(value: Json, levels: int = DEEPEST) -> bool:
-    """Whether a value is text, finite numbers of 64 bits, and not too deep lists and mappings."""
+    """Return whether a value is plain JSON: text, finite 64-bit numbers, lists and mappings.
+
+    Args:
+        value: The value to check.
+        levels: Maximum nesting of lists and mappings.
+    """
     match value:
         case dict():
             return levels > 0 and all(plain(v, levels - 1) for v in value.values())

@@ -15,7 +15,7 @@ which shares nothing and changes nothing::
             return ServerSide()
 
 Pass an instance to `coterie.run(config, method=Silent())`, or put the class in a file for `--plugin
-FILE.py` to use it by its name in run files. docs/add-a-method.md describes the interface.
+FILE.py` to use it by its name in run files. docs/develop/add-a-method.md describes the interface.
 """
 
 from collections.abc import Mapping

@@ -90,7 +90,9 @@ class PCL(AdapterMethod):
             "update": Travels("update", "change of the adapter since the last exchange"),
         }
         up = (*(groups[name] for name in self.groups), *self.evidence)
-        theirs = (replace(f, what=f"from other clients: {f.what}", peers=True) for f in up)
+        theirs = (
+            replace(f, description=f"from other clients: {f.description}", peers=True) for f in up
+        )
         return Schema(family.hello, up, tuple(theirs))
 
     @property

@@ -112,7 +112,8 @@ METHODS: "Registry[type[Method]]" = Registry(
     group="coterie.methods",
     accept=register,
     reserved=(POOLED,),
-    advice="`coterie methods` lists all methods; --plugin FILE.py adds your own.",
+    advice="`coterie methods` lists all methods; --plugin FILE.py, or coterie.register, adds your "
+    "own.",
 )
 kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
@@ -120,11 +121,6 @@ kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 def available() -> "dict[str, type[Method]]":
     """Every method's class, by name, in the order of `names`."""
     return {name: kind_of(name) for name in names()}
-
-
-def is_installed(kind: "type[Method]") -> bool:
-    """Whether any process on this machine finds a method by its name, without being told of it."""
-    return METHODS.is_installed(kind.name) and kind_of(kind.name) is kind
 
 
 def method_from(value: object) -> "Method":

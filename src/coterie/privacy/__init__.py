@@ -1,4 +1,4 @@
-"""Mechanisms that keep records private: clipping, noise, accounting, and secrets to draw from.
+"""Differential privacy: clipping, noise, accounting of budgets, and secret seeds.
 
-This room knows no method and no engine.
+This package depends on no method and no engine.
 """

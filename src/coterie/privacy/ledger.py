@@ -1,7 +1,7 @@
-"""What a client has told of its records under noise, and how much more it may tell.
+"""A client's ledger of differentially private releases, and privacy budgets.
 
-The server decides how often a round is opened; so the client counts for itself, and its count
-outlives whatever is undone.
+The server decides how often a round is repeated, so every client keeps its own ledger. An entry is
+never removed, even if its round is rolled back.
 """
 
 import fcntl
@@ -20,109 +20,118 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """What a run spends of a client's privacy, or what a client allows all of its runs to spend."""
+    """A privacy budget: spent by one run, or allowed by a client for all of its runs."""
 
     epsilon: float
-    """Infinite if something is sent without noise."""
+    """Infinite if anything is sent without noise."""
     delta: float
-    what: str = ""
-    """What is sent under noise, such as `updates`."""
+    description: str = ""
+    """The data sent with noise, such as `updates`."""
 
 
 ROUNDING = 1e-9
 Noise = Annotated[float, Field(gt=1e-100, lt=1e100)]
-"""A noise multiplier whose square neither overflows nor vanishes."""
+"""A noise multiplier whose square neither overflows nor underflows."""
 RUNS = TypeAdapter(dict[str, dict[str, Noise]])
 
 
 class Ledger:
-    """One client's releases, of one run after another. In a file, or for as long as it is there.
+    """One client's releases in all of its runs.
 
-    Releases are Gaussian mechanisms on the same records, so their `1 / noise**2` add up.
+    Releases are Gaussian mechanisms on the same records, so their costs `1 / noise**2` add up.
+
+    Args:
+        path: File of the ledger; None to keep the ledger in memory.
+        run: Id of the current run.
+        limit: Budget of all runs together; None for no limit.
+
+    Raises:
+        CoterieError: The file is damaged or cannot be read.
     """
 
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
         self.runs = {} if path is None else _read(path)
-        """The noise multiplier of each release, by run and by what tells it from others."""
+        """The noise multiplier of each release, by run and by the release's name."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
-        """Return whether a release may be made, and count it before it is made.
+        """Record a release before it is sent, and return whether the budget permits it.
 
-        A release that was counted may be made again.
+        A release that is already recorded is permitted again at no cost.
 
         Args:
-            release: its name: a digest, after `SOURCE:` where a run has several sources.
-            noise: standard deviation of its noise over its sensitivity.
-            releases: number of releases of this source in the run.
+            release: Name of the release: a digest, preceded by `SOURCE:` if a run has several
+                sources of releases.
+            noise: Standard deviation of the noise divided by the sensitivity.
+            releases: Number of releases that the source makes in the whole run.
 
         Raises:
-            CoterieError: the file cannot be written.
+            CoterieError: The file cannot be read or written.
         """
-        with nullcontext() if self.path is None else _alone(self.path):
+        with nullcontext() if self.path is None else _locked(self.path):
             self.runs = self.runs if self.path is None else _read(self.path)
-            mine, share = self.runs.get(self.run, {}), noise**-2
-            if release in mine:
+            recorded, cost = self.runs.get(self.run, {}), noise**-2
+            if release in recorded:
                 return True
             source = release.rpartition(":")[0]
-            alike = (n for other, n in mine.items() if other.rpartition(":")[0] == source)
-            if _over(_spent(alike) + share, releases * share):
+            noises = (n for other, n in recorded.items() if other.rpartition(":")[0] == source)
+            if _exceeds(_cost(noises) + cost, releases * cost):
                 return False
-            if self.limit is not None and _over(self._all() + share, _most(self.limit)):
+            if self.limit is not None and _exceeds(self._all() + cost, _allowed(self.limit)):
                 return False
-            runs = {**self.runs, self.run: {**mine, release: noise}}
+            runs = {**self.runs, self.run: {**recorded, release: noise}}
             if self.path is not None:
                 write_private(self.path, json.dumps(runs, indent=2).encode())
             self.runs = runs
             return True
 
     def affords(self, budgets: Sequence[Budget]) -> bool:
-        """Return whether a whole run with these budgets stays within the limit."""
+        """Return whether the current run may spend all of these budgets within the limit."""
         if self.limit is None:
             return True
         if any(math.isinf(budget.epsilon) for budget in budgets):
             return False
-        before = self._all() - _spent(self.runs.get(self.run, {}).values())
-        return not _over(before + sum(map(_most, budgets)), _most(self.limit))
+        other_runs = self._all() - _cost(self.runs.get(self.run, {}).values())
+        return not _exceeds(other_runs + sum(map(_allowed, budgets)), _allowed(self.limit))
 
     def spent(self, delta: float) -> float:
-        """The epsilon of all releases so far."""
+        """Return the epsilon, at this delta, of all recorded releases together."""
         total = self._all()
         return epsilon(total**-0.5, 1, delta) if total else 0.0
 
     def _all(self) -> float:
-        return _spent(noise for run in self.runs.values() for noise in run.values())
+        return _cost(noise for run in self.runs.values() for noise in run.values())
 
 
 def together(budgets: Sequence[Budget]) -> Budget | None:
-    """Return one budget for everything that a run spends; None if it spends nothing."""
+    """Combine the budgets of a run into one; return None if there are none."""
     if len(budgets) < 2:
         return budgets[0] if budgets else None
     delta = min(budget.delta for budget in budgets)
-    what = " and ".join(budget.what for budget in budgets)
+    description = " and ".join(budget.description for budget in budgets)
     if any(math.isinf(budget.epsilon) for budget in budgets):
-        return Budget(math.inf, delta, what)
-    return Budget(epsilon(sum(map(_most, budgets)) ** -0.5, 1, delta), delta, what)
+        return Budget(math.inf, delta, description)
+    return Budget(epsilon(sum(map(_allowed, budgets)) ** -0.5, 1, delta), delta, description)
 
 
-def _over(amount: float, most: float) -> bool:
-    return amount > most * (1 + ROUNDING)
+def _exceeds(cost: float, allowed: float) -> bool:
+    return cost > allowed * (1 + ROUNDING)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from the file meanwhile."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a ledger's file against other processes."""
     with open_lock(path.with_name(f".{path.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _spent(noises: Iterable[float]) -> float:
+def _cost(noises: Iterable[float]) -> float:
     return math.fsum(noise**-2 for noise in noises)
 
 
-def _most(budget: Budget) -> float:
-    """What a budget allows, in the ledger's measure."""
+def _allowed(budget: Budget) -> float:
+    """Convert a budget to the largest total cost `sum(1 / noise**2)` within it."""
     return noise_for(budget.epsilon, 1, budget.delta) ** -2 if budget.epsilon else 0.0
 
 
@@ -134,6 +143,6 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
         return {}
     except (OSError, ValueError) as error:
         raise CoterieError(
-            f"{path} cannot be read; without it nobody knows what this client has told of its "
-            "texts. Restore it from a backup."
+            f"The privacy ledger {path} cannot be read, so the budget that this client has spent "
+            "is unknown; restore the file from a backup."
         ) from error

@@ -1,9 +1,9 @@
-"""Means of a client's records that say little about any one of them: the Gaussian mechanism.
+"""The Gaussian mechanism for means over a client's records.
 
-In place of the noise that FedAMoLE (arXiv 2411.19128) adds to embeddings, which is not calibrated
-to any record's influence and so guarantees nothing. Two sets of records are neighbours if one
-record is replaced by another; their number n is public. The guarantee is for what `private_mean`
-returns, not for anything else that was computed from the same records, such as trained weights.
+It replaces the noise that FedAMoLE (arXiv 2411.19128) adds to embeddings, which is not calibrated
+to the sensitivity and therefore guarantees nothing. Two sets of records are neighbours if one
+record is replaced by another; their number n is public. The guarantee covers the result of
+`private_mean` only, and no other function of these records, such as trained weights.
 """
 
 import math
@@ -14,17 +14,25 @@ from scipy.special import log_ndtr
 from torch import Tensor
 
 MOST_EPSILON = 1e9
-"""That can be computed with; far less promises nothing any more."""
+"""Largest epsilon that can be computed; far smaller ones already protect nothing."""
 
 
 def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """The mean of clipped vectors plus normal noise: (dim,), float32.
+    """Return the mean of clipped vectors plus Gaussian noise.
 
-    samples: (n, dim), one vector per record, n >= 1; each is scaled to an L2 norm of at most
-    `clip`. Replacing one moves the mean by at most `2 clip / n`; the noise's standard deviation is
-    `noise` (sigma, a multiplier) times that. What is not a finite number counts as 0, lest one
-    record spoil the whole. The noise hides nothing from who can draw it too: `chance`, a CPU
-    generator, must be seeded with something that the receiver does not know.
+    Each vector is scaled to an L2 norm of at most `clip`, so replacing one record changes the mean
+    by at most `2 clip / n`. Values that are not finite count as 0, so that one record cannot make
+    the mean NaN.
+
+    Args:
+        samples: (n, dim), one vector per record, n >= 1.
+        clip: Maximum L2 norm.
+        noise: Noise multiplier sigma; the standard deviation is `noise * 2 clip / n`.
+        chance: CPU generator of the noise. Its seed must be secret from the receiver, who could
+            otherwise subtract the noise.
+
+    Returns:
+        (dim,) float32.
     """
     vectors = samples.detach().double().cpu().nan_to_num(0.0, 0.0, 0.0)
     n, dim = vectors.shape
@@ -35,17 +43,28 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
 
 
 def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """What `private_mean` would return of vectors that are 0: nothing of these samples is in it."""
+    """Return the result of `private_mean` for zero vectors, which reveals nothing of the samples.
+
+    Args:
+        samples: (n, dim); only the shape is used.
+        clip: As for `private_mean`.
+        noise: As for `private_mean`.
+        chance: As for `private_mean`.
+    """
     return private_mean(torch.zeros_like(samples), clip, noise, chance)
 
 
 def epsilon(noise: float, releases: int, delta: float) -> float:
-    """The epsilon of (epsilon, delta)-differential privacy after so many releases, exactly.
+    """Return the exact epsilon of (epsilon, delta)-differential privacy after several releases.
 
-    noise: the multiplier sigma > 0 of each release; releases: 1 or more vectors computed from the
-    same records, with all records in each (later ones may depend on earlier ones); 0 < delta < 1.
-    Together they are one Gaussian mechanism with `mu = sqrt(releases) / noise` (Dong et al.,
+    The releases compose to one Gaussian mechanism with `mu = sqrt(releases) / noise` (Dong et al.,
     Gaussian differential privacy, arXiv 1905.02383, on composition).
+
+    Args:
+        noise: Noise multiplier sigma > 0 of each release.
+        releases: Number of vectors (1 or more) that are computed from all of the same records;
+            later ones may depend on earlier ones.
+        delta: 0 < delta < 1.
     """
     mu = math.sqrt(releases) / noise
     target = math.log(delta)
@@ -53,14 +72,19 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
         return 0.0
     # From delta(epsilon) <= Phi(-t) <= exp(-t^2 / 2) with t = epsilon / mu - mu / 2.
     highest = mu * (mu / 2 + math.sqrt(-2 * target))
-    found = brentq(lambda eps: _log_delta(eps, mu) - target, 0.0, highest)
-    return float(found)  # pyright: ignore
+    root = brentq(lambda eps: _log_delta(eps, mu) - target, 0.0, highest)
+    return float(root)  # pyright: ignore
 
 
 def noise_for(epsilon: float, releases: int, delta: float) -> float:
-    """The least multiplier sigma that keeps so many releases (epsilon, delta)-private.
+    """Return the smallest noise multiplier sigma that makes releases (epsilon, delta)-private.
 
-    The inverse of the function `epsilon`, for epsilon > 0.
+    This is the inverse of the function `epsilon`.
+
+    Args:
+        epsilon: Epsilon > 0 of all releases together.
+        releases: Number of releases, 1 or more.
+        delta: 0 < delta < 1.
     """
     target = math.log(delta)
     # The same bound as in `epsilon`, solved for mu.
@@ -74,11 +98,11 @@ def noise_for(epsilon: float, releases: int, delta: float) -> float:
 
 
 def _log_delta(eps: float, mu: float) -> float:
-    """log of `Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)`.
+    """Compute the logarithm of `Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)`.
 
-    Theorem 8 of Balle and Wang (arXiv 1805.06530), in logarithms as e^eps soon overflows.
+    Theorem 8 of Balle and Wang (arXiv 1805.06530), with logarithms because e^eps overflows.
     """
     first = float(log_ndtr(-eps / mu + mu / 2))
     second = eps + float(log_ndtr(-eps / mu - mu / 2))
-    # Rounding may leave no difference at all where delta is far below any in use.
+    # Rounding may leave a difference of 0 if delta is far below all values in use.
     return first + math.log(max(-math.expm1(second - first), 1e-300))

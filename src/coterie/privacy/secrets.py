@@ -1,8 +1,8 @@
-"""Secrets: what noise, masks and keys are drawn from, which the server must not know.
+"""Secret seeds of noise, masks and keys, unknown to the server.
 
-A run's seed is known to the server, so nothing secret comes from it: secrets come from the
-operating system. A client draws them round by round, and one round ahead, so that its state after a
-round holds the next one's: a round that is done again after a kill has the secret that it had.
+The server knows the run's seed, so secrets are drawn from the operating system's entropy instead.
+A client draws one secret per round, one round ahead: its state after a round already contains the
+next round's secret, so a round that is repeated after a crash uses the same secret.
 """
 
 import secrets
@@ -12,18 +12,18 @@ BITS = 62
 
 
 def draw() -> int:
-    """A number from the operating system's entropy; tests put a fixed source in its place."""
+    """Draw a number from the operating system's entropy; tests substitute a fixed source."""
     return secrets.randbits(BITS)
 
 
 class Secrets:
-    """One client's secrets by round, kept until their round has counted."""
+    """One client's secrets by round, kept until the round is complete."""
 
     def __init__(self) -> None:
         self._kept = {0: draw()}
 
     def of(self, round: int) -> int:
-        """The secret of a round; those of rounds before are forgotten, the next is drawn."""
+        """Return the secret of a round, discard earlier secrets, and draw the next round's."""
         for number in (round, round + 1):
             if number not in self._kept:
                 self._kept[number] = draw()
@@ -31,9 +31,9 @@ class Secrets:
         return self._kept[round]
 
     def state(self) -> dict[str, int]:
-        """For the client's state, as JSON."""
+        """Return the secrets as JSON, for the client's state."""
         return {str(number): secret for number, secret in self._kept.items()}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Take back what `state` gave."""
+        """Restore secrets returned by `state`."""
         self._kept = {int(number): secret for number, secret in state.items()}

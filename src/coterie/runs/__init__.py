@@ -1,6 +1,6 @@
-"""The run folder: metrics, checkpoints, resuming, and what follows a run."""
+"""Run folders, with metrics and checkpoints, and callbacks that follow a run."""
 
 from coterie.runs.folder import Recorder, RunFolder, describe
-from coterie.runs.progress import Watch
+from coterie.runs.progress import Callback, RunStart
 
-__all__ = ["Recorder", "RunFolder", "Watch", "describe"]
+__all__ = ["Callback", "Recorder", "RunFolder", "RunStart", "describe"]

@@ -1,7 +1,7 @@
-"""The content of a run folder's files, checked as it is read.
+"""Validated reading of the files in a run folder.
 
-A run folder can be damaged, or come from somebody else. What these functions return has the types
-that reports, tables and commands expect; they raise CoterieError for everything else.
+A run folder can be damaged or come from an untrusted source. The functions of this module return
+values of the types that reports, tables and commands expect, or raise CoterieError.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class _Deployment(_Part):
 
 
 class _Config(_Part):
-    """The keys that are read without validating the whole configuration (see `recorded`)."""
+    """The keys of a configuration that are read without validating all of it."""
 
     name: str
     seed: int
@@ -68,13 +68,13 @@ class _Client(_Part):
 
 
 class Plugins(_Part):
-    """The part of run.json that says how a run is resumed."""
+    """The plugins in run.json, which resuming a run requires."""
 
     plugins: dict[str, _Plugin] = {}
 
 
 class Description(Plugins):
-    """run.json."""
+    """The content of run.json."""
 
     threads: int
     clients: dict[str, _Client]
@@ -84,7 +84,7 @@ class Description(Plugins):
 
 
 class Result(_Part):
-    """result.json."""
+    """The content of result.json."""
 
     trained: dict[str, Score] = {}
     aggregated: dict[str, Score] = {}
@@ -96,26 +96,26 @@ class Result(_Part):
 
 
 class Outcome(Result):
-    """result.json of a run that reports and tables read."""
+    """The content of result.json, as reports and tables require it."""
 
     method: str
     reports: Literal["trained", "aggregated"]
 
 
 class Without(_Part):
-    """without.json."""
+    """The content of without.json."""
 
     clients: list[str]
 
 
 class Trained(_Part):
-    """trained.json of a deployed client."""
+    """The content of trained.json, in the run folder of a deployed client."""
 
     __pydantic_extra__: dict[str, Rounds]  # pyright: ignore
 
 
 class About(_Part):
-    """about.json in a deployed client's checkpoint."""
+    """The content of about.json, in the checkpoints of a deployed client."""
 
     round: int
     digest: str
@@ -123,7 +123,7 @@ class About(_Part):
 
 
 class Items(_Part):
-    """scores/POINT/NAME.json."""
+    """The content of scores/POINT/NAME.json."""
 
     __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore
     of: str = ""
@@ -134,7 +134,7 @@ CHECKSUMS = TypeAdapter(dict[str, str])
 
 
 def hashes(checksums: Any) -> dict[str, str]:
-    """Return the hashes of a checkpoint's files; raise ValueError for anything else."""
+    """Validate the hashes of a checkpoint's files; raise ValueError if they are malformed."""
     try:
         return CHECKSUMS.validate_python(checksums, strict=True)
     except ValidationError as error:
@@ -142,12 +142,12 @@ def hashes(checksums: Any) -> dict[str, str]:
 
 
 def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> dict[str, Any]:
-    """Return the mapping in a JSON file of a run folder, as it is in the file.
+    """Return the mapping in a JSON file of a run folder, unchanged.
 
     Args:
         folder: The run folder.
         name: The file's path inside the folder.
-        kind: What the mapping must hold.
+        kind: The model that validates the mapping. Default: no validation.
 
     Raises:
         CoterieError: The file is missing, damaged, or reached through a link.
@@ -166,7 +166,13 @@ def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> d
 
 
 def check(path: Path, values: Mapping[str, Any], kind: type[BaseModel]) -> None:
-    """Raise CoterieError if what a JSON file holds is not of a kind."""
+    """Raise CoterieError unless a model validates the content of a JSON file.
+
+    Args:
+        path: The file, for the message.
+        values: The content of the file.
+        kind: The model.
+    """
     try:
         kind.model_validate(values)
     except ValidationError as error:
@@ -177,7 +183,7 @@ REMEDY = "restore it from a copy, or run again in another folder."
 
 
 def read_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the figures in metrics.jsonl; a last line that a kill cut off is left out.
+    """Yield the lines of a JSON Lines file of metrics, without an incomplete last line.
 
     Raises:
         CoterieError: A line is damaged, or the file cannot be read.
@@ -197,9 +203,9 @@ def read_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) and not text.endswith(b"\n"):
                 return
-            why = _first(error) if isinstance(error, ValidationError) else error
+            reason = _first(error) if isinstance(error, ValidationError) else error
             raise CoterieError(
-                f"{folder / name}, line {number}, is damaged: {why}; {REMEDY}"
+                f"{folder / name}, line {number}, is damaged: {reason}; {REMEDY}"
             ) from None
         yield line
 
@@ -209,16 +215,16 @@ def _check_line(line: Mapping[str, Any]) -> None:
     name = line.get("name")
     if isinstance(name, str) and name.startswith((TEST, SERVER)):
         SCORE.validate_python(entry.get("value"), strict=True)
-        entry["name"] = "score"  # which was checked
+        entry["name"] = "score"  # validated above; the rule of `Entry` is stricter
     elif line.get("client") is None and name == TAUGHT:
-        entry["name"] = "taught by clients"  # the server's, which counts its teachers, too
+        entry["name"] = "taught by clients"  # has counts by teacher, which `Entry` rejects
     Entry.model_validate(entry)
     if type(line.get("during", 0)) is not int:
         raise ValueError("`during` is not a round")
 
 
 def _first(error: ValidationError) -> str:
-    """The first of the errors, with its place."""
+    """Format the first error with its location."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    location = ".".join(map(str, first["loc"]))
+    return f"{location}: {first['msg']}" if location else first["msg"]

@@ -14,8 +14,8 @@ from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Way
 from coterie.methods.contract import Method
-from coterie.methods.registry import is_installed, register
-from coterie.runs import RunFolder, Watch
+from coterie.methods.registry import METHODS, register
+from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, one_round, step, take, up
 from coterie.testing.small import small_run
@@ -24,11 +24,11 @@ from coterie.testing.work import worked
 REFUSED = r"must stay on its client|may not be sent"
 
 
-class Stop(Watch):
+class Stop(Callback):
     """Ends a run after its first round, as Ctrl-C would."""
 
-    def round_over(self, round: int, note: str) -> None:
-        """Ends it."""
+    def on_round_end(self, round: int, scores: str) -> None:
+        """Stop the run."""
         raise KeyboardInterrupt
 
 
@@ -42,7 +42,7 @@ class MethodContract:
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunConfig:
         """The run on which the method is tested: three clients, two rounds, a public text."""
-        if not is_installed(type(self.method)):
+        if not METHODS.is_installed(type(self.method)):
             register(type(self.method))
         (folder := tmp_path / "texts").mkdir()
         return small_run(folder, **{"method": self.method, **self.changes})
@@ -60,7 +60,7 @@ class MethodContract:
         description = session.description(run, session.participants(run))
         folder = RunFolder.create(tmp_path / "stopped", description)
         with pytest.raises(KeyboardInterrupt):
-            session.start(run, folder, Stop()).run()
+            session.start(run, folder, [Stop()]).run()
         coterie.resume(folder.path)
         loop.assert_same_states(folder, RunFolder(whole.path))
 
@@ -71,7 +71,7 @@ class MethodContract:
         folders = []
         for name, order in (("one", who.clients), ("other", who.clients[::-1])):
             folder = RunFolder.create(tmp_path / name, session.description(run, who.clients))
-            local_run(run, session.base, order, folder, Watch(), who.server).run()
+            local_run(run, session.base, order, folder, own=who.server).run()
             folders.append(folder)
         loop.assert_same_states(*folders)
 

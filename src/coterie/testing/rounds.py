@@ -18,7 +18,7 @@ from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.federation.participants import Participant
 from coterie.messages import Message
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 
 def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
@@ -32,7 +32,7 @@ def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> Loca
     session.check(run)
     who = session.federation(run)
     folder, present = RunFolder.temporary(), who.clients if clients is None else clients
-    return local_run(run, session.base, present, folder, Watch(), who.server)
+    return local_run(run, session.base, present, folder, (), who.server)
 
 
 def down(local: LocalRun, name: str) -> Message:

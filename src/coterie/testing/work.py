@@ -13,7 +13,7 @@ from coterie.engines import runtime, server_part
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.inference.kept import Keeper
-from coterie.runs import RunFolder, Watch
+from coterie.runs import RunFolder
 
 
 class Work:
@@ -64,7 +64,7 @@ def worked(
     folder = RunFolder.create(out, session.description(run, who.clients))
     with monkeypatch.context() as patch:
         work = Work(patch)
-        local = local_run(run, session.base, who.clients, folder, Watch(), who.server)
+        local = local_run(run, session.base, who.clients, folder, own=who.server)
         for name, side in local.clients.items():
             for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)

@@ -1,4 +1,4 @@
-"""Samples that are set apart from training: what a method measures on them is no fit to them."""
+"""Samples that are excluded from training, so that a method can measure on unseen samples."""
 
 from dataclasses import replace
 
@@ -12,26 +12,37 @@ from coterie.training.context import ClientContext
 
 
 def set_apart(
-    context: ClientContext, purpose: str, share: float, most: int | None = None
+    context: ClientContext, purpose: str, share: float, limit: int | None = None
 ) -> tuple[ClientContext, AnyBatch]:
-    """A client's context without a random share of its training samples, and these samples.
+    """Draw a random share of a client's training samples, and exclude them from training.
 
-    They are at least one and at most `most`, the same in every round. Of a stream, samples are
-    pieces of window + 1 tokens that do not overlap. Without any text, as where a model is only
-    loaded, there are none. Raises CoterieError if none is left to train on.
+    The samples of a text without records are non-overlapping pieces of window + 1 tokens.
+
+    Args:
+        context: The client's context.
+        purpose: The purpose of the samples, for the seed of the draw.
+        share: The share of the training samples to draw; at least one sample is drawn.
+        limit: The maximum number of samples to draw.
+
+    Returns:
+        A context without the samples, and the samples. Both are the same in every round. If the
+        client has no text (as when a model is only loaded), there are no samples.
+
+    Raises:
+        CoterieError: No sample would be left to train on.
     """
     train, size = context.data.train, context.window + 1
     if not len(train.ids):
         return context, Batch(torch.zeros(0, size, dtype=torch.int64))
     all_samples = train.samples(context.window, size)
-    whole = len(all_samples)
-    count = min(whole if most is None else most, max(1, round(share * whole)))
-    if count >= whole:
+    total = len(all_samples)
+    count = min(total if limit is None else limit, max(1, round(share * total)))
+    if count >= total:
         raise CoterieError(
-            f"The method sets apart {count} of the {whole} training samples of {context.name!r}, "
-            "and none is left to train on; give it more text."
+            f"The method sets apart {count} of the {total} training samples of {context.name!r}, "
+            "so that none is left to train on; give this client more text."
         )
-    order = torch.randperm(whole, generator=generator(context.seed, purpose, context.name))
+    order = torch.randperm(total, generator=generator(context.seed, purpose, context.name))
     rest = train.without(order[:count], context.window)
     data = replace(context.data, train=rest)
     return replace(context, data=data), all_samples.batch(order[:count])

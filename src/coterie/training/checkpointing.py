@@ -1,10 +1,10 @@
-"""Gradient checkpointing: of each of a base's layers only what enters it is kept for the backward
-pass, which computes the rest again.
+"""Gradient checkpointing: the backward pass recomputes the activations inside each layer.
 
-Transformers' own works in training mode alone, which a frozen base is not in, and knows nothing of
-what is set around a forward pass; so the layers that it marks are wrapped here. A layer is computed
-again with the same dropout masks, the same padding and in the same mode; modules keep what the
-forward pass left in them.
+Only the inputs of the base's layers stay in memory. The checkpointing of Transformers works in
+training mode only (a frozen base is in evaluation mode), and does not restore the context managers
+around a forward pass. This module therefore wraps the layers that Transformers marks as
+checkpointable. A layer is recomputed with the same dropout masks, padding and mode; attributes that
+modules set in the forward pass keep their values.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,58 +20,62 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from coterie.adapters.dropout import repeating_masks
 from coterie.bases.dropout import dropping_out
-from coterie.bases.padding import keeping_nothing
+from coterie.bases.padding import repeating_batch
 from coterie.errors import CoterieError
 
 
 @contextmanager
 def checkpointing(model: PreTrainedModel, base_dropout: float) -> Iterator[None]:
-    """Forward passes inside keep little, so that backward passes, inside or later, take longer.
+    """Enable checkpointing for forward passes in the block; backward passes may run later.
 
-    base_dropout: the rate of the base's own dropout, if it is on. Raises CoterieError if the
-    architecture has no layers that can be computed again.
+    Args:
+        model: The base.
+        base_dropout: The rate of the base's own dropout; 0 if it is off.
+
+    Raises:
+        CoterieError: The architecture has no layers that support checkpointing.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    within = {inner for layer in layers for inner in layer.modules() if inner is not layer}
-    layers = [layer for layer in layers if layer not in within]
+    nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
+    layers = [layer for layer in layers if layer not in nested]
     if not layers:
         raise CoterieError(
             f"{type(model).__name__} does not support gradient checkpointing; remove "
             "training.checkpointing."
         )
-    before = [layer.__dict__.get("forward") for layer in layers]  # such as accelerate's
+    originals = [layer.__dict__.get("forward") for layer in layers]  # set by accelerate
     for layer in layers:
         layer.forward = partial(_checkpointed, layer.forward, model, base_dropout)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward  # the class's own stands behind it
+        for layer, forward in zip(layers, originals, strict=True):
+            del layer.forward  # uncovers the method of the class
             if forward is not None:
                 layer.forward = forward
 
 
 def _checkpointed(
-    forward: Callable[..., Any], model: nn.Module, base_dropout: float, *args: Any, **named: Any
+    forward: Callable[..., Any], model: nn.Module, base_dropout: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """What a layer's forward pass gives, without its activations."""
+    """Return the output of a layer's forward pass without storing its activations."""
     if not torch.is_grad_enabled():
-        return forward(*args, **named)
-    again = _again(repeating_masks(), keeping_nothing(), dropping_out(model, base_dropout))
+        return forward(*args, **kwargs)
+    recomputing = _entered(repeating_masks(), repeating_batch(), dropping_out(model, base_dropout))
     return checkpoint(
         forward,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), again),
-        preserve_rng_state=base_dropout > 0,  # such dropout draws from torch's own generators
-        **named,
+        context_fn=lambda: (nullcontext(), recomputing),
+        preserve_rng_state=base_dropout > 0,  # the base's dropout draws from torch's generators
+        **kwargs,
     )
 
 
 @contextmanager
-def _again(*settings: AbstractContextManager[None]) -> Iterator[None]:
-    """A backward pass may run in a thread of its own, long after all that was set now."""
+def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter several contexts when the backward pass begins, which may be in another thread."""
     with ExitStack() as stack:
-        for setting in settings:
-            stack.enter_context(setting)
+        for context in contexts:
+            stack.enter_context(context)
         yield

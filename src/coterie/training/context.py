@@ -1,4 +1,4 @@
-"""What a client's work is given: its own data and the run's settings."""
+"""The context of a client: its data and the settings of the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,19 +16,19 @@ Log = Callable[[str, Json], None]
 
 @dataclass(frozen=True)
 class ClientContext:
-    """One client's own data, and the run's settings as they are for it."""
+    """One client's data, and the settings of the run that apply to this client."""
 
     name: ClientId
     seed: int
     base: Base
     data: ClientData
     window: int
-    """Tokens that a training sample predicts."""
+    """The number of predicted tokens in a training sample."""
     training: TrainingSpec
     rounds: int
     log: Log
-    """Records a figure for reports: `log("loss", 4.2)`. It stays on the client's machine."""
+    """Function that records a metric: `log("loss", 4.2)`. Metrics stay on the client's machine."""
     public: Split | None = None
-    """The public text, where the run has one."""
+    """The public text; None if the run has none."""
     ledger: Ledger = field(default_factory=Ledger)
-    """What may be told of its records under noise."""
+    """The ledger of the client's privacy budget."""

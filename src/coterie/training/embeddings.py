@@ -1,4 +1,4 @@
-"""What a client tells of its samples so that experts can choose it: mean embeddings.
+"""Mean embeddings of a client's samples, with which FedAMoLE's experts choose clients.
 
 FedAMoLE (arXiv 2411.19128): on every layer, the mean over an embedding set's tokens of each
 expert's embedding A_j x and of the router's token embedding W_t x.
@@ -21,41 +21,57 @@ def mean_embeddings(
     base: Base,
     adapter: AmoleAdapter,
     samples: AnyBatch,
-    at_once: int,
+    batch: int,
     private: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """By layer, the mean embeddings of its n experts and last of the tokens: (n + 1, r) float32.
+    """Compute the mean embeddings on each layer, over all tokens that are not padding.
 
-    Means are over all real tokens. `private` takes a mean of its own over samples: of (samples,
-    any), each sample's means on all layers in a row; to (any,). Of a pair, the sample with the
-    chosen answer counts.
+    Args:
+        base: The base.
+        adapter: The adapter to attach to the base.
+        samples: The embedding set. A preference pair counts with its chosen answer.
+        batch: The number of samples in a forward pass.
+        private: A mean with noise: a function of the samples' means on all layers, shaped
+            (samples, values), to a tensor shaped (values,).
+
+    Returns:
+        By layer, a float32 tensor shaped (n + 1, r): the mean embeddings of the layer's n experts,
+        and then of the tokens.
     """
-    sums, counts = _sums(base, adapter, samples, at_once)
+    sums, counts = _sums(base, adapter, samples, batch)
     if private is None:
         return {path: (tensor.sum(0) / counts.sum()).float() for path, tensor in sums.items()}
     rows = torch.cat([(t / counts[:, None, None]).flatten(1) for t in sums.values()], dim=1)
-    parts = private(rows).split([tensor[0].numel() for tensor in sums.values()])
-    return {p: part.view(sums[p].shape[1:]) for p, part in zip(sums, parts, strict=True)}
+    means = private(rows).split([tensor[0].numel() for tensor in sums.values()])
+    return {p: mean.view(sums[p].shape[1:]) for p, mean in zip(sums, means, strict=True)}
 
 
 def token_embeddings(
-    base: Base, adapter: AmoleAdapter, samples: AnyBatch, at_once: int
+    base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> dict[str, Tensor]:
-    """By layer, the mean token embedding W_t x of each sample: (samples, r) float32, in any order.
+    """Compute the mean token embedding W_t x of each sample (equation 17).
 
-    Equation 17, for embedding sets of one sample each.
+    Args:
+        base: The base.
+        adapter: The adapter to attach to the base.
+        samples: The samples; each is an embedding set by itself.
+        batch: The number of samples in a forward pass.
+
+    Returns:
+        By layer, a float32 tensor shaped (samples, r), whose rows are in no particular order.
     """
-    sums, counts = _sums(base, adapter, samples, at_once)
+    sums, counts = _sums(base, adapter, samples, batch)
     return {path: tensor[:, -1] / counts[:, None] for path, tensor in sums.items()}
 
 
 @torch.no_grad()
 def _sums(
-    base: Base, adapter: AmoleAdapter, samples: AnyBatch, at_once: int
+    base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """By layer, sums over each sample's tokens, and how many these are; see `Recording`."""
+    """Sum embeddings over each sample's tokens by layer, and count the tokens; see `Recording`."""
     model = adapter.attach(base.model)
-    with adapter.recording() as seen, autocast(base.precision, base.device.type):
-        for part in samples.read.to(base.device).split(at_once):
+    with adapter.recording() as recording, autocast(base.precision, base.device.type):
+        for part in samples.read.to(base.device).split(batch):
             hidden_states(model, part)
-    return {path: tensor.cpu() for path, tensor in seen.sums.items()}, seen.counts.cpu()
+    sums = {path: tensor.cpu() for path, tensor in recording.sums.items()}
+    return sums, recording.counts.cpu()

@@ -1,4 +1,4 @@
-"""A client's local training: the levels of a schedule, step by step, resumable."""
+"""A client's local training, which updates an adapter by the levels of a schedule."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,8 +19,15 @@ from coterie.training.update import Piece, Updater
 
 
 class LocalTraining:
-    """Updates one client's adapter; optimiser state lives on from round to round, unless the run
-    file resets it."""
+    """The local training of one client's adapter.
+
+    Optimiser states persist from round to round, unless `training.reset_optimiser` is set.
+
+    Args:
+        context: The client's context.
+        adapter: The adapter to train.
+        levels: The schedule. Levels that select no parameter of the adapter are left out.
+    """
 
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
         self.context = context
@@ -31,10 +38,10 @@ class LocalTraining:
             for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
-        """Where a level has a penalty: what is trained, by name, as the round found it."""
+        """The parameters at the start of the round, by name; empty without a penalty."""
 
     def round(self, round: int) -> None:
-        """Take the local steps of a round (the first is 0), on the attached adapter."""
+        """Attach the adapter and carry out the local steps of a round, counted from 0."""
         model = self.adapter.attach(self.context.base.model)
         if self.context.training.reset_optimiser:
             for updater in self._updaters.values():
@@ -48,7 +55,7 @@ class LocalTraining:
                         self._update(model, level, step, turn)
 
     def steps(self, round: int) -> range:
-        """Return the numbers of a round's steps, counted over the run."""
+        """Return the numbers of a round's steps, counted from the start of the run."""
         steps = self.context.training.steps
         return range(round * steps, (round + 1) * steps)
 
@@ -70,29 +77,29 @@ class LocalTraining:
             self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
-        """What an update of a level learns from; it follows from the run's step count alone."""
+        """Return the batch of a level's update, which depends on the number of the step only."""
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
         if training.sampling == "epochs":
             exchange, every = step // training.steps, level.every
-            now = (step + 1) // every - exchange * training.steps // every - 1
-            number = (level.turns(exchange, training.steps) + now) * level.steps + turn
-            chance = partial(generator, context.seed, "epoch", context.name, level.name)
-            return epoch_batch(tokens, training.batch, context.window, number, chance)
-        chance = generator(context.seed, "batch", context.name, level.name, step, turn)
-        return sample_batch(tokens, training.batch, context.window, chance)
+            turns = (step + 1) // every - exchange * training.steps // every - 1
+            number = (level.turns(exchange, training.steps) + turns) * level.steps + turn
+            generators = partial(generator, context.seed, "epoch", context.name, level.name)
+            return epoch_batch(tokens, training.batch, context.window, number, generators)
+        batches = generator(context.seed, "batch", context.name, level.name, step, turn)
+        return sample_batch(tokens, training.batch, context.window, batches)
 
     def _loss(
         self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """Return a piece's loss; add what it measured beside it, such as rewards."""
+        """Return the loss of a piece, and append its other measures, such as rewards."""
         with training_pass(self.context, *purpose):
-            loss, found = batch.to(self.context.base.device).loss(model)
-        measured += [] if found is None else [found]
+            loss, measures = batch.to(self.context.base.device).loss(model)
+        measured += [] if measures is None else [measures]
         return loss
 
     def moments(self, parameter: Tensor) -> list[Tensor]:
-        """The optimisers' moments of a parameter that are of its shape."""
+        """Return the optimisers' moments of a parameter that have the parameter's shape."""
         states = (updater.optimiser.state.get(parameter, {}) for updater in self._updaters.values())
         return [
             value
@@ -102,24 +109,24 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """The optimisers' moments, by level, and the gradients that levels left for others."""
-        left = {
+        """Return the optimisers' states by level, and the gradients left for other levels."""
+        gradients = {
             name: parameter.grad.clone()
-            for name, parameter in self._left_on().items()
+            for name, parameter in self._leftover_parameters().items()
             if parameter.grad is not None
         }
         parts = {name: updater.state() for name, updater in self._updaters.items()}
-        return State({"leftover": left} if left else {}, parts=parts)
+        return State({"leftover": gradients} if gradients else {}, parts=parts)
 
     def restore(self, state: State) -> None:
-        """Take back what `state` gave."""
+        """Restore a state returned by `state()`."""
         for name, updater in self._updaters.items():
             updater.restore(state.parts.get(name, State()))
-        left = state.groups.get("leftover", {})
-        for name, parameter in self._left_on().items():
-            gradient = left.get(name)
+        gradients = state.groups.get("leftover", {})
+        for name, parameter in self._leftover_parameters().items():
+            gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
-    def _left_on(self) -> Mapping[str, Tensor]:
-        """Return the tensors on which a level may leave gradients, by name."""
+    def _leftover_parameters(self) -> Mapping[str, Tensor]:
+        """Return the parameters on which a level may leave gradients, by name."""
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

@@ -1,4 +1,4 @@
-"""The optimiser of a training: a class of `torch.optim`, checked and built."""
+"""Optimisers of local training: classes of `torch.optim`, whose arguments are checked."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,89 +13,98 @@ from coterie.errors import CoterieError
 from coterie.training.spec import ADAMW, OptimiserSpec
 
 REFUSED = {"lbfgs": "needs several gradients per batch", "sparseadam": "needs sparse gradients"}
-"""Classes that cannot be chosen, since an update here is one gradient of dense values."""
+"""Optimisers that cannot be chosen, because an update has one dense gradient."""
 
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimisers of torch by their names in lower case, the refused ones included."""
-    found = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
-    optimisers = (kind for kind in found if issubclass(kind, torch.optim.Optimizer))
+    """Return all optimisers of torch, including unsupported ones, by name in lower case."""
+    kinds = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    optimisers = (kind for kind in kinds if issubclass(kind, torch.optim.Optimizer))
     return {k.__name__.lower(): k for k in optimisers if k is not torch.optim.Optimizer}
 
 
 def check(spec: OptimiserSpec) -> None:
-    """Say at once, and not after hours of data, what the class does not take.
+    """Check the arguments of an optimiser before the data are read.
 
-    Raises CoterieError.
+    Raises:
+        CoterieError: The optimiser does not exist, is not supported, or rejects an argument.
     """
     if spec.name == "adamw" and spec.settings == ADAMW:
         return
-    known = dict(signature(_class(spec.name)).parameters)
-    known = {key: known[key].default for key in known if key not in ("params", "lr")}
+    parameters = signature(_class(spec.name)).parameters
+    defaults = {k: p.default for k, p in parameters.items() if k not in ("params", "lr")}
     for key, value in spec.settings.items():
         if key == "lr":
-            raise CoterieError("Set training.learning_rate instead of training.optimiser.lr.")
-        if key not in known:
-            hint = _hint(key, ["name", *known], "training.optimiser.", "Known keys")
+            raise CoterieError(
+                "training.optimiser.lr is not supported; set training.learning_rate instead."
+            )
+        if key not in defaults:
+            hint = _hint(key, ["name", *defaults], "training.optimiser.", "Known keys")
             raise CoterieError(f"Unknown key 'training.optimiser.{key}'. {hint}")
-        if wanted := _wanted(known[key], value):
-            given = list(value) if isinstance(value, tuple) else value
-            raise CoterieError(f"training.optimiser.{key} should be {wanted}, not {given!r:.60}.")
+        if expected := _expected(defaults[key], value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise CoterieError(f"training.optimiser.{key} should be {expected}, not {shown!r:.60}.")
     weight = torch.zeros(2, 2, requires_grad=True)
     weight.grad = torch.ones(2, 2)
     optimiser = build(spec, [weight], 1e-3)
-    with _blamed(spec):
+    with _torch_errors(spec):
         optimiser.step()
 
 
 def build(
     spec: OptimiserSpec, parameters: Iterable[Tensor], learning_rate: float
 ) -> torch.optim.Optimizer:
-    """An optimiser of these parameters; its groups' `lr` may be changed before every step.
+    """Build an optimiser of parameters.
 
-    Raises CoterieError if it cannot deal with its settings or with the parameters' shapes.
+    Args:
+        spec: The name and the arguments of the optimiser.
+        parameters: The parameters to optimise.
+        learning_rate: The initial learning rate; set `lr` of the groups to change it.
+
+    Raises:
+        CoterieError: The optimiser rejects its arguments or the shapes of the parameters.
     """
     kind: Any = _class(spec.name)
-    with _blamed(spec):
+    with _torch_errors(spec):
         return kind(list(parameters), lr=learning_rate, **spec.settings)
 
 
 @contextmanager
-def _blamed(spec: OptimiserSpec) -> Iterator[None]:
-    """What torch says against the optimiser, as one sentence."""
+def _torch_errors(spec: OptimiserSpec) -> Iterator[None]:
+    """Turn errors of torch into a CoterieError that names the optimiser."""
     try:
         yield
     except (
         *(ArithmeticError, AssertionError, LookupError),
         *(RuntimeError, TypeError, ValueError),
     ) as error:
-        said = " ".join(str(error).split()).rstrip(".")
+        message = " ".join(str(error).split()).rstrip(".")
         raise CoterieError(
-            f"training.optimiser: {spec.name} rejected its settings: {said}."
+            f"training.optimiser: {spec.name} rejected its settings: {message}."
         ) from error
 
 
 def _class(name: str) -> type[torch.optim.Optimizer]:
-    found = classes()
+    available = classes()
     if name in REFUSED:
         raise CoterieError(
             f"training.optimiser cannot be {name}, which {REFUSED[name]}; choose an optimiser "
             "that uses one dense gradient per update."
         )
-    if name not in found:
-        hint = _hint(name, sorted(found.keys() - REFUSED), "", "Available")
+    if name not in available:
+        hint = _hint(name, sorted(available.keys() - REFUSED), "", "Available")
         raise CoterieError(f"training.optimiser: torch has no optimiser {name!r}. {hint}")
-    return found[name]
+    return available[name]
 
 
-def _hint(name: str, known: Sequence[str], prefix: str, all_of_them: str) -> str:
-    """The known name that is nearest, if any is near; otherwise all of them."""
-    near = extractOne(name, known, score_cutoff=60)
-    return f"Did you mean {prefix + near[0]!r}?" if near else f"{all_of_them}: {', '.join(known)}."
+def _hint(name: str, valid: Sequence[str], prefix: str, heading: str) -> str:
+    """Suggest the most similar valid name, or list all valid names if none is similar."""
+    near = extractOne(name, valid, score_cutoff=60)
+    return f"Did you mean {prefix + near[0]!r}?" if near else f"{heading}: {', '.join(valid)}."
 
 
-def _wanted(default: Any, value: Any) -> str | None:
-    """What a value should have been, going by the default that it replaces; None if it fits."""
+def _expected(default: Any, value: Any) -> str | None:
+    """Return the kind of value that an argument needs, judged by its default; None if it fits."""
     match default:
         case bool():
             return None if isinstance(value, bool) else "true or false"

@@ -1,4 +1,4 @@
-"""Forward passes of training: with dropout, of LoRA pairs and the base's own, and checkpointing."""
+"""Forward passes of training, with the dropout of adapter and base, and with checkpointing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,17 +12,21 @@ from coterie.training.checkpointing import checkpointing
 from coterie.training.context import ClientContext
 
 Purpose = tuple[str | int, ...]
-"""What tells a forward pass from all others of its client."""
+"""A key for the dropout masks of a forward pass, unique among the client's forward passes."""
 
 
 @contextmanager
 def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]:
-    """Forward passes inside drop out by the chance of this purpose of this client, and keep few
-    activations if training is to checkpoint them."""
+    """Enable dropout for forward passes in the block, and checkpointing if the run uses it.
+
+    Args:
+        context: The client's context.
+        purpose: The `Purpose` from which, with the seed and the client, the masks are drawn.
+    """
     base, training = context.base, context.training
     seed = generator(context.seed, "dropout", context.name, *purpose).initial_seed()
     masks = torch.Generator(base.device).manual_seed(seed)
     rate = training.base_dropout
-    few = checkpointing(base.model, rate) if training.checkpointing else nullcontext()
-    with drawing_masks(masks), base_dropout(base.model, rate, seed), few:
+    saving = checkpointing(base.model, rate) if training.checkpointing else nullcontext()
+    with drawing_masks(masks), base_dropout(base.model, rate, seed), saving:
         yield

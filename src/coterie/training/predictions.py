@@ -1,4 +1,4 @@
-"""What a model expects at every position of the samples' answers: the likeliest tokens."""
+"""A model's predictions at each position of the samples' answers: the most likely tokens."""
 
 from dataclasses import dataclass
 
@@ -14,50 +14,57 @@ from coterie.losses.tokens import logits_in_pieces
 
 @dataclass(frozen=True)
 class Predictions:
-    """At p positions, those of one sample's answer and end token after another's."""
+    """Predictions at p positions: the answer and end token of each sample, sample after sample."""
 
     tokens: Tensor
-    """(p, k) int64, the likeliest first."""
+    """(p, k) int64: the k most likely tokens, in descending order."""
     logprobs: Tensor
-    """(p, k) float32."""
+    """(p, k) float32: the log-probabilities of `tokens`."""
     lognorm: Tensor
-    """(p,) float32: the log of the k probabilities' sum."""
+    """(p,) float32: the log of the sum of the k probabilities."""
     nats: Tensor
-    """(p,) float32: negative log-likelihood of the sample's own next token."""
+    """(p,) float32: the negative log-likelihood of the sample's actual next token."""
 
 
 @torch.no_grad()
 def predictions(
     base: Base, model: PreTrainedModel, samples: Examples, k: int, batch: int
 ) -> Predictions:
-    """A model's k likeliest tokens, or as many as it has, at every position that a loss counts.
+    """Compute a model's k most likely tokens at every position that the loss counts.
 
-    Rows of the output head that are no token (some are wider than their vocabulary) are never
-    among them.
-    `batch` samples of similar lengths are read at once; logits are made a few tokens at a time.
+    Rows of the output head beyond the vocabulary are left out (some heads are wider). Samples of
+    similar lengths are read together, and logits are computed for a few tokens at a time.
+
+    Args:
+        base: The base.
+        model: The base with an adapter.
+        samples: The samples, whose answers are predicted.
+        k: The number of tokens; reduced to the size of the vocabulary if larger.
+        batch: The number of samples in a forward pass.
     """
     lengths = samples.starts[1:] - samples.answers
     firsts = lengths.cumsum(0) - lengths
     order = samples.starts.diff().argsort(stable=True)
-    found, places = [], []
+    results, positions = [], []
     with autocast(base.precision, base.device.type):
         for chosen in order.split(batch):
             part = samples.batch(chosen)
             targets = part.ids[:, 1:][part.counted].to(base.device)
             for logits in logits_in_pieces(model, part.to(base.device)):
                 target, targets = targets.split([len(logits), len(targets) - len(logits)])
-                found.append([t.cpu() for t in _likeliest(logits, target, k, len(base.tokenizer))])
+                most_likely = _most_likely(logits, target, k, len(base.tokenizer))
+                results.append([tensor.cpu() for tensor in most_likely])
             spans = zip(firsts[chosen].tolist(), lengths[chosen].tolist(), strict=True)
-            places += [torch.arange(start, start + length) for start, length in spans]
-    # Back from the order of lengths to the samples' own.
-    back = torch.cat(places).argsort()
-    return Predictions(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
+            positions += [torch.arange(start, start + length) for start, length in spans]
+    # Restore the order of the samples, which were sorted by length.
+    original = torch.cat(positions).argsort()
+    return Predictions(*(torch.cat(parts)[original] for parts in zip(*results, strict=True)))
 
 
-def _likeliest(
+def _most_likely(
     logits: Tensor, targets: Tensor, k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As in `Predictions`, of (n, vocabulary) logits and (n,) targets."""
+    """Return the fields of `Predictions` for logits (n, vocabulary) and next tokens (n,)."""
     norm = logits.logsumexp(-1)
     values, tokens = logits[:, :vocabulary].topk(min(k, vocabulary, logits.shape[-1]))
     logprobs = values - norm[:, None]

@@ -1,8 +1,8 @@
-"""When a client updates which of its parameters, on which text: schedules as data.
+"""Schedules as data: when a client updates which parameters, on which text.
 
-A schedule is a list of levels. Joint training is one level. CoMiGS's bi-level problem
-(arXiv 2409.13931, equation 1) is two: experts on training text, routers on validation text. A
-method that alternates has one level for each group of parameters, in exchanges of its own.
+A schedule is a list of levels. Joint training has one level. CoMiGS's bi-level problem
+(arXiv 2409.13931, equation 1) has two: experts on training text, routers on validation text. A
+method that alternates has one level per group of parameters, each active in some exchanges only.
 """
 
 import math
@@ -21,29 +21,31 @@ Penalty = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Level:
-    """Parameters that are updated together, with an optimiser of their own."""
+    """Parameters that are updated together, with their own optimiser."""
 
     name: str
-    """A name that no other level of the client has; batches are drawn with it."""
+    """A name that is unique among the client's levels; it enters the seed of the batches."""
     selects: Selects
-    """Whether the level updates a parameter."""
+    """Predicate of the parameters that the level updates."""
     split: Literal["train", "validation"]
-    """The text that the level learns from."""
+    """The text that the level trains on."""
     learning_rate: Callable[[int], float]
-    """The learning rate at a step of the run, so that clients that join late agree with others."""
+    """The learning rate at a step, counted from the start of the run on all clients."""
     every: int = 1
-    """Number of steps of the run between two turns of the level."""
+    """The number of steps of the run between two turns of the level."""
     steps: int = 1
-    """Number of updates in a turn."""
+    """The number of updates in a turn."""
     penalty: Penalty | None = None
     leaves: Selects = lambda _: False
-    """Whether the level's backward passes leave gradients on a parameter of another level, for that
-    level's next update."""
+    """Predicate of other levels' parameters whose gradients this level accumulates.
+
+    The gradients are used in the next update of the level that selects the parameters.
+    """
     exchanges: Callable[[int], bool] = lambda _: True
-    """Whether the level has turns in an exchange (the first is 0)."""
+    """Predicate of the exchanges (counted from 0) in which the level has turns."""
 
     def turns(self, exchanges: int, steps: int) -> int:
-        """Return the number of turns in the first exchanges of a run, of this many steps each."""
+        """Return the number of turns in the first `exchanges` exchanges of `steps` steps each."""
         return sum(
             (number + 1) * steps // self.every - number * steps // self.every
             for number in range(exchanges)
@@ -52,13 +54,17 @@ class Level:
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
-    """Learning rate at a step of the run, on a schedule over all of its steps; or, with `restart`,
-    over those of each round.
+    """Return the learning rate schedule of a run, as a function of the step (the first is 0).
 
-    cosine: half a cosine down. one-cycle: a cosine up and half a cosine down (torch's
-    `OneCycleLR`). Both have the final rate at the last step, even if the warm-up fills the
-    schedule; a schedule of a single step has the peak rate. constant: as after the warm-up; with
-    `learning_rate_decay` smaller by that factor from round to round.
+    The schedule spans all steps of the run; with `restart`, the steps of each round. After the
+    warm-up, the learning rate is
+
+    - cosine: half a cosine from the peak to the final learning rate;
+    - one-cycle: as in torch's `OneCycleLR`, whose warm-up is half a cosine, too;
+    - constant: the peak, multiplied by `learning_rate_decay` after every round.
+
+    With cosine and one-cycle, the last step has the final learning rate, even if the warm-up fills
+    the schedule. A schedule of one step has the peak learning rate.
     """
     course, steps, first = training.course, training.steps, training.learning_rate
     cycle = course == "one-cycle"
@@ -82,8 +88,8 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
             return start + (peak - start) * rise
         if course == "constant":
             return peak
-        done = (step - top) / (end - top)
-        return last + (peak - last) * (1 + math.cos(math.pi * done)) / 2
+        progress = (step - top) / (end - top)
+        return last + (peak - last) * (1 + math.cos(math.pi * progress)) / 2
 
     return at
 
@@ -91,13 +97,23 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
 def learning_rate_beside(
     training: TrainingSpec, rounds: int, round: int, updates: int
 ) -> Callable[[int], float]:
-    """Learning rate at each of some updates that a round has beside its local steps.
+    """Return the learning rate schedule of updates that a round has in addition to local steps.
 
-    With `restart` the schedule runs over them, too. Otherwise all have the rate of the round's
-    first step, without a warm-up: the run's schedule does not count them.
+    With `restart`, the updates have a schedule like the local steps. Otherwise, they are not part
+    of the run's schedule: all of them have the learning rate of the round's first step, without
+    the warm-up.
+
+    Args:
+        training: The settings of the run.
+        rounds: The number of rounds in the run.
+        round: The round, counted from 0.
+        updates: The number of additional updates in the round.
+
+    Returns:
+        A function of an update's number in the round, counted from 0.
     """
     if training.restart:
-        own = learning_rate(training.model_copy(update={"steps": updates}), rounds)
-        return lambda update: own(round * updates + update)
+        restarted = learning_rate(training.model_copy(update={"steps": updates}), rounds)
+        return lambda update: restarted(round * updates + update)
     rate = learning_rate(training.model_copy(update={"warmup": 0.0}), rounds)
     return lambda update: rate(round * training.steps)

@@ -1,4 +1,4 @@
-"""One update of some of an adapter's parameters: the same for local training and distillation."""
+"""Updates of an adapter's parameters, for local training and for distillation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from coterie.training.schedule import Penalty
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a step's batch, small enough to be in memory as a whole."""
+    """A piece of a step's batch that fits in memory."""
 
     loss: Callable[[], Tensor]
-    """The mean loss over its counted tokens, or its pairs: a scalar with a gradient."""
+    """Function that returns the mean loss over the piece's tokens or pairs, with a gradient."""
     terms: int
-    """How many those are."""
+    """The number of tokens or pairs in the mean."""
 
 
 class Updater:
     """An optimiser of an adapter's selected parameters.
 
     Args:
-        context: the client's context.
-        adapter: the adapter whose parameters are updated.
-        selects: whether a parameter is updated.
-        leaves: whether each update adds a gradient to a parameter that is not updated here; the
-            parameter's own updater consumes the gradient.
+        context: The client's context.
+        adapter: The adapter whose parameters are updated.
+        selects: Predicate of the parameters to update.
+        leaves: Predicate of other parameters that each update adds a gradient to; the updater of
+            these parameters uses the gradient.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Updater:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all moments."""
-        self.optimiser = self._made()
+        """Reset the optimiser's state."""
+        self.optimiser = self._new_optimiser()
 
     def update(
         self,
@@ -61,21 +61,31 @@ class Updater:
         *,
         where: str,
     ) -> float:
-        """One step down the gradient of loss and penalty; the loss, in nats per token, or DPO's.
+        """Take one optimiser step on the gradient of loss and penalty.
 
-        A loss in pieces is their mean over tokens, or pairs. The penalty is then the mean of what
-        it is after each piece: for one of the parameters alone that is the penalty itself, and load
-        balance is over a piece's tokens. Raises Diverged if a sum is not finite, before anything
-        but what `leaves` get is changed; `where` says at which point, for people.
+        Args:
+            loss: A function that returns the loss; or the pieces of a batch, whose loss is the mean
+                over their tokens or pairs.
+            learning_rate: The learning rate of the step.
+            penalty: A function that returns a penalty. It is called after each piece, and the mean
+                is used: a load balance is thus computed within each piece.
+            where: The point in training, for error messages, such as "at step 12".
+
+        Returns:
+            The loss without the penalty: nats per token, or the loss of DPO.
+
+        Raises:
+            Diverged: The loss or the penalty is not finite. No parameter has changed; gradients of
+                parameters that `leaves` selects may have.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)
         self.adapter.require_grad(lambda p: self.selects(p) or self.leaves(p))
         try:
-            with enough_memory("a training step", self._helps):
+            with enough_memory("a training step", self._memory_settings):
                 shares = [self._add_gradient(p, p.terms / terms, penalty, where) for p in pieces]
         except CoterieError:
-            self.optimiser.zero_grad()  # of the pieces before
+            self.optimiser.zero_grad()  # discards the gradients of earlier pieces
             raise
         if training.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), training.max_grad_norm)
@@ -88,13 +98,13 @@ class Updater:
     def _add_gradient(
         self, piece: Piece, share: float, penalty: Penalty | None, where: str
     ) -> float:
-        """Add a piece's share of the gradient; its share of the loss."""
+        """Add a piece's share of the gradient, and return its share of the loss."""
         base = self.context.base
         with autocast(base.precision, base.device.type):
             loss = piece.loss()
             total = loss if penalty is None else loss + penalty().to(loss.device)
         (total * share).backward()
-        # Not sooner: a GPU would have nothing to do until its value is here.
+        # Not before the backward pass: reading the value makes a GPU wait.
         if not math.isfinite(total.item()):
             raise Diverged(
                 f"The loss of {self.context.name!r} is not finite {where}; a lower "
@@ -102,21 +112,21 @@ class Updater:
             )
         return loss.item() * share
 
-    def _helps(self) -> list[str]:
-        """Settings with which a step needs less memory."""
-        at_once, config = self.context.training.at_once, self.context.base.model.config
+    def _memory_settings(self) -> list[str]:
+        """Return settings that reduce the memory of a step."""
+        samples, config = self.context.training.at_once, self.context.base.model.config
         window = f"data.window to less than {self.context.window}"
-        again = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
+        recompute = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
         return [
-            *([f"training.micro_batch: {at_once // 2}"] if at_once > 1 else []),
-            *again,
+            *([f"training.micro_batch: {samples // 2}"] if samples > 1 else []),
+            *recompute,
             *([] if hasattr(config, "quantization_config") else ["base.weights: nf4"]),
             window,
             "`base` to a smaller one",
         ]
 
     def state(self) -> State:
-        """The optimiser's moments, copied: for each kind a group of tensors, by parameter."""
+        """Return a copy of the optimiser's state: a group for each kind of moment."""
         groups: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
             for kind, value in self.optimiser.state.get(parameter, {}).items():
@@ -126,28 +136,29 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Take back what `state` gave; a parameter without moments starts afresh.
+        """Restore a state returned by `state()`; a parameter without moments gets initial ones.
 
-        Moments are written over those that are there: new ones for every client and evaluation
-        would leave holes all over the heap (900 MiB with 32 clients of GPT-2).
+        Moments are overwritten in place. Allocating new ones for each client and evaluation would
+        fragment the heap (900 MiB with 32 clients of GPT-2).
         """
-        beginning = self._made().state  # some optimisers begin with moments, as Adagrad does
+        initial = self._new_optimiser().state  # Adagrad, for example, begins with moments
         for name, parameter in self.parameters.items():
-            mine = self.optimiser.state.pop(parameter, {})
-            theirs = {kind: found[name] for kind, found in state.groups.items() if name in found}
+            current = self.optimiser.state.pop(parameter, {})
+            saved = {kind: group[name] for kind, group in state.groups.items() if name in group}
             moments = {
-                kind: mine[kind].copy_(value) if kind in mine else _beside(parameter, kind, value)
-                for kind, value in (theirs or beginning.get(parameter, {})).items()
+                kind: current[kind].copy_(value)
+                if kind in current
+                else _copied(parameter, kind, value)
+                for kind, value in (saved or initial.get(parameter, {})).items()
             }
             if moments:
                 self.optimiser.state[parameter] = moments
 
-    def _made(self) -> torch.optim.Optimizer:
+    def _new_optimiser(self) -> torch.optim.Optimizer:
         training = self.context.training
         return build(training.optimiser, self.parameters.values(), training.learning_rate)
 
 
-def _beside(parameter: Tensor, kind: str, moment: Tensor) -> Tensor:
-    """A copy of a moment where its parameter is; as in torch, a count of steps stays where it
-    was."""
+def _copied(parameter: Tensor, kind: str, moment: Tensor) -> Tensor:
+    """Copy a moment to its parameter's device; as in torch, a step count stays on its device."""
     return moment.to(moment.device if kind == "step" else parameter.device, copy=True)

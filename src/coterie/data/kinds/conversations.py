@@ -27,6 +27,22 @@ THINKING = ("reasoning_content", "thinking", "reasoning")
 NO_TOOLS = "calls of tools cannot be learned; remove the record"
 
 
+class Messages(MessagesSpec):
+    """Lists of messages."""
+
+    def used(self) -> set[str]:
+        """Return the fields that may contain the list."""
+        return {self.field} if self.field else set(FIELDS)
+
+    def items(self, records: Sequence[Record]) -> list[Conversation]:
+        """Return the conversation of every record."""
+        return conversations(records, self)
+
+    def encode(self, items: Sequence[Conversation], how: Encoding) -> Examples:
+        """Return the conversations as tokens."""
+        return chats(items, how)
+
+
 def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Conversation]:
     """The conversation of every record, in their order; what follows the last answer is left out.
 

@@ -8,7 +8,7 @@ from typing import Any
 from coterie.data.examples import Encoding, Examples, Sample, samples_of
 from coterie.data.files import Record
 from coterie.data.items import Conversation, Instruction, Turn
-from coterie.data.kinds.conversations import turns_of
+from coterie.data.kinds.conversations import chats, turns_of
 from coterie.data.parts import PartEncoder
 from coterie.data.spec import CHAT, InstructionSpec
 from coterie.data.templates import fields, is_text, render
@@ -18,6 +18,26 @@ EARLIER = ("system", "history")
 """The fields of a record that come before its prompt in a conversation."""
 MOST_CHOICES = 20
 """Of more different answers than this, a task is not taken to be a choice."""
+
+
+class Instructions(InstructionSpec):
+    """Prompts with answers; with the template `chat`, conversations."""
+
+    def used(self) -> set[str]:
+        """Return the fields of templates, answer and choices."""
+        used = set(fields(self.template)) | (set(EARLIER) if self.chats else set())
+        for given in (self.answer, self.choices):
+            if isinstance(given, str):
+                used |= set(fields(given)) if is_text(given) else {given}
+        return used
+
+    def items(self, records: Sequence[Record]) -> list[Instruction] | list[Conversation]:
+        """Return the prompt, answer and choices of every record."""
+        return instructions(records, self)
+
+    def encode(self, items: Sequence[Any], how: Encoding) -> Examples:
+        """Return the samples as tokens."""
+        return examples(items, how) if how.template is None else chats(items, how)
 
 
 def instructions(

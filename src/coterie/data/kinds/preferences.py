@@ -5,32 +5,31 @@ rewards: a policy's reward for an answer is beta times how much likelier the ans
 reference.
 """
 
-import builtins
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.data.chat import parts_of
-from coterie.data.examples import Encoding, Examples, Sample, Scorer, even, left_of, samples_of
+from coterie.data.examples import Encoding, Scorer
 from coterie.data.files import Record
-from coterie.data.items import Conversation, Instruction, Preference, Turn
+from coterie.data.groups import GroupBatch, Groups, grouped
+from coterie.data.items import Conversation, Instruction, Ranking, Turn
 from coterie.data.kinds.conversations import turns_of
 from coterie.data.measured import Measured
-from coterie.data.parts import PartEncoder
 from coterie.data.spec import PreferenceSpec
 from coterie.errors import CoterieError
 from coterie.losses.preferences import Reference, Rewards, preference_losses, rewards
-from coterie.losses.tokens import Batch, sample_losses
+from coterie.losses.tokens import sample_losses
 
 ANSWERS = ("chosen", "rejected")
 REMEDY = "Name the record's fields prompt, chosen and rejected: the run file cannot rename them."
 
 
-def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Preference]:
+def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking]:
     """The preference of every record, in their order.
 
     Raises CoterieError, naming the record, if it lacks a field, if a text or a list of messages is
@@ -39,7 +38,7 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Prefere
     return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
 
 
-def _preference(record: Record, spec: PreferenceSpec) -> Preference:
+def _preference(record: Record, spec: PreferenceSpec) -> Ranking:
     given = [record[field] for field in ANSWERS]
     # Conversations from their beginning, and not answers alone.
     whole = [isinstance(answer, list) and len(answer) > 1 for answer in given]
@@ -53,13 +52,12 @@ def _preference(record: Record, spec: PreferenceSpec) -> Preference:
             found = [_conversation(record, turns, answer) for answer in answers]
         else:
             found = [Instruction(text, a.strip(), where=record.where) for a in answers]
-    chosen, rejected = found
-    if chosen == rejected:
+    if found[0] == found[1]:
         raise CoterieError(
             f"{record.where}: chosen and rejected are the same answer; correct or remove the "
             "record."
         )
-    return Preference(chosen, rejected)
+    return Ranking(tuple(found))
 
 
 def _conversations(record: Record, prompt: Any, whole: bool) -> list[Conversation]:
@@ -116,60 +114,19 @@ def _text(record: Record, field: str) -> str:
     return record.text([field])
 
 
-class PairBatch(NamedTuple):
-    """What a preference loss is taken of."""
+@dataclass(frozen=True)
+class PairBatch(GroupBatch):
+    """What a preference loss is taken of: the chosen answer of a pair, then the rejected one."""
 
-    both: Batch
-    """2 n samples: the chosen answer of pair i in row 2 i, the rejected one in row 2 i + 1."""
     reference: Reference
-
-    @property
-    def ids(self) -> Tensor:
-        """A row for each pair: its chosen sample's tokens."""
-        return self.both.ids[::2]
-
-    @property
-    def chosen(self) -> Batch:
-        """The samples with the chosen answers."""
-        return self.both.only(slice(None, None, 2))
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Rewards]:
         """Return DPO's loss, a scalar with a gradient, and the rewards; see `dpo_loss`."""
         return dpo_loss(model, self)
 
-    def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Return the loss, without a gradient, of pairs read `at_once`."""
-        parts = [(p.terms, dpo_loss(model, p.to(device))[0]) for p in self.split(at_once)]
-        return sum(terms * loss.item() for terms, loss in parts) / self.terms
-
-    @property
-    def read(self) -> Batch:
-        """The samples whose tokens a model learns to write: those with the chosen answers."""
-        return self.chosen
-
-    @property
-    def terms(self) -> int:
-        """Of how many terms the loss is the mean: pairs."""
-        return len(self.reference.logprobs)
-
-    def to(self, device: torch.device) -> Self:
-        """The same with its samples on a device."""
-        return self._replace(both=self.both.to(device))
-
-    def by_length(self) -> Self:
-        """The same pairs, the shortest first."""
-        assert self.both.real is not None
-        longest = self.both.real.sum(1).view(-1, 2).amax(1)
-        return self.only(longest.argsort(stable=True))
-
     def only(self, rows: Tensor) -> Self:
-        """Some of the pairs, by their numbers."""
-        return type(self)(self.both.only(both_rows(rows)), self.reference.only(rows))
-
-    def split(self, size: int) -> Iterator[Self]:
-        """The same in batches of at most `size` pairs."""
-        for start in range(0, self.terms, size):
-            yield self.only(torch.arange(start, min(start + size, self.terms)))
+        """Return some of the pairs, by their numbers."""
+        return replace(super().only(rows), reference=self.reference.only(rows))
 
 
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
@@ -177,58 +134,19 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
 
     An answer's log-likelihood is the sum over its tokens, what ends it included.
     """
-    found = rewards(-sample_losses(model, batch.both).view(-1, 2), batch.reference)
+    found = rewards(-sample_losses(model, batch.rows).view(-1, 2), batch.reference)
     loss = preference_losses(found.values, batch.reference.label_smoothing).mean()
     return loss, found._replace(values=found.values.detach())
 
 
-def both_rows(pairs: Tensor) -> Tensor:
-    """The rows of some pairs' samples among all: (2 n,)."""
-    return torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten()
-
-
 @dataclass(frozen=True)
-class Pairs:
-    """Preferences as samples.
+class Pairs(Groups):
+    """Preferences as samples: the chosen answer of a pair, then the rejected one.
 
-    both: 2 n samples, the chosen answer of pair i at 2 i and the rejected one at 2 i + 1; only
-    the last answer of a conversation counts. too_long: how many pairs did not fit, of which one
-    answer or both were too long. reference: once it is known.
+    reference: once it is known.
     """
 
-    both: Examples
-    items: tuple[Preference, ...]
-    too_long: int = 0
     reference: Reference | None = None
-
-    def __len__(self) -> int:
-        """How many pairs."""
-        return len(self.items)
-
-    @property
-    def ids(self) -> Tensor:
-        """All tokens: (N,) int32."""
-        return self.both.ids
-
-    @property
-    def chosen(self) -> Examples:
-        """The samples with the chosen answers."""
-        return self.both.only(range(0, len(self.both), 2))
-
-    @property
-    def bytes(self) -> int:
-        """UTF-8 bytes of the chosen answers."""
-        return self.chosen.bytes
-
-    @property
-    def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """No pair is a question with a right answer."""
-        return ()
-
-    @property
-    def beginnings(self) -> Examples:
-        """The samples that are read as texts: those with the chosen answers."""
-        return self.chosen
 
     @property
     def needs_reference(self) -> bool:
@@ -239,39 +157,25 @@ class Pairs:
         """Return the pairs with their reference."""
         return replace(self, reference=make(self)) if self.reference is None else self
 
-    def samples(self, window: int, step: int) -> "Pairs":
-        """Return what a batch is drawn from: whole pairs, whatever the window."""
-        return self
+    def digested(self) -> Iterator[bytes]:
+        """Yield what identifies the split; every item is a pair."""
+        yield from self.rows.digested()
 
-    def without(self, taken: Tensor, window: int) -> "Pairs":
-        """Return the pairs but those with the numbers `taken`, in their order."""
-        return self.only(left_of(taken, len(self)))
+    def only(self, chosen: Sequence[int]) -> Self:
+        """Return these pairs, in this order."""
+        numbers = torch.as_tensor(chosen)
+        reference = None if self.reference is None else self.reference.only(numbers)
+        return replace(super().only(chosen), reference=reference)
 
-    def few(self, most: int, window: int, context: int) -> "Pairs":
-        """Return at most so many pairs, evenly spaced."""
-        return self.only(even(len(self), most).tolist())
-
-    def sample_tokens(self, window: int) -> float:
-        """Return the tokens that a pair has, on average."""
-        return len(self.ids) / len(self)
-
-    def counts(self) -> dict[str, int]:
-        """Return what a run folder records of the split, beside its tokens."""
-        return {"samples": len(self), "too_long": self.too_long}
-
-    def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return what is compared with other splits: the pairs."""
-        return self.items
-
-    def digested(self) -> Iterator[builtins.bytes]:
-        """Yield what identifies the split: tokens, and what makes pairs of them."""
-        yield self.ids.numpy().tobytes()
-        yield from list(self.both.digested())[1:]
+    def batch(self, chosen: Tensor) -> PairBatch:
+        """Return these pairs, padded at their ends to the longest of them."""
+        assert self.reference is not None, "engines compute it before anything is learnt"
+        return PairBatch(*self.rows_in(chosen), self.reference.only(chosen))
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
         """Return what a model does with the pairs, and figures for reports."""
         assert self.reference is not None, "engines compute it before anything is scored"
-        logprobs = -scorer.losses(self.both, 2 * scorer.batch).view(-1, 2)
+        logprobs = -scorer.losses(self.rows, 2 * scorer.batch).view(-1, 2)
         found = rewards(logprobs, self.reference)
         losses = preference_losses(found.values, self.reference.label_smoothing)
         counts = {
@@ -280,58 +184,27 @@ class Pairs:
             "reward_margin": found.margins.mean().item(),
         }
         preferred = found.preferred.tolist()
-        return Measured(-logprobs[:, 0], self.chosen.lengths, preferred=preferred), counts
-
-    def only(self, chosen: Sequence[int]) -> "Pairs":
-        """These pairs, in this order."""
-        rows = torch.as_tensor(chosen)
-        return replace(
-            self,
-            both=self.both.only(both_rows(rows).tolist()),
-            items=tuple(self.items[n] for n in chosen),
-            reference=None if self.reference is None else self.reference.only(rows),
-        )
-
-    def batch(self, chosen: Tensor | range) -> PairBatch:
-        """These pairs, padded at their ends to the longest of them."""
-        rows = torch.as_tensor(chosen)
-        assert self.reference is not None, "engines compute it before anything is learnt"
-        return PairBatch(self.both.batch(both_rows(rows)), self.reference.only(rows))
+        # Where all margins are 0, whatever they are rounded to, the loss is known.
+        loss = math.log(2) if {*preferred} == {0.5} else counts["dpo_loss"]
+        nats, tokens = -logprobs[:, 0], self.best.lengths
+        return Measured(nats, tokens, preferred=preferred, loss=loss), counts
 
 
-def pairs(items: Sequence[Preference], how: Encoding) -> Pairs:
-    """Preferences as tokens; pairs with a sample that does not fit are dropped and counted.
+class Preferences(PreferenceSpec):
+    """A prompt with a chosen and a rejected answer."""
 
-    Raises CoterieError if none is left.
-    """
-    ids_of, template = PartEncoder(how.encoder).ids, how.template
-    first, end = how.ends
+    def has_chats(self, items: Sequence[Ranking]) -> bool:
+        """Return whether an item has messages, or all are rendered as a user's turn."""
+        return self.chats or any(isinstance(item.answers[0], Conversation) for item in items)
 
-    def read(item: Instruction | Conversation) -> Sample:
-        """An item as tokens, of which those of its last answer count."""
-        texts = parts_of(item, template)
-        ids = ids_of(texts)
-        if isinstance(item, Instruction):
-            ids = [[first, *ids[0]], [*ids[1], end]]
-            size = len(item.answer.encode())
-        else:
-            assert template is not None, "there are conversations"
-            size = len(texts[-1].removesuffix(template.around[1]).strip().encode())
-        *before, last = ids
-        return Sample([*((part, False) for part in before), (last, True)], item, size)
+    def used(self) -> set[str]:
+        """Return the fields of a record."""
+        return {"prompt", *ANSWERS}
 
-    kept: list[Preference] = []
-    samples: list[Sample] = []
-    too_long = 0
-    for item in items:
-        both = [read(item.chosen), read(item.rejected)]
-        if max(sample.tokens for sample in both) > how.window + 1:
-            too_long += 1
-        elif how.limit is None or len(kept) < how.limit:
-            kept.append(item)
-            samples += both
-    if not kept:
-        size = f"at most {how.window} tokens ({len(items)} are longer)"
-        fitting = f"pair whose two samples have {size}; raise data.window"
-        raise how.nothing(items, fitting, "pairs; add some")
-    return Pairs(samples_of(samples), tuple(kept), too_long)
+    def items(self, records: Sequence[Record]) -> list[Ranking]:
+        """Return the preference of every record."""
+        return preferences(records, self)
+
+    def encode(self, items: Sequence[Ranking], how: Encoding) -> Pairs:
+        """Return the pairs as tokens, without their reference."""
+        return Pairs(*grouped(items, how, "pair"))

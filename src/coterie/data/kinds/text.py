@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from coterie.data.examples import Encoding, Scorer, even, joined
+from coterie.data.files import Record
 from coterie.data.items import Instruction
 from coterie.data.measured import Measured, finite
-from coterie.data.spec import PIECE
+from coterie.data.spec import PIECE, TextSpec
 from coterie.errors import CoterieError
 from coterie.losses.tokens import Batch
 
@@ -70,9 +71,9 @@ class Tokens:
         rest = self.ids[~inside]
         return Tokens(rest, self.bytes * len(rest) // len(self.ids))  # bytes are about right
 
-    def few(self, most: int, window: int, context: int) -> Batch:
+    def few(self, most: int, window: int, context: int) -> "FewWindows":
         """Return at most so many windows, evenly spaced."""
-        return even_windows(self, most, window, context)
+        return FewWindows(even_windows(self, most, window, context))
 
     def sample_tokens(self, window: int) -> float:
         """Return the tokens of a window."""
@@ -116,6 +117,21 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class FewWindows:
+    """Windows by which models are compared: one item."""
+
+    batch: Batch
+    bytes: int = 0
+    """Not counted."""
+
+    def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
+        """Return what a model does with all counted tokens together."""
+        losses = [scorer.token_losses(part) for part in self.batch.split(scorer.batch)]
+        nats = torch.cat(losses).sum(dtype=torch.float64)
+        return Measured(nats[None], torch.tensor([self.batch.terms])), {}
+
+
+@dataclass(frozen=True)
 class Windows:
     """Windows of a stream, which may overlap."""
 
@@ -131,22 +147,33 @@ class Windows:
         return Batch(self.ids[chosen].long())
 
 
-def stream(documents: Sequence[str], how: Encoding, split: str) -> Tokens:
-    """Return documents as tokens, the end of text between them, up to the limit.
+class Text(TextSpec):
+    """Documents, of which a split is one stream of tokens."""
 
-    Raises CoterieError if the stream has fewer than window + 1 tokens; `split` tells what to
-    change.
-    """
-    tokens, window = _encode(documents, how.encoder, how.ends[1], how.limit), how.window
-    if len(tokens.ids) <= window:
-        remedy = "lower data.fractions" if split == "train" else "raise data.fractions"
-        if how.limit is not None or split == "public":
-            remedy = f"raise data.limits.{split}"
-        raise CoterieError(
-            f"{how.owner} has {len(tokens.ids)} tokens, but a window of {window} needs at least "
-            f"{window + 1}; add text, {remedy}, or lower data.window."
-        )
-    return tokens
+    def used(self) -> set[str]:
+        """Return the fields that hold a record's text."""
+        return set(self.fields)
+
+    def items(self, records: Iterable[Record]) -> Iterator[str]:
+        """Yield the text of every record that is not blank."""
+        texts = (record.text(self.fields) for record in records)
+        return (text for text in texts if text.strip())
+
+    def encode(self, items: Sequence[str], how: Encoding) -> Tokens:
+        """Return documents as tokens, the end of text between them, up to the limit.
+
+        Raises CoterieError if the stream has fewer than window + 1 tokens.
+        """
+        tokens, window = _encode(items, how.encoder, how.ends[1], how.limit), how.window
+        if len(tokens.ids) <= window:
+            remedy = "lower data.fractions" if how.split == "train" else "raise data.fractions"
+            if how.limit is not None or how.split == "public":
+                remedy = f"raise data.limits.{how.split}"
+            raise CoterieError(
+                f"{how.owner} has {len(tokens.ids)} tokens, but a window of {window} needs at "
+                f"least {window + 1}; add text, {remedy}, or lower data.window."
+            )
+        return tokens
 
 
 def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int | None) -> Tokens:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from coterie.adapters import Trainable, of_roles
 from coterie.alignment.knowledge import Knowledge, Positions, first_of_each, sample_keys
 from coterie.alignment.transfer import SoftTargets, mixed, translated
-from coterie.data.examples import Examples
 from coterie.data.split import Split
 from coterie.errors import Diverged
 from coterie.losses.tokens import soft_target_loss
@@ -45,9 +44,10 @@ class Distiller:
     def __init__(
         self, settings: FedMKTSettings, context: ClientContext, adapter: Trainable
     ) -> None:
-        assert isinstance(context.public, Examples), "FedMKT.check makes sure of it"
+        samples = None if context.public is None else context.public.beginnings
+        assert samples is not None, "FedMKT.check makes sure of it"
         self.settings, self.context, self.adapter = settings, context, adapter
-        self.samples = context.public
+        self.samples = samples
         self.positions = Positions.of(self.samples, context.base.tokenizer)
         inside = torch.arange(len(self.samples.ids))
         owner = torch.searchsorted(self.samples.starts, inside, right=True) - 1
@@ -248,5 +248,6 @@ class Distiller:
 
 def keys_of(*splits: Split) -> Tensor:
     """The keys of all samples of some splits: (any,) int64."""
-    found = [sample_keys(split.instructions) for split in splits if isinstance(split, Examples)]
+    samples = [found for split in splits if (found := split.beginnings) is not None]
+    found = [sample_keys(found.instructions) for found in samples]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *found])

@@ -1,0 +1,57 @@
+"""The tutorials, executed as written: their files, their commands and their Python, in order."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = {
+    "compare-methods": ROOT / "docs" / "research" / "tutorial.md",
+    "three-sites": ROOT / "docs" / "deploy" / "tutorial.md",
+    "use-a-model": ROOT / "docs" / "develop" / "tutorial.md",
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the language and the text of each block of code of a page."""
+    return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def execute(page: Path, folder: Path) -> str:
+    """Do in a folder what a page says; return what its commands print."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "COLUMNS": "100"}
+    names: dict[str, Any] = {}
+    printed = ""
+    for language, text in blocks(page):
+        if file := re.match(r"# (\S+\.\w+)\n", text):
+            (folder / file[1]).write_text(text, encoding="utf-8")
+        elif language == "python":
+            exec(compile(text, page.name, "exec"), names)
+        elif language == "sh":
+            command = ["bash", "-euo", "pipefail", "-c", text]
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+            printed += done.stdout
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_works_as_written(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = execute(TUTORIALS[name], tmp_path)
+    expected = {
+        "compare-methods": ["first-layers", "95 %"],
+        "three-sites": ["never leaves", "The sea was"],
+        "use-a-model": ["The sea was"],
+    }
+    for words in expected[name]:
+        assert words in printed, printed
