@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from coterie.aggregation.transform import Reduction, TransformFacts
+from coterie.aggregation.defaults import check_once
+from coterie.aggregation.optimiser import ServerOptimiser
+from coterie.aggregation.transform import Reduction, TransformFacts, encoded_schema, run_hook
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods.contract import SERVER, RunFacts
@@ -45,11 +47,6 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             "use a method that does, such as comigs-1g1s."
         )
     instructions = "answers" in kind.offers and not config.data.chats
-    if config.aggregation.optimiser is not None and not method.schema().reduced("mean"):
-        raise CoterieError(
-            f"aggregation.optimiser has no effect with the method {method.name!r}, whose server "
-            "computes no mean; remove it."
-        )
     check_transforms(config, clients)
     method.check(
         RunFacts(
@@ -59,7 +56,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.server is not None,
             instructions,
             config.training.optimiser.name,
-            config.aggregation.optimiser is not None,
+            any(isinstance(t, ServerOptimiser) for t in config.every_transform),
         )
     )
 
@@ -74,26 +71,22 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
     Raises:
         CoterieError: A transform cannot be part of the run.
     """
-    reductions = [t.name for t in config.transforms if isinstance(t, Reduction)]
-    if len(reductions) > 1:
+    transforms, method = config.every_transform, config.method
+    check_once(config.transforms, transforms)
+    schema = method.schema()
+    reduction = next((t for t in transforms if isinstance(t, Reduction)), None)
+    if reduction and any(field.name == "residual" for field in schema.down):
         raise CoterieError(
-            "aggregation.transforms has several transforms that replace the mean "
-            f"({', '.join(reductions)}); keep one of them."
+            f"method.exact needs the mean of uploads, which the transform {reduction.name!r} "
+            "replaces; remove `exact: true` or the transform."
         )
-    schema = config.method.schema()
-    if reductions and any(field.name == "residual" for field in schema.down):
-        raise CoterieError(
-            "method.exact needs the mean of uploads, which the transform "
-            f"{reductions[0]} replaces; remove `exact: true` or the transform."
-        )
-    weights, exchanges = config.aggregation.weights, config.method.exchanges(config.rounds)
-    for transform in config.transforms:
+    exchanges = method.exchanges(config.rounds)
+    for transform in transforms:
         decoded = isinstance(transform, Reduction) and not transform.sealed
-        input_schema = config.method.schema() if decoded else schema
-        transform.check(
-            TransformFacts(tuple(clients), config.method.name, input_schema, weights, exchanges)
-        )
-        schema = transform.schema(schema)
+        input_schema = method.schema() if decoded else schema
+        facts = TransformFacts(tuple(clients), method.name, input_schema, exchanges)
+        run_hook(transform, "check", facts)
+        schema = encoded_schema(transform, schema)
 
 
 def _check_names(key: str, names: Iterable[str], clients: Sequence[str]) -> None:

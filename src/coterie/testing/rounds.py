@@ -12,7 +12,6 @@ or the sides (`run.clients[name]` and `run.server`), as in examples/fedavg_loop.
 
 from collections.abc import Mapping, Sequence
 
-from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config.run import RunConfig
 from coterie.engines import server_part as part
 from coterie.engines.local import LocalRun, local_run
@@ -22,14 +21,11 @@ from coterie.messages import Message
 from coterie.runs import RunFolder
 
 
-def joined(
-    run: RunConfig, rule: Rule = weighted_mean, clients: Sequence[Participant] | None = None
-) -> LocalRun:
+def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
     """Create the sides of a run before the first exchange, with all clients joined.
 
     Args:
         run: The run file.
-        rule: Computes the aggregate of the uploads; by default, the weighted mean.
         clients: The clients that take part; by default, all clients of the run file.
 
     Returns:
@@ -42,7 +38,7 @@ def joined(
     session.check(run)
     federation, folder = session.federation(run), RunFolder.temporary()
     participants = federation.clients if clients is None else clients
-    return local_run(run, session.base, participants, folder, (), federation.server, rule)
+    return local_run(run, session.base, participants, folder, (), federation.server)
 
 
 def down(local: LocalRun, name: str) -> Message:
