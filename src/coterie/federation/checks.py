@@ -37,8 +37,9 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled and distinct != {config.base} and not method.mixes_bases:
         listed = ", ".join(f"{name}: {base}" for name, base in bases.items())
         raise CoterieError(
-            f"{method.name} needs the run's base ({config.base}) on all clients, but `bases` "
-            f"gives {listed}; remove `bases`, or use a method that shares nothing, such as local."
+            f"{method.name} needs the run's base ({config.base}) on all clients, but they have "
+            f"{listed}; set `base` and remove `bases`, or use a method that shares nothing, such "
+            "as local."
         )
     kind = config.data.declared
     if kind.compares and not method.learns_preferences:

@@ -54,7 +54,7 @@ class Participant:
     """The participant's base if it is loaded; by default, the run's base is used."""
 
     def digest(self) -> str:
-        """Hash all tokens, to detect that files change between the beginning of a run and later.
+        """Hash all tokens, to detect changes to the files since the run began.
 
         Returns:
             A hexadecimal hash.
@@ -63,7 +63,7 @@ class Participant:
         return digest_of(filter(None, splits))
 
     def described(self) -> dict[str, Any]:
-        """Describe the participant in a run folder.
+        """Describe the participant for the run folder.
 
         Returns:
             The digest, and counts of each split, as JSON values.
@@ -85,7 +85,7 @@ def digest_of(splits: Iterable[Split]) -> str:
     """Hash the tokens of splits and the boundaries of their samples.
 
     Args:
-        splits: The splits, in a fixed order.
+        splits: The splits; their order affects the hash.
 
     Returns:
         A hexadecimal hash.
@@ -98,7 +98,9 @@ def digest_of(splits: Iterable[Split]) -> str:
 
 
 def text_digest(text: Split, window: int) -> str:
-    """Hash a text and the length of its windows; scores by window are comparable if it is equal.
+    """Hash a text and the length of its windows.
+
+    Scores by window are comparable between runs if the hashes of the texts are equal.
 
     Args:
         text: The text.
@@ -117,7 +119,7 @@ class Federation:
     clients: list[Participant]
     """The clients, sorted by name; in a pooled run, one client with all data."""
     server: Participant | None = None
-    """The server, if it has a model of its own."""
+    """The server if it has a model of its own, else None."""
 
 
 Inspect = Callable[[Reading], None]
@@ -288,7 +290,7 @@ def public_digest(config: RunConfig) -> str | None:
 def described_templates(
     config: RunConfig, tokenizers: Mapping[BaseSpec, Tokenizer]
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """Describe the chat templates of a run in its folder.
+    """Describe the chat templates of a run for its folder.
 
     Args:
         config: The run.
@@ -348,8 +350,7 @@ def client_context(
 ) -> ClientContext:
     """Create the context of a client's side.
 
-    A training step of the client of a pooled federation reads as many samples as a step of all
-    clients together.
+    In a pooled run, a step of the only client reads as many samples as one step of every client.
 
     Args:
         config: The run.

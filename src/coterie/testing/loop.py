@@ -15,6 +15,7 @@ from coterie.deployment.site import Site
 from coterie.federation.participants import served
 from coterie.messages import Message, State
 from coterie.messages.envelope import Order, unseal
+from coterie.network.link import Link
 from coterie.runs import RunFolder, describe
 
 RUN = "0123456789abcdef"
@@ -22,7 +23,7 @@ RUN = "0123456789abcdef"
 
 
 @dataclass
-class Loop:
+class Loop(Link):
     """A `Link` to workers in this process, which execute an order when its reply is fetched."""
 
     workers: dict[str, Worker]
