@@ -183,10 +183,12 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Keep in this client's folder what each test window scored, where models were scored, and
-        what the commonest answer scores.
+        """Write the scores of all test items, and of the commonest answer, to the client's folder.
 
-        It is neither logged nor sent.
+        They are neither logged nor sent. Nothing is written if no model was scored.
+
+        Args:
+            folder: The client's folder.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
