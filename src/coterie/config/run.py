@@ -8,10 +8,11 @@ from typing import Any, cast
 
 from pydantic import field_serializer
 
-from coterie.aggregation.mean import Aggregation, Rule, weighted_mean
+from coterie.aggregation.defaults import with_defaults
+from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.registry import TRANSFORMS
 from coterie.aggregation.spec import TransformSpec
-from coterie.aggregation.transform import TRAIN, Transform
+from coterie.aggregation.transform import TRAIN, Transform, run_hook
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
@@ -56,8 +57,13 @@ class RunConfig(Sections[Method]):
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        """The aggregation transforms of the run."""
+        """The aggregation transforms that the run file lists."""
         return cast("tuple[Transform, ...]", self.aggregation.transforms)
+
+    @property
+    def every_transform(self) -> tuple[Transform, ...]:
+        """The listed transforms, and those that other keys of `aggregation` name."""
+        return with_defaults(self.aggregation, self.transforms, self.method.schema())
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -72,20 +78,16 @@ class RunConfig(Sections[Method]):
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
 
-    def aggregating(self, rule: Rule = weighted_mean) -> Aggregation:
-        """Create the aggregation of this run's uploads.
-
-        Args:
-            rule: The reduction of the fields whose mean is computed.
-        """
+    def aggregating(self) -> Aggregation:
+        """Create the aggregation of this run's uploads."""
         exchanges = self.method.exchanges(self.rounds)
-        return Aggregation(self.aggregation, self.method.schema(), rule, self.transforms, exchanges)
+        return Aggregation(self.method.schema(), self.every_transform, exchanges)
 
     @property
     def budgets(self) -> list[Budget]:
         """The privacy budgets that the run spends of each client: one per noise mechanism."""
         exchanges = self.method.exchanges(self.rounds)
-        budgets = (transform.budget(exchanges) for transform in self.transforms)
+        budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
 
     def base_of(self, name: str) -> BaseSpec:

@@ -167,7 +167,7 @@ class ClientPart:
     def states(self) -> Iterator[tuple[str, State | None]]:
         """What a checkpoint has of this client, by file; None: as the one before it."""
         state = self.side.state()
-        if self.aggregation.pipeline.stages:
+        if self.transforms.remembers:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
@@ -243,7 +243,7 @@ class ClientPart:
             if name in parameters and not shared(parameters[name]):
                 raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
-        message = self.aggregation.sent(message, tokens)
+        message = self.transforms.declared(message, tokens)
         if way == "up":
             message = self.transforms.send(message, exchange)
         return self.schema.send(way, message)

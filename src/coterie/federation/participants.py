@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from coterie.adapters import detach
-from coterie.aggregation.transform import Reduction, TransformFacts
+from coterie.aggregation.defaults import check_once
+from coterie.aggregation.optimiser import ServerOptimiser
+from coterie.aggregation.transform import Reduction, TransformFacts, encoded_schema, run_hook
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
@@ -323,11 +325,6 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             "use another method, such as comigs-1g1s."
         )
     instructions = "answers" in kind.offers and not config.data.chats
-    if config.aggregation.optimiser is not None and not method.schema().reduced("mean"):
-        raise CoterieError(
-            f"aggregation.optimiser has no effect with the method {method.name!r}, in which the "
-            "server takes no mean; remove it."
-        )
     check_transforms(config, clients)
     method.check(
         RunFacts(
@@ -337,33 +334,29 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.server is not None,
             instructions,
             config.training.optimiser.name,
-            config.aggregation.optimiser is not None,
+            any(isinstance(t, ServerOptimiser) for t in config.every_transform),
         )
     )
 
 
 def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
     """Raise CoterieError if a transform of the run cannot be part of it."""
-    reductions = [t.name for t in config.transforms if isinstance(t, Reduction)]
-    if len(reductions) > 1:
+    every, method = config.every_transform, config.method
+    check_once(config.transforms, every)
+    schema = method.schema()
+    reduction = next((t for t in every if isinstance(t, Reduction)), None)
+    if reduction and any(field.name == "residual" for field in schema.down):
         raise CoterieError(
-            "aggregation.transforms has several transforms that replace the mean "
-            f"({', '.join(reductions)}); keep one of them."
-        )
-    schema = config.method.schema()
-    if reductions and any(field.name == "residual" for field in schema.down):
-        raise CoterieError(
-            f"`exact: true` sends what makes means exact, and {reductions[0]} replaces the mean; "
+            f"`exact: true` sends what makes means exact, and {reduction.name} replaces the mean; "
             "remove one of them."
         )
-    weights, exchanges = config.aggregation.weights, config.method.exchanges(config.rounds)
-    for transform in config.transforms:
+    exchanges = method.exchanges(config.rounds)
+    for transform in every:
         decoded = isinstance(transform, Reduction) and not transform.sealed
-        seen = config.method.schema() if decoded else schema
-        transform.check(
-            TransformFacts(tuple(clients), config.method.name, seen, weights, exchanges)
-        )
-        schema = transform.schema(schema)
+        seen = method.schema() if decoded else schema
+        facts = TransformFacts(tuple(clients), method.name, seen, exchanges)
+        run_hook(transform, "check", facts)
+        schema = encoded_schema(transform, schema)
 
 
 def _check_names(key: str, named: Iterable[str], known: Sequence[str]) -> None:

@@ -12,7 +12,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.config.run import RunConfig
 from coterie.engines import server_part as part
 from coterie.engines.local import LocalRun, local_run
@@ -22,21 +21,18 @@ from coterie.messages import Message
 from coterie.runs import RunFolder
 
 
-def joined(
-    run: RunConfig, rule: Rule = weighted_mean, clients: Sequence[Participant] | None = None
-) -> LocalRun:
+def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
     """Return the sides of a run, before its first exchange, with all clients joined.
 
     Args:
         run: the run file.
-        rule: computes the aggregate of the uploads' contributions.
         clients: the clients that take part; by default, those of the run file.
     """
     session = Session(run)
     session.check(run)
     who = session.federation(run)
     folder, present = RunFolder.temporary(), who.clients if clients is None else clients
-    return local_run(run, session.base, present, folder, (), who.server, rule)
+    return local_run(run, session.base, present, folder, (), who.server)
 
 
 def down(local: LocalRun, name: str) -> Message:
