@@ -14,7 +14,6 @@ UNREAD = {
     "__main__.py",
     "aggregation",
     "api.py",
-    "cli",
     "data",
     "engines",
     "evaluation",
