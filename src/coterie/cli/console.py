@@ -226,7 +226,8 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         "computing": f"{steps:,} training steps in all, with "
         f"{config.threads or 'the default number of'} threads; evaluated {when}",
         "memory": f"{estimate}batches of {training.at_once} samples of {config.data.window} "
-        f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` measures it",
+        f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` "
+        "measures it",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
         f"most {MAX_DISK / 2**30:.0f} GiB for all runs in --out",
     }

@@ -39,7 +39,9 @@ DELTA = 1e-5
 """The delta of the privacy budget that --epsilon sets."""
 Check = Annotated[
     bool,
-    typer.Option("--check", help="Check what the run needs on this machine, and start nothing."),
+    typer.Option(
+        "--check", help="Check what the run needs on this machine, without starting the run."
+    ),
 ]
 
 KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]
@@ -93,8 +95,8 @@ def server(
     """Serve a run to clients on other machines.
 
     Clients authenticate with their keys; create these with `coterie keys init` and
-    `coterie keys add alice`. The server listens on this machine only unless --address is set. It
-    ends after the last round. The run file can have a section such as
+    `coterie keys add alice`. The server listens on this machine only unless --address is set. The
+    command ends after the last round. The run file can have a section such as
 
         deployment: {quorum: 3, deadline: 600}
 
@@ -142,7 +144,7 @@ def client(
     server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")],
     key: Annotated[Path, typer.Option(help="This client's key file, from `coterie keys add`.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of this client; must be the name in the key file.")
+        str | None, typer.Option(help="Name of this client, which must match the key file.")
     ] = None,
     data: Data = None,
     train: Annotated[
@@ -154,8 +156,10 @@ def client(
     test: Annotated[
         str | None, typer.Option(help="Test text, with --train. Default: a part of --train.")
     ] = None,
-    base: Annotated[str | None, typer.Option(help="Local path of the run's base.")] = None,
-    public: Annotated[str | None, typer.Option(help="Local path of the run's public text.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Local copy of the run's base, if it is a folder.")
+    ] = None,
+    public: Annotated[str | None, typer.Option(help="Local copy of the run's public text.")] = None,
     run: Agreed = None,
     yes: Yes = False,
     epsilon: Epsilon = None,
@@ -212,7 +216,7 @@ def client(
 
 
 def expel(run: ServersRun, client: ClientName) -> None:
-    """Expel a client from a deployed run, also while the server is working.
+    """Expel a client from a deployed run, even while the server is running.
 
     The round in progress is repeated without the client, and the run continues. A quorum of all
     clients becomes a quorum of all remaining clients. The server discards the method's state for

@@ -33,7 +33,9 @@ TextsFrom = Annotated[
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Name of a method.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Method whose settings are listed. Default: all methods.")
+    ] = None,
 ) -> None:
     """List all methods, with their papers and what they share, or the settings of one method."""
     from coterie.methods.registry import POOLED, check_name
@@ -60,10 +62,10 @@ def audit(
     file: RunFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show what a client sends and receives in a round, and what never leaves it, with sizes.
+    """Show what a client sends and receives in a round, and what never leaves it, with sizes in bytes.
 
-    The fields are those that the method declares. Their sizes in bytes are measured on the messages
-    of one short round. A client without a path, as in a deployment, gets a text of the demo.
+    The fields are those that the method declares. Their sizes are measured on the messages of one
+    short round. A client without a path, as in a deployment, gets a text of the demo.
 
     For example:
 
@@ -89,7 +91,7 @@ Layer = Annotated[
     str | None,
     typer.Option(
         metavar="N|first|middle|last",
-        help="Layer whose experts --texts and --samples show, counted from 1. Default: the first, "
+        help="Layer whose experts --texts and --samples show; N counts from 1. Default: the first, "
         "the middle and the last layer.",
     ),
 ]

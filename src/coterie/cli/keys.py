@@ -77,7 +77,7 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
 def add(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
     """Add a client, and write its key file.
 
-    Transfer the key file, here anna.key, to the client's machine. It is valid for two years.
+    Transfer the key file (here anna.key) to the client's machine. The key is valid for two years.
 
     For example:
 

@@ -106,14 +106,14 @@ FromRound = Annotated[
     typer.Option(
         min=1,
         metavar="N",
-        help="Number of completed rounds to return to, if their checkpoint is kept; requires "
-        "--resume. Default: the last checkpoint.",
+        help="Round after which to resume, if its checkpoint still exists; requires --resume. "
+        "Default: the last completed round.",
     ),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Run folder. Default: runs/NAME, with the run's name.")
 ]
 TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling: probability mass to sample from.")
+    float, typer.Option(min=0.0, max=1.0, help="Probability mass of nucleus sampling.")
 ]
 SamplingSeed = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]

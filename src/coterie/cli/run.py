@@ -47,9 +47,9 @@ Tune = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUES",
-        help="Values to try for a key: training.learning_rate=1e-4,5e-4,2e-3. For each method, the "
-        "values with the best validation score, with the first seed, are used for its runs. "
-        "Repeatable: all combinations are tried.",
+        help="Values to try for a key: training.learning_rate=1e-4,5e-4,2e-3. Each method runs "
+        "with the values that score best on the validation text with the first seed. Repeatable: "
+        "all combinations are tried.",
     ),
 ]
 Against = Annotated[
