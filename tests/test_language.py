@@ -12,7 +12,6 @@ from language import SOURCE, breaches
 UNREAD = {
     "__init__.py",
     "__main__.py",
-    "aggregation",
     "api.py",
     "cli",
     "data",

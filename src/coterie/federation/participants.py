@@ -11,8 +11,9 @@ from torch import nn
 
 from coterie.adapters import detach
 from coterie.aggregation.defaults import check_once
+from coterie.aggregation.hooks import encoded_schema, run_hook
 from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.transform import Reduction, TransformFacts, encoded_schema, run_hook
+from coterie.aggregation.transform import Reduction, TransformFacts
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
