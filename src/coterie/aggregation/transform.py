@@ -20,124 +20,20 @@ reverse order. For example, this complete transform sends updates in half precis
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from coterie.aggregation.context import Context, Contribution, Memory, TransformFacts
 from coterie.errors import CoterieError
-from coterie.messages import Groups, Json, Message, Schema, State
-from coterie.messages.schema import Reduce, Way
-from coterie.privacy.ledger import Budget, Ledger
-from coterie.privacy.secrets import Secrets
-from coterie.seeding import generator
+from coterie.messages import Groups, Json, Message, Schema
+from coterie.messages.schema import Reduce
+from coterie.privacy.ledger import Budget
 
 TRAIN = "train"
 """The phase of a round in which clients train and upload. Transforms may add other phases."""
-
-
-@dataclass
-class Memory:
-    """The state of a transform. Hooks may replace its tensors but must not modify them in place."""
-
-    groups: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors by group and name."""
-    values: dict[str, Json] = field(default_factory=dict)
-    """JSON values by name."""
-
-    def copied(self) -> "Memory":
-        """Return a shallow copy, which shares the tensors."""
-        return Memory(dict(self.groups), dict(self.values))
-
-    def state(self) -> State:
-        """Return the memory as a state for checkpoints."""
-        return State(dict(self.groups), dict(self.values))
-
-    @classmethod
-    def of(cls, state: State) -> "Memory":
-        """Return the memory whose state was returned by `state()`."""
-        return cls(dict(state.groups), dict(state.values))
-
-
-@dataclass(frozen=True)
-class Context:
-    """The circumstances in which a hook is called."""
-
-    client: str
-    """The name of the client that sends the upload or receives the download."""
-    exchange: int
-    """The number of the exchange, from 0."""
-    exchanges: int
-    """The number of exchanges of the run in which clients train."""
-    way: Way
-    """The direction of the payload: `up` (client to server) or `down` (server to client)."""
-    memory: Memory
-    """The transform's state for this client and direction, on this side."""
-    server_value: Json = None
-    """The value that `tell` returned for this download. Clients only."""
-    secrets: Secrets | None = None
-    """The secrets from which the client's noise and keys are derived. Clients only."""
-    ledger: Ledger | None = None
-    """The ledger of the client's privacy budget. Clients only."""
-
-    def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a random generator for one update that only this client can reproduce.
-
-        The seed depends on a secret of the client and on the digest of the update. So an upload
-        that is repeated after a crash has the same noise, and a different upload has fresh noise.
-
-        Args:
-            purpose: A name that separates this generator from others for the same update.
-            update: The tensors to protect, by group and name.
-        """
-        assert self.secrets is not None, "only clients have secrets"
-        return generator(self.secrets.of(self.exchange), purpose, digest_of(update))
-
-    def spend(self, update: Groups, noise: float, releases: int) -> bool:
-        """Spend privacy budget for the release of an update with Gaussian noise.
-
-        The release of an identical update in this exchange spends budget only once.
-
-        Args:
-            update: The tensors to release, without noise, by group and name.
-            noise: Noise multiplier: the standard deviation of the noise over the sensitivity.
-            releases: The number of releases with this noise in the run.
-
-        Returns:
-            Whether the client's budget allows the release. If not, nothing is spent.
-        """
-        assert self.ledger is not None, "only clients have a ledger"
-        release = self.generator("release", update).initial_seed()
-        return self.ledger.spend(f"{release:016x}", noise, releases)
-
-
-@dataclass(frozen=True)
-class TransformFacts:
-    """The facts about a run that `Transform.check` gets before the run starts."""
-
-    clients: tuple[str, ...]
-    """The names of the clients."""
-    method: str
-    """The name of the method."""
-    schema: Schema
-    """The fields that the method may send."""
-    exchanges: int
-    """The number of exchanges in which clients train."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """One client's upload as the reduction gets it."""
-
-    client: str
-    """The name of the client."""
-    groups: Groups
-    """The tensors to reduce, by group and name."""
-    weight: float = 1.0
-    """The client's weight in the mean."""
 
 
 class Transform(BaseModel):
@@ -168,12 +64,27 @@ class Transform(BaseModel):
     """The minimum number of clients."""
 
     def covered(self, schema: Schema) -> set[str]:
-        """Return the names of the groups that the transform encodes."""
+        """Return the names of the groups that the transform encodes.
+
+        Args:
+            schema: The fields of the transform's input.
+
+        Returns:
+            The groups of float32 tensors whose reduction is one of `reductions`.
+        """
         fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
 
     def retyped(self, schema: Schema, dtype: str) -> Schema:
-        """Return a schema in which the encoded groups have another dtype on the wire."""
+        """Return a schema in which the encoded groups have another dtype on the wire.
+
+        Args:
+            schema: The fields of the transform's input.
+            dtype: The dtype of the encoded tensors, such as `float16`.
+
+        Returns:
+            The schema with the new dtype, for downloads only if `downloads` is true.
+        """
         groups, ways = self.covered(schema), ("up", "down") if self.downloads else ("up",)
         fields = {
             way: tuple(
@@ -187,11 +98,21 @@ class Transform(BaseModel):
     def schema(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, schema: Schema
     ) -> Schema:
-        """Return the schema of payloads encoded by the transform, given that of its inputs."""
+        """Declare the encoded fields.
+
+        Args:
+            schema: The fields of the transform's input.
+
+        Returns:
+            The fields of the transform's output. Other fields cannot be sent.
+        """
         return schema
 
     def check(self, run: TransformFacts) -> None:
         """Check that the transform can be used in a run.
+
+        Args:
+            run: Facts about the run.
 
         Raises:
             CoterieError: If it cannot. The message says what to change.
@@ -219,14 +140,21 @@ class Transform(BaseModel):
             )
 
     def described(self) -> dict[str, Any]:
-        """Return the transform as an entry of a run file."""
+        """Describe the transform.
+
+        Returns:
+            The name and the settings, as an entry of a run file.
+        """
         return {"name": self.name, **self.model_dump(mode="json")}
 
     def budget(self, exchanges: int) -> Budget | None:
-        """Return the privacy budget that a client spends in a run; None: nothing is spent.
+        """Return the privacy budget that a client spends in a run.
 
         Args:
             exchanges: The number of exchanges in which clients train.
+
+        Returns:
+            The budget, or None if the transform adds no noise.
         """
         return None
 
@@ -260,27 +188,33 @@ class Transform(BaseModel):
         return payload
 
     def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
-        """Return a value for a client that is sent with the download; None: nothing is sent.
-
-        Runs on the server. The client's hooks get the value as `context.server_value`.
+        """Return a value to send to a client with its download. Runs on the server.
 
         Args:
             phase: The phase of the round: `train`, or one of the transform's `before`.
             client: The client that receives the download.
             clients: All clients of the exchange.
             memory: The transform's state on the server.
+
+        Returns:
+            The value that the client's hooks get as `context.server_value`, or None.
         """
         return None
 
     def answer(self, phase: str, context: Context) -> Json:
-        """Return a client's upload in one of the phases in `before`.
+        """Return a client's upload in one of the phases in `before`. Runs on the client.
 
-        Runs on the client. The server passes the value to `collect`.
+        Args:
+            phase: The phase of the round.
+            context: The circumstances of the call.
+
+        Returns:
+            The value that the server passes to `collect`.
         """
         return None
 
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
-        """Process on the server a client's upload in one of the phases in `before`.
+        """Process a client's upload in one of the phases in `before`. Runs on the server.
 
         Called once per client, in the order of names.
 
@@ -295,24 +229,26 @@ class Transform(BaseModel):
         """
 
     def declare(self, tokens: int) -> Json:
-        """Return a value to send when the client joins and with each upload; None: nothing.
-
-        Runs on the client.
+        """Return a value to send when a client joins and with each upload. Runs on the client.
 
         Args:
             tokens: The number of the client's training tokens.
+
+        Returns:
+            The value, or None. The server finds it in `message.values` under the transform's name.
         """
         return None
 
     def join(self, client: str, hello: Message) -> Any:
-        """Return what the transform needs to know about a joining client.
-
-        The result is passed to `measure` and `weight`. It is not saved: after a restart, the
-        server calls `join` again with the saved message.
+        """Process the first message of a client that joins. Runs on the server.
 
         Args:
             client: The client's name.
-            hello: The client's first message, which contains the value that it declared.
+            hello: The client's first message, which contains the value of `declare`.
+
+        Returns:
+            Any value that `measure` and `weight` need. It is not saved: after a restart, the server
+            calls `join` again with the saved message.
 
         Raises:
             MessageError: If the message is invalid. The client then does not join.
@@ -320,17 +256,20 @@ class Transform(BaseModel):
         return None
 
     def measure(self, upload: Message, reference: Groups, joined: Any) -> Any:
-        """Return what `refuse` and `figures` need to know about an upload.
+        """Measure an upload. Runs on the server.
 
         Args:
             upload: The decoded upload.
             reference: The parameters with which the client started the round, by group and name.
             joined: The value that `join` returned for the client.
+
+        Returns:
+            Any value that `refuse` and `figures` need.
         """
         return None
 
     def refuse(self, measures: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Determine which uploads of an exchange are excluded or limited.
+        """Determine which uploads of an exchange are excluded or limited. Runs on the server.
 
         Args:
             measures: The value that `measure` returned for each upload, by client.
@@ -342,13 +281,29 @@ class Transform(BaseModel):
         return {}
 
     def bounded(self, client: str, upload: Message, reference: Groups, limit: Any) -> Message:
-        """Return an upload changed to comply with the limit that `refuse` returned for it."""
+        """Apply the limit that `refuse` returned for an upload. Runs on the server.
+
+        Args:
+            client: The client's name.
+            upload: The decoded upload.
+            reference: The parameters with which the client started the round, by group and name.
+            limit: The limit of the upload.
+
+        Returns:
+            The changed upload.
+        """
         return upload
 
     def weight(self, client: str, upload: Message, joined: Any) -> float:
-        """Return the client's weight in the mean: positive and finite.
+        """Return a client's weight in the mean. Runs on the server.
 
-        The weights of several transforms are multiplied.
+        Args:
+            client: The client's name.
+            upload: The decoded upload, within its limits.
+            joined: The value that `join` returned for the client.
+
+        Returns:
+            A positive, finite weight. The weights of several transforms are multiplied.
 
         Raises:
             MessageError: If the upload is invalid. It then does not count.
@@ -356,20 +311,26 @@ class Transform(BaseModel):
         return 1.0
 
     def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return metrics to record for an exchange's uploads, by client and metric name.
+        """Return metrics to record for an exchange's uploads. Runs on the server.
 
         Args:
             measures: The value that `measure` returned for each upload, by client.
+
+        Returns:
+            The metrics, by client and then by metric name.
         """
         return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
-        """Return tensors that replace the mean, with its groups, names and shapes.
+        """Replace the mean of a round. Runs on the server.
 
         Args:
             mean: The reduced uploads, by group and name.
             before: The server's parameters that the mean will replace, by group and name.
             memory: The transform's state on the server.
+
+        Returns:
+            Tensors with the groups, names and shapes of the mean.
         """
         return mean
 
@@ -380,21 +341,27 @@ class Reduction(Transform):
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
     ) -> Groups:
-        """Reduce uploads to one tensor for each group and name in any contribution.
+        """Reduce a round's uploads. Runs on the server.
 
         Args:
             contributions: The uploads that count, in the order of client names.
             clients: All clients of the exchange, whether or not their uploads count.
             memory: The transform's state on the server.
+
+        Returns:
+            One tensor for each group and name in any contribution, of the same shape.
         """
         raise NotImplementedError
 
 
-def digest_of(groups: Groups) -> str:
-    """Return a hash of tensors and their names."""
-    return blake2b(Message(0, groups).encode(), digest_size=16).hexdigest()
-
-
 def mapped(groups: Groups, change: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return groups with a function applied to every tensor."""
+    """Apply a function to every tensor of groups.
+
+    Args:
+        groups: Tensors by group and name.
+        change: The function.
+
+    Returns:
+        The results, by group and name.
+    """
     return {g: {n: change(t) for n, t in tensors.items()} for g, tensors in groups.items()}
