@@ -18,7 +18,6 @@ from coterie.network.link import Link
 
 UNREAD = {
     "data",
-    "engines",
     "evaluation",
     "network",
 }
