@@ -149,7 +149,7 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
     gains = np.asarray(scores, np.float64) - scores.min(axis=1, keepdims=True)
     gains /= gains.max() or 1.0
     # The variables are D, row by row, and one slack per client: b minus its number of experts. Two
-    # inequalities per client instead of the slack would double the rows and the time.
+    # inequalities per client instead of the slack would add rows and about double the time.
     rows = sparse.kron(sparse.eye_array(E), np.ones((1, C)))
     columns = sparse.kron(np.ones((1, E)), sparse.eye_array(C))
     highest = np.concatenate([np.ones(E * C), np.full(C, bounds.most - bounds.least)])

@@ -81,7 +81,7 @@ class Aggregation:
         return Contribution(client, upload.only(self._means).groups, weight)
 
     def each(self, upload: Message) -> Message:
-        """Return an upload without the fields that are averaged."""
+        """Return the fields of an upload that the method's server side receives."""
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
