@@ -155,7 +155,7 @@ def test_killed_resumed_and_deployed_runs_have_the_same_bits(run, tmp_path) -> N
         raise KeyboardInterrupt
 
     def restart(loop: Loop) -> None:
-        loop.again("poet", Worker(site(whole, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(whole, "poet", tmp_path)))
 
     clients = workers(whole, tmp_path)
     with pytest.raises(KeyboardInterrupt):
