@@ -101,7 +101,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     [words] = questions
     assert words["method"].startswith("comigs-1g1s: ")
     assert "LoRA pairs of the generalists" in words["every round"]
-    assert words["losses"] == "stay here"
+    assert words["losses"] == "stay on this machine"
     worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.declined
