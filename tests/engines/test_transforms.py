@@ -84,7 +84,7 @@ def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None
     assert_same_states(stopped, local)
 
     def killed(loop: Loop) -> None:
-        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
 
     clients = clients_of(run, tmp_path)
     with pytest.raises(Killed):
@@ -104,7 +104,7 @@ def test_lost_replies_are_told_once(run, tmp_path) -> None:
 
     def reconnect(loop: Loop) -> None:
         for client in run.clients:
-            loop.again(client.name)
+            loop.reconnect(client.name)
 
     deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert_as_local(run, tmp_path, local)
@@ -199,7 +199,7 @@ def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) ->
 
     def wipe(loop: Loop) -> None:
         worker = Worker(site(run, "poet", tmp_path / "anew"), seen=lambda *what: seen.append(what))
-        loop.again("poet", worker)
+        loop.reconnect("poet", worker)
 
     with pytest.raises(Killed):
         deploy(run, tmp_path, events={4: wipe, 8: kill})
@@ -282,7 +282,11 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
             "has a server optimiser of its own",
         ),
         ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
-        ({"name": "fedavg", "exact": True}, "median", "`exact: true` sends what makes means exact"),
+        (
+            {"name": "fedavg", "exact": True},
+            "median",
+            "method.exact needs the mean of uploads, which",
+        ),
     ],
 )
 def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:

@@ -149,7 +149,7 @@ class ClientPart:
             if self.config.method.reports != "aggregated":
                 self.side.restore(trained)
         if self.keeper is not None:
-            self._score_kept(self.keeper.found or kept, round + 1)
+            self._score_kept(self.keeper.unsaved or kept, round + 1)
 
     def _diverged(self, what: str, round: int) -> Diverged:
         return Diverged(
@@ -171,8 +171,8 @@ class ClientPart:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
-            yield f"kept-{self.name}", self.keeper.found
-            self.keeper.found = None
+            yield f"kept-{self.name}", self.keeper.unsaved
+            self.keeper.unsaved = None
 
     def restore(self, state: State, kept: State | None) -> None:
         """Go back to a checkpoint: the client's state, and what it has of the best model."""
@@ -183,10 +183,12 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Keep in this client's folder what each test window scored, where models were scored, and
-        what the commonest answer scores.
+        """Write the scores of all test items, and of the commonest answer, to the client's folder.
 
-        It is neither logged nor sent.
+        They are neither logged nor sent. Nothing is written if no model was scored.
+
+        Args:
+            folder: The client's folder.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
