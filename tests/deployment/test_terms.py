@@ -265,7 +265,7 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
     where = ["--server", "localhost:1", "--key", str(tmp_path / "poet.key"), "--data", text]
     result = CliRunner().invoke(app, ["client", *where])
     assert isinstance(result.exception, CoterieError)
-    assert "give the run file with --run, or --yes" in str(result.exception)
+    assert "Give the run file with --run, or --yes" in str(result.exception)
 
 
 def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
