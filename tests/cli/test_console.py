@@ -73,7 +73,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("away", "example.org:9092 is unreachable")
     text = shown(console)
     assert text.startswith("Data: texts repeated")
-    assert "  trained here: experts inside A in all 2 layers\n  trained here: LoRA on B\n" in text
+    assert "  trained on this machine: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text
