@@ -17,7 +17,6 @@ UNREAD = {
     "cli",
     "data",
     "engines",
-    "evaluation",
     "federation",
     "inference",
     "network",
