@@ -15,7 +15,6 @@ UNREAD = {
     "aggregation",
     "api.py",
     "cli",
-    "data",
     "engines",
     "federation",
     "inference",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from coterie.analysis.tables import Table
 from coterie.bases import load_tokenizer
@@ -39,8 +40,20 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
     _examples(found)
     _left_out(found)
     if json is not None:
-        write_json(json, {**asdict(found), "empty": found.survey.empty, "labels": read.labels})
+        write_json(
+            json,
+            {
+                **asdict(found, dict_factory=_json_keys),
+                "empty": found.survey.empty,
+                "labels": read.labels,
+            },
+        )
         terminal.say(f"\nSaved to {json}.")
+
+
+def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a dataclass by their keys in the JSON file."""
+    return {"found" if name == "original" else name: value for name, value in fields}
 
 
 def _splits(found: Quality) -> Table:
@@ -122,7 +135,7 @@ def _examples(found: Quality) -> None:
             is_in = "is" if copy.exact else "is nearly"
             text = " ".join(copy.text.split())
             short = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-            terminal.say(f"{_place(copy.place)} {is_in} {_place(copy.found)}: {short}")
+            terminal.say(f"{_place(copy.place)} {is_in} {_place(copy.original)}: {short}")
 
 
 def _place(place: Place) -> str:
