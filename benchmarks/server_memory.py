@@ -15,8 +15,8 @@ import torch
 from common import MIB, fresh, options_of, resident, show, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie.aggregation.mean import Aggregation, Contribution
-from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.mean import Aggregation
+from coterie.aggregation.transform import Contribution
 from coterie.engines.server_part import contribution
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
@@ -58,7 +58,7 @@ def measure(name: str, count: int, threads: int) -> Peak:
     server.start_round(0, list(clients))
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = resident("VmRSS"), 0
-    aggregation = Aggregation(AggregationSpec(), method.schema())
+    aggregation = Aggregation(method.schema())
 
     def contributions() -> Iterator[Contribution]:
         nonlocal largest

@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.aggregation.bounds import bounds_of, figures, measured, scaled
-from coterie.aggregation.mean import TOKENS, Aggregation
-from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.bounds import Bounds, figures_of, measured, scaled
+from coterie.aggregation.ends import ClientTransforms, ServerTransforms
+from coterie.aggregation.pipeline import Pipeline
+from coterie.aggregation.weights import TOKENS, TokenWeights
 from coterie.messages import Field, Groups, Message, Schema
+from coterie.privacy.ledger import Ledger
 
 CHANCE = torch.Generator().manual_seed(0)
 START: Groups = {"adapter": {"A": torch.randn(8, 64, generator=CHANCE), "B": torch.zeros(64, 8)}}
@@ -42,11 +44,11 @@ def noisy(message: Message) -> Message:
     return Message(0, {"adapter": {n: t + noise[n] for n, t in message["adapter"].items()}})
 
 
-def bounds(uploads: list[Message], **more: Any) -> tuple[Aggregation, dict[str, str]]:
-    """The aggregation of a round, and who is excluded from it: clients a, b, c and so on."""
-    found = Aggregation(AggregationSpec(**more), SCHEMA)
+def bounds(uploads: list[Message], **more: Any) -> tuple[ServerTransforms, dict[str, str]]:
+    """The transforms of a round, and who is excluded from it: clients a, b, c and so on."""
+    found = ServerTransforms(Pipeline([Bounds(**more)], SCHEMA, 1))
     measures = {n: found.measure(n, u, START) for n, u in zip("abcdefg", uploads, strict=False)}
-    return found, found.left_out(measures)
+    return found, found.refuse(measures)
 
 
 HOSTILE = {
@@ -108,8 +110,8 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     assert not excluded
     assert found.bounded("a", good[0], lambda _: START).groups is good[0].groups
     shrunk = found.bounded("c", times(good[0], 0.05), lambda _: START)
-    size, _ = found.measure("c", shrunk, START).sizes["change", "adapter"]
-    honest, _ = found.measure("a", good[0], START).sizes["change", "adapter"]
+    size, _ = measured(shrunk, START, 1).sizes["change", "adapter"]
+    honest, _ = measured(good[0], START, 1).sizes["change", "adapter"]
     assert size == pytest.approx(3 * honest, rel=0.1)
 
 
@@ -128,18 +130,19 @@ def test_other_numbers_are_bounded_by_their_norm() -> None:
 
 
 def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
-    found = Aggregation(AggregationSpec(weights="tokens"), SCHEMA)
-    uploads = {}
+    pipeline = Pipeline([Bounds(), TokenWeights()], SCHEMA, 1)
+    found, uploads = ServerTransforms(pipeline), {}
     for name, tokens in {"a": 1, "b": 1, "c": 5000, "d": 90}.items():
-        hello = Message(0, {}, {TOKENS.name: tokens})
-        found.join(name, hello)
-        uploads[name] = found.sent(trained(), tokens)
+        client = ClientTransforms(pipeline, name, Ledger())
+        found.join(name, client.declared(Message(), tokens))
+        uploads[name] = client.declared(trained(), tokens)
     two = {n: found.measure(n, u, START) for n, u in uploads.items() if n in "ac"}
-    assert not found.left_out(two)
-    weight = found.bounded("c", uploads["c"], lambda _: START).values[TOKENS.name]
-    assert weight == 100
+    assert not found.refuse(two)
+    limited = found.bounded("c", uploads["c"], lambda _: START)
+    assert limited.values[TOKENS.name] == 100
+    assert found.weight("c", limited) == 100
     every = {n: found.measure(n, u, START) for n, u in uploads.items()}
-    assert [*found.left_out(every)] == ["c"]
+    assert [*found.refuse(every)] == ["c"]
 
 
 @pytest.mark.parametrize("rank", [8, 5, 1])
@@ -169,12 +172,12 @@ def test_scaling_reaches_the_start_and_leaves_whole_numbers() -> None:
 def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
     uploads = {n: trained(seed=s) for s, n in enumerate("abc")} | {"d": trained(-2)}
     measures = {n: measured(u, START, 1) for n, u in uploads.items()}
-    found = figures(measures)
+    found = figures_of(measures)
     assert {n: round(f["ratio"] or 0) for n, f in found.items()} == {"a": 1, "b": 1, "c": 1, "d": 2}
     assert all((found[n]["cosine"] or 0) > 0.5 for n in "abc")
     assert (found["d"]["cosine"] or 0) < -0.9
-    assert figures({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
-    assert figures({"a": measured(moved({}), START, 1)}) == {}
+    assert figures_of({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
+    assert figures_of({"a": measured(moved({}), START, 1)}) == {}
 
 
 @pytest.mark.parametrize("counts", [(16, 16, 16, 3), (3, 3, 3, 48), (4, 16, 64, 64)])
@@ -187,8 +190,8 @@ def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], gro
         for name, count in zip("abcd", counts, strict=True)
     }
     measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
-    assert not bounds_of(measures, AggregationSpec(largest_change=1.01))
-    assert {round(f["ratio"] or 0, 6) <= 1 for f in figures(measures).values()} == {True}
+    assert not Bounds(largest_change=1.01).refuse(measures)
+    assert {round(f["ratio"] or 0, 6) <= 1 for f in figures_of(measures).values()} == {True}
 
 
 def test_bounds_are_of_each_group_by_itself() -> None:
@@ -198,8 +201,7 @@ def test_bounds_are_of_each_group_by_itself() -> None:
     }
     zero: Groups = {group: {"w": torch.zeros(4)} for group in "pq"}
     measures = {n: measured(Message(0, groups), zero, 1) for n, groups in parts.items()}
-    found = bounds_of(measures, AggregationSpec())
-    assert {n: bound.excluded for n, bound in found.items()} == {
+    assert Bounds().refuse(measures) == {
         "b": "the change of its q is 9 times the round's median",
         "c": "the change of its p is 9 times the round's median",
     }

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coterie.aggregation.defaults import with_defaults
+from coterie.aggregation.ends import ClientTransforms
 from coterie.aggregation.low_rank import PaddedMean
-from coterie.aggregation.mean import Aggregation, Contribution, weighted_mean
+from coterie.aggregation.mean import Aggregation, weighted_mean
 from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.transform import Contribution, Reduction, Transform
 from coterie.messages import Field, Groups, Message, MessageError, Schema
+from coterie.privacy.ledger import Ledger
 
 SCHEMA = Schema(
     hello=(Field("shapes", "shapes", "json"),),
@@ -29,8 +33,14 @@ SCHEMA = Schema(
 SHAPES = {"adapter": {"A": (2, 3), "B": (4, 2)}, "router": {"w": (3,)}}
 
 
-def aggregation(weights: Any = "uniform", schema: Schema = SCHEMA, **more: Any) -> Aggregation:
-    return Aggregation(AggregationSpec(weights=weights), schema, **more)
+def aggregation(
+    weights: Any = "uniform", schema: Schema = SCHEMA, *listed: Transform
+) -> Aggregation:
+    return Aggregation(schema, with_defaults(AggregationSpec(weights=weights), listed, schema))
+
+
+def sent(found: Aggregation, message: Message, tokens: int) -> Message:
+    return ClientTransforms(found.pipeline, "ada", Ledger()).declared(message, tokens)
 
 
 def upload(seed: int = 0, **values: Any) -> Message:
@@ -113,7 +123,7 @@ def test_the_order_is_the_order_given() -> None:
         assert torch.equal(weighted_mean(stream)["g"]["x"], (total / weight).float())
 
 
-@pytest.mark.parametrize("through", ["rule", "aggregation"])
+@pytest.mark.parametrize("through", ["mean", "aggregation"])
 def test_contributions_are_taken_one_at_a_time_and_none_is_kept(through) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
@@ -129,7 +139,7 @@ def test_contributions_are_taken_one_at_a_time_and_none_is_kept(through) -> None
             yield one
             del one
 
-    if through == "rule":
+    if through == "mean":
         mean = weighted_mean(stream())["g"]["x"]
     else:
         mean = aggregation().mean(0, stream())["g"]["x"]
@@ -175,14 +185,19 @@ def test_a_mean_tells_how_many_held_each_tensor() -> None:
     assert flat(mean.groups).keys() == naive(contributions).keys()
 
 
-def test_a_rule_of_another_s_own_makes_the_mean() -> None:
-    def largest(contributions: Any) -> Groups:
+class Largest(Reduction):
+    name: ClassVar[str] = "largest"
+    summary: ClassVar[str] = "the largest value of each number"
+
+    def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
         found = [one.groups["g"]["x"] for one in contributions]
         return {"g": {"x": torch.stack(found).amax(0)}}
 
+
+def test_a_reduction_makes_the_mean() -> None:
     rows = torch.randn(4, 3)
     stream = (Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows))
-    mean = aggregation(rule=largest).mean(0, stream)
+    mean = aggregation("uniform", SCHEMA, Largest()).mean(0, stream)
     assert torch.equal(mean["g"]["x"], rows.amax(0))
     assert mean.values["held"] == {"g": {"x": 4}}
 
@@ -207,8 +222,8 @@ def test_shapes_must_be_those_expected() -> None:
 def test_uniform_weights_send_nothing_more() -> None:
     found = aggregation()
     message = upload()
-    assert found.sent(message, 100) is message
-    found.join("ada", Message())
+    assert sent(found, message, 100) is message
+    found.transforms.join("ada", Message())
     assert found.contribution("ada", message, SHAPES).weight == 1.0
     with pytest.raises(MessageError, match="'tokens' may not be sent"):
         found.schema.send("up", upload(tokens=100))
@@ -218,11 +233,11 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
     found = aggregation("tokens")
     contributions = []
     for i, (name, tokens) in enumerate([("ada", 300), ("bob", 100)]):
-        hello = found.sent(Message(values={"shapes": {}}), tokens)
-        found.join(name, found.schema.receive("hello", found.schema.send("hello", hello)))
-        sent = found.sent(upload(i), tokens)
-        assert (sent.values["tokens"], sent.values["note"], sent.round) == (tokens, "hello", 4)
-        arrived = found.schema.receive("up", found.schema.send("up", sent))
+        hello = found.schema.send("hello", sent(found, Message(values={"shapes": {}}), tokens))
+        found.transforms.join(name, found.schema.receive("hello", hello))
+        own = sent(found, upload(i), tokens)
+        assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
+        arrived = found.schema.receive("up", found.schema.send("up", own))
         assert found.each(arrived).values == {"note": "hello", "tokens": tokens}
         contributions.append(found.contribution(name, arrived, SHAPES))
     assert [one.weight for one in contributions] == [300.0, 100.0]
@@ -240,8 +255,8 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     found = aggregation("tokens")
     for wrong in (None, 0, -3, 1.5, True, "100", [100]):
         with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
-            found.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
-    found.join("ada", Message(values={"tokens": 1000}))
+            found.transforms.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
+    found.transforms.join("ada", Message(values={"tokens": 1000}))
     with pytest.raises(
         MessageError, match="ada claims 1,001 training tokens, but declared 1,000 when"
     ):
@@ -249,7 +264,7 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     assert found.contribution("ada", upload(tokens=999), SHAPES).weight == 999.0
     with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
         found.contribution("ada", upload(), SHAPES)
-    found.join("ada", Message(values={"tokens": 2000}))  # again, with more text
+    found.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
     assert found.contribution("ada", upload(tokens=1001), SHAPES).weight == 1001.0
 
 
@@ -258,7 +273,7 @@ def test_weights_are_told_once_even_if_the_method_tells_them_too() -> None:
     found = aggregation("tokens", Schema((tokens,), SCHEMA.up))
     assert [field.name for field in found.schema.hello] == ["tokens"]
     nothing = aggregation("tokens", Schema(up=(Field("update", "a pair"),)))
-    assert nothing.sent(upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
+    assert sent(nothing, upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
     assert nothing.schema == Schema(up=(Field("update", "a pair"),))
 
 

@@ -1,6 +1,7 @@
 """Transforms at both ends, against their definitions."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 
 from coterie.aggregation.ends import ClientTransforms, ServerTransforms
 from coterie.aggregation.pipeline import Pipeline
-from coterie.aggregation.transform import TRAIN, Contribution, Transform, mapped
+from coterie.aggregation.transform import TRAIN, Contribution, Reduction, Transform, mapped
 from coterie.errors import CoterieError
 from coterie.messages import Field, Message, MessageError, Schema
 from coterie.privacy.ledger import Ledger
@@ -52,7 +53,7 @@ class Ends:
         found = {}
         for name, message in uploads.items():
             arrived = self.wire("up", self.clients[name].send(message, exchange))
-            found[name] = self.server.upload(name, arrived, before.groups)
+            found[name] = self.server.upload(name, arrived, before)
         self.server.commit(uploads)
         return found
 
@@ -71,7 +72,7 @@ def test_without_transforms_messages_are_untouched() -> None:
     assert ends.server.download("c0", message) is message
     assert ends.clients["c0"].receive(message, 0) is message
     assert ends.clients["c0"].send(message, 0) is message
-    assert ends.server.upload("c0", message, {}) is message
+    assert ends.server.upload("c0", message, message) is message
     assert ends.pipeline.schema == SCHEMA
 
 
@@ -138,6 +139,7 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload() -> None:
     ends.down(0, Message(), "keys")
     for name, client in ends.clients.items():
         ends.server.collect(name, client.answer("keys", 0))
+    ends.server.commit(ends.clients)
     with pytest.raises(MessageError, match="c0 sent no public key"):
         ends.server.collect("c0", Message(0, values={"masked_sum": "00"}))
     before, uploads = adapter(0), {n: adapter(i + 1) for i, n in enumerate(ends.clients)}
@@ -192,6 +194,7 @@ def test_the_median_is_of_each_number_over_those_who_hold_it() -> None:
 class Broken(Transform):
     name: ClassVar[str] = "broken"
     summary: ClassVar[str] = "fails"
+    downloads: ClassVar[bool] = True
 
     how: str = "raises"
 
@@ -206,7 +209,146 @@ class Broken(Transform):
                 return mapped(update, lambda t: t / 0)
             case "nothing":
                 return None
+            case "shape":
+                return mapped(update, lambda t: t[:2])
         return update
+
+
+class Wrong(Reduction):
+    """A transform in which one hook returns or raises something."""
+
+    name: ClassVar[str] = "wrong"
+    summary: ClassVar[str] = "returns what a test asks for"
+
+    hook: str = ""
+    result: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        if name == get("__dict__").get("hook"):
+            if isinstance(get("result"), Exception):
+                return partial(throw, get("result"))
+            return lambda *_: get("result")
+        return get(name)
+
+    def reduce(self, contributions: Any, clients: Any, memory: Any) -> Any:
+        return next(iter(contributions)).groups
+
+    def declare(self, tokens: int) -> int:
+        return tokens
+
+    def tell(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def join(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def measure(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def refuse(self, measures: Any) -> Any:
+        return dict.fromkeys(measures, 1)
+
+    def bounded(self, client: str, upload: Message, *_: Any, **__: Any) -> Message:
+        return upload
+
+    def weight(self, *_: Any, **__: Any) -> float:
+        return 2.0
+
+    def figures(self, measures: Any) -> Any:
+        return {}
+
+    def on_mean(self, mean: Any, *_: Any, **__: Any) -> Any:
+        return mean
+
+
+def throw(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def everything(transform: Transform) -> None:
+    """Every hook of a transform, in an exchange of one client."""
+    pipeline = Pipeline([transform], SCHEMA, 1)
+    server, client = ServerTransforms(pipeline), ClientTransforms(pipeline, "c0", Ledger())
+    server.join("c0", client.declared(Message(), 1))
+    server.begin(0, TRAIN, ["c0"])
+    download, upload = adapter(0), adapter(1)
+    client.receive(server.download("c0", download), 0)
+    sent = client.declared(client.send(upload, 0), 1)
+    measures = {"c0": server.measure("c0", server.upload("c0", sent, download), download.groups)}
+    server.refuse(measures)
+    server.bounded("c0", upload, lambda _: download.groups)
+    weight = server.weight("c0", upload)
+    mean = server.reduce([Contribution("c0", upload.groups, weight)])
+    server.on_mean(mean, download.groups)
+    list(server.figures(measures))
+
+
+HOOKS = ["schema", "covered", "encode", "decode", "tell", "declare", "join", "measure", "refuse"]
+HOOKS += ["bounded", "weight", "reduce", "on_mean", "figures"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_is_one_sentence(hook) -> None:
+    everything(Wrong())
+    with pytest.raises(CoterieError) as error:
+        everything(Wrong(hook=hook, result=KeyError("weights")))
+    why = f"The transform 'wrong' failed: {hook} raised KeyError: 'weights'"
+    assert str(error.value) == why
+
+
+INFINITE = {"adapter": {"A": torch.full((6,), torch.inf)}}
+SHORT = {"adapter": {"A": torch.ones(5)}}
+OTHER = {"adapter": {"A": torch.ones(6), "B": torch.ones(6)}}
+RESULTS: list[tuple[str, Any, str]] = [
+    ("schema", None, "returned NoneType, not a Schema"),
+    ("encode", {"adapter": 3}, "returned dict, not tensors by group and name"),
+    ("decode", None, "returned NoneType, not tensors by group and name"),
+    ("decode", INFINITE, "returned values that are not finite"),
+    ("refuse", ["c0"], "returned list, not a Mapping"),
+    ("figures", None, "returned NoneType, not a Mapping"),
+    ("bounded", {}, "returned dict, not a Message"),
+    ("weight", "heavy", "returned str, not a float"),
+    ("weight", 0.0, "returned 0.0, which is not positive and finite"),
+    ("weight", float("nan"), "returned nan, which is not positive and finite"),
+    ("reduce", INFINITE, "returned values that are not finite"),
+    ("reduce", SHORT, r"returned other tensors in 'adapter': .* shape \(5,\), but \(6,\) was"),
+    ("reduce", {}, "returned other tensors in 'adapter': The tensor 'A' is missing"),
+    ("on_mean", None, "returned NoneType, not tensors by group and name"),
+    ("on_mean", SHORT, r"returned other tensors in 'adapter': .* shape \(5,\), but \(6,\) was"),
+    ("on_mean", OTHER, "returned other tensors in 'adapter': The tensor 'B' was not expected"),
+]
+
+
+@pytest.mark.parametrize(("hook", "result", "why"), RESULTS)
+def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -> None:
+    with pytest.raises(CoterieError, match=f"^The transform 'wrong' failed: {hook} {why}"):
+        everything(Wrong(hook=hook, result=result))
+
+
+def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
+    ends = Ends(Broken(how="shape"), clients=1)
+    ends.server.begin(0, TRAIN, ends.clients)
+    why = r"The transforms 'broken' failed: a decoded download has other tensors .* \(2,\), but"
+    with pytest.raises(CoterieError, match=why):
+        ends.server.download("c0", adapter(0))
+
+
+def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
+    """Uploads that have come already are decoded again; nobody is sent anything for it."""
+    ends, once = Ends(example("int8").Int8(), clients=2), Ends(example("int8").Int8(), clients=2)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        found = []
+        for either in (ends, once):
+            either.down(exchange, before)
+            sent = either.wire("up", either.clients["c0"].send(after, exchange))
+            if either is ends:
+                either.server.upload("c0", sent, before)
+                either.server.begin(exchange, TRAIN, either.clients)
+            found.append(a(either.server.upload("c0", sent, before)))
+            either.server.commit(["c0"])
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +361,11 @@ class Broken(Transform):
 )
 def test_what_a_transform_does_wrong_is_one_sentence(how, why) -> None:
     ends = Ends(Broken(how=how), clients=1)
-    ends.down(0, adapter(0))
     with pytest.raises(CoterieError, match=why):
         ends.clients["c0"].send(adapter(1), 0)
 
 
 def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
     ends = Ends(Broken(how="dtype"), clients=1)
-    ends.down(0, adapter(0))
     with pytest.raises(MessageError, match="float32"):
         ends.wire("up", ends.clients["c0"].send(adapter(1), 0))

@@ -11,14 +11,17 @@ from torch import Tensor
 
 import coterie
 from coterie import CoterieError
-from coterie.aggregation.mean import Aggregation, Contribution
+from coterie.aggregation.ends import ServerTransforms
+from coterie.aggregation.mean import weighted_mean
 from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
+from coterie.aggregation.pipeline import Pipeline
+from coterie.aggregation.spec import AggregationSpec
+from coterie.aggregation.transform import Contribution
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
-from coterie.messages import Field, Message, Schema, State
+from coterie.messages import Field, Groups, Message, Schema, State
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
 from coterie.runs import Callback, RunFolder
@@ -38,9 +41,9 @@ SMALL: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}, "atten
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def aggregation_of(optimiser: Any, *up: Field) -> Aggregation:
-    spec = AggregationSpec.model_validate({"optimiser": optimiser})
-    return Aggregation(spec, Schema(up=up))
+def server_of(optimiser: Any) -> ServerTransforms:
+    transform = ServerOptimiser.model_validate({"optimiser": optimiser})
+    return ServerTransforms(Pipeline([transform], Schema(up=(FIELD,)), 1))
 
 
 class Paper:
@@ -76,17 +79,14 @@ class Paper:
 def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
     """Eight rounds of three clients of unlike weights, of which one is not always there."""
     chance = torch.Generator().manual_seed(0)
-    aggregation = aggregation_of(spec, FIELD)
+    server = server_of(spec)
     x = torch.randn(5, generator=chance)
     papers = [Paper(value, **spec) for value in x.tolist()]
     for round in range(8):
         present = (0, 1, 2) if round % 3 else (0, 2)
         ends = {k: x + torch.randn(5, generator=chance) for k in present}
         each = [Contribution(str(k), {"adapter": {"x": ends[k]}}, float(k + 1)) for k in ends]
-        mean = aggregation.mean(round, each)
-        stepped = aggregation.stepped(mean, {"adapter": {"x": x}})
-        assert (stepped.round, stepped.values) == (mean.round, mean.values)
-        x = stepped["adapter"]["x"]
+        x = server.on_mean(weighted_mean(each), {"adapter": {"x": x}})["adapter"]["x"]
         assert x.dtype == torch.float32
         for i, paper in enumerate(papers):
             paper.round([end[i].item() for end in ends.values()], [k + 1.0 for k in ends])
@@ -95,37 +95,31 @@ def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
 
 
 def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -> None:
-    aggregation, one = aggregation_of({"name": "fedavgm", "momentum": 0.5}), torch.ones(2)
+    server, one = server_of({"name": "fedavgm", "momentum": 0.5}), torch.ones(2)
     before = {"adapter": {"a": one, "b": one}}
-    first = Message(0, {"adapter": {"a": 2 * one, "b": 3 * one}, "statistics": {"a": 9 * one}})
-    found = aggregation.stepped(first, before)
+    first = {"adapter": {"a": 2 * one, "b": 3 * one}, "statistics": {"a": 9 * one}}
+    found = server.on_mean(first, before)
     assert torch.equal(found["statistics"]["a"], 9 * one)
     assert torch.equal(found["adapter"]["b"], 3 * one)
-    found = aggregation.stepped(Message(1, {"adapter": {"a": 2 * one}}), before)
+    found = server.on_mean({"adapter": {"a": 2 * one}}, before)
     assert found["adapter"].keys() == {"a"}
     assert torch.equal(found["adapter"]["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
-    found = aggregation.stepped(Message(2, {"adapter": {"b": one}}), before)
+    found = server.on_mean({"adapter": {"b": one}}, before)
     assert torch.equal(found["adapter"]["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
     assert torch.equal(one, torch.ones(2))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_moments_come_back_through_their_bytes(spec: dict[str, Any]) -> None:
-    one, other = (ServerOptimiser(ServerOptimiserSpec.model_validate(spec)) for _ in range(2))
+    one, other = server_of(spec), server_of(spec)
     chance = torch.Generator().manual_seed(0)
     means = [{"adapter": {"x": torch.randn(7, generator=chance)}} for _ in range(4)]
-    before: dict[str, dict[str, Tensor]] = {"adapter": {"x": torch.zeros(7)}}
-    assert State.decode(one.state().encode()) == State()
+    before: Groups = {"adapter": {"x": torch.zeros(7)}}
     for mean in means[:3]:
-        before = one.stepped(mean, before)
+        before = one.on_mean(mean, before)
     other.restore(State.decode(one.state().encode()))
-    wanted = one.stepped(means[3], before)["adapter"]["x"]
-    assert torch.equal(other.stepped(means[3], before)["adapter"]["x"], wanted)
-
-
-def test_without_an_optimiser_a_mean_is_what_it_is() -> None:
-    mean = Message(0, {"adapter": {"x": torch.ones(1)}})
-    assert Aggregation(AggregationSpec(), Schema()).stepped(mean, {}) is mean
+    wanted = one.on_mean(means[3], before)["adapter"]["x"]
+    assert torch.equal(other.on_mean(means[3], before)["adapter"]["x"], wanted)
 
 
 def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie.RunConfig:
@@ -191,7 +185,7 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     assert spoilt
     assert_as_local(run, tmp_path / "deployed", whole)
     deployed = RunFolder(tmp_path / "deployed" / "server")
-    assert_equal(deployed.load("optimiser"), whole.load("optimiser"), "optimiser")
+    assert_equal(deployed.load("transforms"), whole.load("transforms"), "transforms")
 
     class Stopped(Callback):
         def on_round_end(self, round: int, scores: str) -> None:
@@ -203,7 +197,7 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     with pytest.raises(KeyboardInterrupt):
         local_run(run, session.base, people, cut, [Stopped()]).run()
     local_run(run, session.base, people, cut).run()
-    for side in ("server", "optimiser", "client-poet"):
+    for side in ("server", "transforms", "client-poet"):
         assert_equal(cut.load(side), whole.load(side), side)
 
 
@@ -229,10 +223,9 @@ def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
 
 
 def test_where_nothing_is_replaced_it_is_refused() -> None:
-    aggregation = aggregation_of("fedadam")
-    mean = Message(0, {"statistics": {"x": torch.ones(1)}})
+    mean = {"statistics": {"x": torch.ones(1)}}
     with pytest.raises(CoterieError, match="replaces no parameters by their mean; remove it"):
-        aggregation.stepped(mean, ServerSide().replaces())
+        server_of("fedadam").on_mean(mean, ServerSide().replaces())
 
 
 @pytest.mark.parametrize(

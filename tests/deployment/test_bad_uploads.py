@@ -8,7 +8,7 @@ import pytest
 import torch
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
-from coterie.aggregation.mean import TOKENS
+from coterie.aggregation.weights import TOKENS
 from coterie.config.run import RunConfig
 from coterie.messages import Message
 from coterie.messages.envelope import Reply, seal, unseal

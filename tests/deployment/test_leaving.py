@@ -18,6 +18,7 @@ from sites import Deployment
 import coterie
 from coterie.bases import EMBEDDED
 from coterie.cli import app
+from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import Forgotten, forget
 from coterie.deployment.server import ServerWatch
 from coterie.errors import CoterieError
@@ -28,6 +29,7 @@ from coterie.testing.loop import Loop, assert_same_state, deploy, server, worker
 from coterie.testing.rounds import joined
 from tests.written_runs import CONFIG, DESCRIPTION
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 NAMES = ("diarist", "poet", "whaler")
 
 
@@ -103,8 +105,8 @@ def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_wait
     folder, notes = tmp_path / "server", Notes()
 
     def others_come(loop: Loop) -> None:
-        loop.again("diarist")
-        loop.again("whaler")
+        loop.reconnect("diarist")
+        loop.reconnect("whaler")
 
     loop = Loop(
         workers(run, tmp_path),
@@ -249,6 +251,19 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
         assert all(torch.equal(t, was["adapter"][n]) for n, t in kept["adapter"].items())
     assert set(done.result["trained"]) == {"diarist", "whaler"}
     assert forget(done, "poet").metrics == 0
+
+
+def test_what_transforms_remember_of_a_client_is_deleted(config, tmp_path) -> None:
+    load_plugin(EXAMPLES / "masked_sum.py")
+    transforms = ["masked_sum"]
+    deploy(config(rounds=1, aggregation={"transforms": transforms}), tmp_path)
+    folder = RunFolder(tmp_path / "server")
+    remembered = folder.load("transforms").encode()
+    assert remembered.count(b"poet") == remembered.count(b"whaler") > 1  # keys, and links
+    forget(folder, "poet")
+    remembered = folder.load("transforms").encode()
+    assert b"poet" not in remembered
+    assert b"whaler" in remembered
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from every_method import some
 from torch import Tensor
 
 import coterie
-from coterie.aggregation.mean import Aggregation
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerWatch
 from coterie.engines.uploads import Uploads
@@ -182,7 +181,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
         server(run, tmp_path / "server", Loop(clients, {turn: kill})).rounds()
     again = server(run, tmp_path / "server", Loop(clients))
     again.rounds()
-    assert again.aggregation._most == {
+    assert again.aggregation.transforms._joined["1-tokens"] == {
         name: len(worker.run.part.participant.data.train.ids)
         for name, worker in clients.items()
         if worker.run is not None
@@ -206,8 +205,9 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
         server(run, tmp_path / "server", Loop(clients), Stop()).rounds()
     notes = Notes()
     again = server(run, tmp_path / "server", Loop(clients, change=spoiling(heavy, 1)), notes)
-    join, joined = again.aggregation.join, []
-    monkeypatch.setattr(again.aggregation, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
+    transforms = again.aggregation.transforms
+    join, joined = transforms.join, []
+    monkeypatch.setattr(transforms, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
     again.rounds()
     assert sorted(joined) == list(NAMES)  # once each, from what is stored
     [refusal] = [line for line in notes.lines if "rejected" in line]
@@ -268,8 +268,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     run = weighted(config, method="local")
     folder = RunFolder.create(tmp_path / "run", {})
     before = {*folder.path.iterdir()}
-    schema = Aggregation(run.aggregation, run.method.schema())
-    waiting = Uploads(folder.path, ServerSide(), schema)
+    waiting = Uploads(folder.path, ServerSide(), run.aggregating())
     for round in (0, 1):
         waiting.take("poet", Message(round).encode())
         assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it

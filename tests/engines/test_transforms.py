@@ -1,17 +1,19 @@
 """The example transforms in whole runs: every engine, killed and resumed, gives the same bits."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import coterie
+from coterie.aggregation.transform import Transform, TransformFacts
 from coterie.config.plugins import load_plugin
 from coterie.deployment.client import Worker
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.messages.envelope import Order
+from coterie.messages import Message, Schema
+from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.privacy import secrets
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
@@ -34,6 +36,8 @@ TRANSFORMS: dict[str, Any] = {
 def _loaded() -> None:
     for file in sorted(EXAMPLES.glob("*.py")):
         load_plugin(file)
+    for kind in (Failing, Phased, Trained):
+        coterie.register(kind)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +84,7 @@ def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None
     assert_same_states(stopped, local)
 
     def killed(loop: Loop) -> None:
-        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
 
     clients = clients_of(run, tmp_path)
     with pytest.raises(Killed):
@@ -100,10 +104,89 @@ def test_lost_replies_are_told_once(run, tmp_path) -> None:
 
     def reconnect(loop: Loop) -> None:
         for client in run.clients:
-            loop.again(client.name)
+            loop.reconnect(client.name)
 
     deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert_as_local(run, tmp_path, local)
+
+
+@pytest.mark.parametrize(("transform", "round"), [("int8", 1), ("masked_sum", 0)])
+def test_whoever_is_not_asked_again_counts_as_in_the_first_attempt(
+    transform, round, config, tmp_path, monkeypatch
+) -> None:
+    """One reply is spoilt, so that the exchange begins again with the uploads of the others."""
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
+    run = config(
+        rounds=2,
+        deployment={"quorum": 3, "deadline": 60},
+        aggregation={"transforms": [transform], "largest_change": None},
+    )
+    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
+    spoilt: list[str] = []
+
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, body = unseal(Reply, data)
+        if (name, reply.kind, reply.round) != ("poet", "step", round) or spoilt:
+            return data
+        spoilt.append(name)
+        message = Message.decode(body)
+        groups = {
+            g: {n: t.flatten()[:1] for n, t in ts.items()} for g, ts in message.groups.items()
+        }
+        return seal(reply, Message(message.round, groups).encode())
+
+    deploy(run, tmp_path, change=spoil)
+    assert spoilt
+    assert_as_local(run, tmp_path, local)
+
+
+def test_keys_of_the_section_name_transforms(config, tmp_path) -> None:
+    keys = {"largest_change": 1, "weights": "tokens", "optimiser": "fedadam"}
+    listed = [
+        {"name": "bounds", "largest_change": 1},
+        "tokens",
+        {"name": "server_optimiser", "optimiser": "fedadam"},
+    ]
+    ends: list[RunFolder] = []
+    for number, aggregation in enumerate((keys, {"transforms": listed}, {})):
+        run = config(rounds=2, aggregation=aggregation)
+        ends.append(RunFolder(coterie.run(run, out=tmp_path / str(number)).path))
+    assert_same_states(ends[0], ends[1])
+    assert ends[0].result is not None
+    assert ends[1].result is not None
+    assert ends[0].result["left_out"] == ends[1].result["left_out"]
+    assert ends[0].result["traffic"] == ends[1].result["traffic"]
+    with pytest.raises(AssertionError):
+        assert_same_states(ends[0], ends[2])
+
+
+class Phased(Transform):
+    name: ClassVar[str] = "phased"
+    summary: ClassVar[str] = "has a phase of a name that another has, too"
+    before: ClassVar[tuple[str, ...]] = ("keys",)
+
+
+class Trained(Transform):
+    name: ClassVar[str] = "trained"
+    summary: ClassVar[str] = "has a phase of the name of training"
+    before: ClassVar[tuple[str, ...]] = ("train",)
+
+
+class Failing(Transform):
+    name: ClassVar[str] = "failing"
+    summary: ClassVar[str] = "fails before the run"
+
+    hook: str = "check"
+
+    def schema(self, schema: Schema) -> Schema:
+        return self._failed("schema") or super().schema(schema)
+
+    def check(self, run: TransformFacts) -> None:
+        self._failed("check")
+
+    def _failed(self, hook: str) -> Any:
+        if self.hook == hook:
+            raise KeyError("epsilon")
 
 
 def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) -> None:
@@ -116,7 +199,7 @@ def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) ->
 
     def wipe(loop: Loop) -> None:
         worker = Worker(site(run, "poet", tmp_path / "anew"), seen=lambda *what: seen.append(what))
-        loop.again("poet", worker)
+        loop.reconnect("poet", worker)
 
     with pytest.raises(Killed):
         deploy(run, tmp_path, events={4: wipe, 8: kill})
@@ -142,6 +225,37 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
     ("changes", "why"),
     [
         ({"transforms": ["median", "trimmed_mean"]}, "several transforms that replace the mean"),
+        ({"transforms": ["int8", "median", "int8"]}, "has 'int8' twice; keep one of them"),
+        ({"transforms": ["median", "median"]}, "has 'median' twice"),
+        ({"transforms": ["tokens"], "weights": "tokens"}, "has 'tokens', which the keys weights"),
+        (
+            {"transforms": ["bounds"], "largest_norm": None},
+            "has 'bounds', which the keys largest_change, largest_norm and largest_weight",
+        ),
+        (
+            {
+                "transforms": [{"name": "server_optimiser", "optimiser": "fedadam"}],
+                "optimiser": "fedadam",
+            },
+            "has 'server_optimiser', which the keys optimiser of aggregation name, too; keep one",
+        ),
+        (
+            {
+                "transforms": [
+                    {"name": "server_optimiser", "optimiser": {"name": "fedavgm", "tau": 1}}
+                ]
+            },
+            r"transforms\[0\].optimiser: tau has no effect with fedavgm; remove it",
+        ),
+        ({"transforms": ["server_optimiser"]}, r"transforms\[0\].optimiser is missing"),
+        ({"transforms": [{"name": "bounds", "largest_change": 0.5}]}, r"\[0\].largest_change"),
+        ({"transforms": ["masked_sum", "phased"]}, "The phase 'keys' of a round is of two"),
+        ({"transforms": ["trained"]}, "The phase 'train' of a round .* rename it"),
+        ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
+        (
+            {"transforms": [{"name": "failing", "hook": "schema"}]},
+            "The transform 'failing' failed: schema raised KeyError: 'epsilon'",
+        ),
         ({"transforms": ["medain"]}, "There is no transform 'medain'. Did you mean 'median'?"),
         ({"transforms": [{"name": "trimmed_mean", "trim": 0.7}]}, r"transforms\[0\].trim"),
         ({"transforms": [{"name": "median", "trim": 0.2}]}, r"Unknown key .*transforms\[0\].trim"),
@@ -161,8 +275,18 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
     [
         ("local", "median", "has no effect with the method 'local'"),
         ("pcl-2", "clipped_gaussian", "covers; remove it"),
+        ("pcl-2", "tokens", "in which the server takes no mean; remove it"),
+        (
+            "fdlora",
+            {"name": "server_optimiser", "optimiser": "fedadam"},
+            "has a server optimiser of its own",
+        ),
         ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
-        ({"name": "fedavg", "exact": True}, "median", "`exact: true` sends what makes means exact"),
+        (
+            {"name": "fedavg", "exact": True},
+            "median",
+            "method.exact needs the mean of uploads, which",
+        ),
     ],
 )
 def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:

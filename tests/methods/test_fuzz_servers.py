@@ -132,13 +132,13 @@ def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
 def say_hello(local: LocalRun, data: bytes) -> None:
     message = local.schema.receive("hello", data)
     local.server.prepare(ROGUE, message)
-    local.aggregation.join(ROGUE, message)
+    local.aggregation.transforms.join(ROGUE, message)
     local.server.join(ROGUE, message)
 
 
 def upload(local: LocalRun, data: bytes) -> None:
     message = local.schema.receive("up", data)
-    local.aggregation.measure(ROGUE, message, local.server.reference(ROGUE))
+    local.aggregation.transforms.measure(ROGUE, message, local.server.reference(ROGUE))
     contribution(local.server, local.aggregation, ROGUE, message)
 
 

@@ -14,15 +14,19 @@ This is no defence against uploads of an ordinary size that are wrong.
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.aggregation.spec import AggregationSpec
-from coterie.messages import Groups, Message
+from coterie.aggregation.spec import BoundsSpec
+from coterie.aggregation.transform import Transform
+from coterie.aggregation.weights import TOKENS, tokens_of
+from coterie.messages import Groups, Json, Message
+from coterie.messages.names import CHANGE
+from coterie.messages.schema import Reduce
 
 Kind = Literal["change", "norm", "weight"]
 WHAT: Mapping[Kind, str] = {
@@ -30,8 +34,8 @@ WHAT: Mapping[Kind, str] = {
     "norm": "the norm of its {}",
     "weight": "its number of tokens",
 }
-"""What is compared of groups of parameters, of other groups, and of an upload as a whole. The run
-file's `largest_change`, `largest_norm` and `largest_weight` limit it."""
+"""What is compared of groups of parameters, of other groups, and of an upload as a whole; limited
+by `largest_change`, `largest_norm` and `largest_weight`."""
 Size = tuple[float, int]
 """The L2 norm of a group's numbers, and how many they are."""
 SAMPLED = 64
@@ -51,14 +55,65 @@ class Measure:
 
 @dataclass(frozen=True)
 class Bound:
-    """The bounds that a round sets for one upload."""
+    """The limits that a round sets for one upload."""
 
-    excluded: str = ""
-    """Why the upload does not count; empty if it does."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """By group, the factor of its change, or of its numbers where these are no parameters."""
     weight: float = math.inf
     """The largest weight with which it counts."""
+
+
+class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Uploads that are much larger than the round's median are excluded, or scaled down."""
+
+    name: ClassVar[str] = "bounds"
+    summary: ClassVar[str] = "uploads much larger than the round's median are excluded"
+    reductions: ClassVar[frozenset[Reduce]] = frozenset()
+
+    def join(self, client: str, hello: Message) -> int:
+        """Return the client's weight: some methods weigh for themselves."""
+        return tokens_of(client, hello) if TOKENS.name in hello.values else 1
+
+    def measure(self, upload: Message, reference: Groups, joined: Any) -> Measure:
+        """Return the sizes of an upload, which are compared with those of other uploads."""
+        return measured(upload, reference, joined or 1)
+
+    def refuse(self, measures: Mapping[str, Measure]) -> dict[str, str | Bound]:
+        """Return the clients whose uploads are too large: why, or their limits if a half is."""
+        excluded: dict[str, str] = {}
+        scales: dict[str, dict[str, float]] = {}
+        weights: dict[str, float] = {}
+        for (kind, group), sizes in _compared(measures).items():
+            limit: float | None = getattr(self, f"largest_{kind}")
+            if limit is None:
+                continue
+            larger = {name: ratio for name, ratio in ratios_of(sizes).items() if ratio > limit}
+            half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
+            for name, ratio in larger.items():
+                if not half:
+                    what = WHAT[kind].format(group)
+                    excluded[name] = f"{what} is {ratio:.3g} times the round's median"
+                elif kind == "weight":
+                    weights[name] = limit * sizes[name][0] / ratio
+                else:
+                    scales.setdefault(name, {})[group] = limit / ratio
+        limited = {
+            name: Bound(scales.get(name, {}), weights.get(name, math.inf))
+            for name in sorted(scales.keys() | weights.keys())
+        }
+        return limited | excluded
+
+    def bounded(self, client: str, upload: Message, reference: Groups, limit: Bound) -> Message:
+        """Return an upload of a half that is too large, scaled down to the bound."""
+        values = upload.values
+        if TOKENS.name in values and tokens_of(client, upload) > limit.weight:
+            values = {**values, TOKENS.name: int(limit.weight)}
+        groups = scaled(upload, reference, limit.scales) if limit.scales else upload.groups
+        return replace(upload, groups=groups, values=values)
+
+    def figures(self, measures: Mapping[str, Measure]) -> dict[str, dict[str, Json]]:
+        """Return two figures of each client's upload; see `figures_of`."""
+        return {name: {CHANGE: found} for name, found in figures_of(measures).items()}
 
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:
@@ -82,36 +137,6 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
             kind = "change" if group in reference else "norm"
             sizes[kind, group] = math.sqrt(squares), count
     return Measure(sizes, direction)
-
-
-def bounds_of(measures: Mapping[str, Measure], spec: AggregationSpec) -> dict[str, Bound]:
-    """Return the bounds of the clients whose uploads are too large, by client.
-
-    Args:
-        measures: the sizes of a round's uploads, by client.
-        spec: has the largest size of each kind, as a multiple of the median.
-    """
-    excluded: dict[str, str] = {}
-    scales: dict[str, dict[str, float]] = {}
-    weights: dict[str, float] = {}
-    for (kind, group), sizes in _compared(measures).items():
-        limit: float | None = getattr(spec, f"largest_{kind}")
-        if limit is None:
-            continue
-        larger = {name: ratio for name, ratio in ratios_of(sizes).items() if ratio > limit}
-        half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
-        for name, ratio in larger.items():
-            if not half:
-                what = WHAT[kind].format(group)
-                excluded[name] = f"{what} is {ratio:.3g} times the round's median"
-            elif kind == "weight":
-                weights[name] = limit * sizes[name][0] / ratio
-            else:
-                scales.setdefault(name, {})[group] = limit / ratio
-    return {
-        name: Bound(excluded.get(name, ""), scales.get(name, {}), weights.get(name, math.inf))
-        for name in sorted(excluded.keys() | scales.keys() | weights.keys())
-    }
 
 
 def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
@@ -150,7 +175,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
     return groups
 
 
-def figures(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
+def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
     """Return two figures of each client's upload by which hostile ones stand out.
 
     `ratio` is the largest change of a group as a multiple of the round's median. `cosine` is

@@ -1,11 +1,23 @@
 """The two ends of a run's transforms: a client's and the server's, and what they remember."""
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coterie.aggregation.pipeline import About, Memories, Pipeline, check_finite
-from coterie.aggregation.transform import TRAIN, Contribution, Memory
+from coterie.aggregation.pipeline import (
+    ON_CLIENT,
+    ON_SERVER,
+    About,
+    Memories,
+    Pipeline,
+    check_alike,
+    check_finite,
+    check_groups,
+    shapes_of,
+)
+from coterie.aggregation.transform import TRAIN, Contribution, Memory, failure
 from coterie.messages import Groups, Json, Message, MessageError, State
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
@@ -22,10 +34,25 @@ class ClientTransforms:
         self.received: Groups = {}
         """What the client last received, decoded."""
         self.told: Mapping[str, Json] = {}
+        self.remembers = bool(pipeline.having(*ON_CLIENT))
+        """Whether there is a state to keep."""
+
+    def declared(self, message: Message, tokens: int) -> Message:
+        """Return a hello or an upload with what transforms declare.
+
+        Args:
+            message: the message as the method makes it.
+            tokens: number of the client's training tokens.
+        """
+        told = {
+            s.transform.name: s.call("declare", tokens) for s in self.pipeline.having("declare")
+        }
+        values = {name: value for name, value in told.items() if value is not None}
+        return replace(message, values={**message.values, **values}) if values else message
 
     def receive(self, download: Message, exchange: int) -> Message:
         """Return a download as the server's side of the method made it."""
-        if not self.pipeline.stages:
+        if not self.pipeline.active:
             return download
         before = self.received if self.pipeline.down else {}
         groups = self.pipeline.decode(download.groups, before, self._about(exchange, "down"))
@@ -35,7 +62,7 @@ class ClientTransforms:
 
     def send(self, upload: Message, exchange: int) -> Message:
         """Return what is sent in place of an upload."""
-        if not self.pipeline.stages:
+        if not self.pipeline.active:
             return upload
         about = self._about(exchange, "up")
         return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, about))
@@ -74,7 +101,7 @@ class Link:
 
     def copied(self) -> Memories:
         """Return a copy of the memories."""
-        return {key: memory.copied() for key, memory in self.memories.items()}
+        return _copied(self.memories)
 
 
 class ServerTransforms:
@@ -82,24 +109,40 @@ class ServerTransforms:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.memories = {stage.key: Memory() for stage in pipeline.stages}
-        """What belongs to no single client, by transform."""
+        self.memories = {stage.key: Memory() for stage in pipeline.having(*ON_SERVER)}
+        """What belongs to no single client, by transform; if empty, there is no state to keep."""
+        self._final = self.memories
+        """The memories as the last exchange that counted has left them."""
         self.exchange, self.phase = 0, TRAIN
         self.clients: tuple[str, ...] = ()
         self.links: dict[str, Link] = {}
         self._coming: dict[str, Link] = {}
         """What links become if the uploads of the exchange count."""
         self._sent: dict[str, Message] = {}
-        self._measures: dict[str, dict[str, Any]] = {}
+        self._joined: dict[str, dict[str, Any]] = {}
+        """What transforms know of clients that have joined, by transform and client."""
+        self._limits: dict[str, dict[str, Any]] = {}
+        """The limits of uploads of the exchange, by client and transform."""
+
+    def join(self, client: str, hello: Message) -> None:
+        """Let a client take part.
+
+        Raises:
+            MessageError: if a transform refuses the client's first message.
+        """
+        for stage in self.pipeline.having("join"):
+            known = stage.call("join", client, hello, error=MessageError)
+            self._joined.setdefault(stage.key, {})[client] = known
 
     def begin(self, exchange: int, phase: str, clients: Iterable[str]) -> None:
         """Begin an exchange, or begin it again."""
         self.exchange, self.phase, self.clients = exchange, phase, tuple(clients)
-        self._coming, self._sent, self._measures = {}, {}, {}
+        self._coming, self._sent, self._limits = {}, {}, {}
+        self.memories = _copied(self._final)
 
     def download(self, client: str, message: Message) -> Message:
         """Return what is sent in place of a download; the same message within an exchange."""
-        if not self.pipeline.stages:
+        if not self.pipeline.active:
             return message
         if client not in self._sent:
             old = self.links.get(client, Link())
@@ -110,18 +153,21 @@ class ServerTransforms:
             if self.pipeline.down:  # as the client decodes it
                 about = self._about(client, "down", old.copied())
                 new.received = self.pipeline.decode(groups, old.received, about)
+                names = ", ".join(repr(s.transform.name) for s in self.pipeline.acting("down"))
+                failing = f"The transforms {names} failed: a decoded download has"
+                check_alike(failing, new.received, shapes_of(message.groups))
             told = {
                 s.transform.name: s.call(
                     "tell", self.phase, client, self.clients, self.memories[s.key]
                 )
-                for s in self.pipeline.stages
+                for s in self.pipeline.having("tell")
             }
             values = {name: value for name, value in told.items() if value is not None}
             sent = replace(message, groups=groups, values={**message.values, **values})
             self._sent[client] = sent
         return self._sent[client]
 
-    def upload(self, client: str, upload: Message, download: Groups) -> Message:
+    def upload(self, client: str, upload: Message, download: Message) -> Message:
         """Return an upload as the client's side of the method made it.
 
         Args:
@@ -132,10 +178,11 @@ class ServerTransforms:
         Raises:
             MessageError: if a transform cannot decode what arrived.
         """
-        if not self.pipeline.stages:
+        if not self.pipeline.active:
             return upload
+        self.download(client, download)  # an exchange that began again has sent nothing yet
         coming, memories = self._coming[client], self.links.get(client, Link()).copied()
-        reference = coming.received if self.pipeline.down else download
+        reference = coming.received if self.pipeline.down else download.groups
         about = self._about(client, "up", memories)
         groups = self.pipeline.decode(upload.groups, reference, about)
         coming.memories |= {k: m for k, m in memories.items() if k.endswith(".up")}
@@ -147,6 +194,7 @@ class ServerTransforms:
         Raises:
             MessageError: if the answer is wrong.
         """
+        self.download(client, Message())  # an exchange that began again has sent nothing yet
         stage = self.pipeline.stage_of(self.phase)
         answer, memory = message.values.get(stage.transform.name), self.memories[stage.key]
         stage.call("collect", self.phase, client, answer, memory, error=MessageError)
@@ -155,42 +203,117 @@ class ServerTransforms:
         """Return what the run's reduction makes of uploads."""
         stage = self.pipeline.reduction
         assert stage is not None, "the run has one"
-        groups = stage.call("reduce", contributions, self.clients, self.memories[stage.key])
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+
+        def seen() -> Iterator[Contribution]:
+            for contribution in contributions:
+                for group, own in shapes_of(contribution.groups).items():
+                    shapes.setdefault(group, {}).update(own)
+                yield contribution
+
+        stream = seen()
+        groups = stage.call("reduce", stream, self.clients, self.memories[stage.key])
+        deque(stream, maxlen=0)  # every upload counts, whether it was looked at or not
         check_finite(stage, "reduce", groups)
+        check_alike(failure(stage.transform, "reduce", "returned"), groups, shapes)
         return groups
 
-    def measure(self, client: str, upload: Message) -> None:
-        """Let transforms measure a decoded upload."""
-        for stage in self.pipeline.stages:
-            measures = self._measures.setdefault(stage.key, {})
-            measures[client] = stage.call("measure", upload.groups)
+    def measure(self, client: str, upload: Message, reference: Groups) -> dict[str, Any]:
+        """Return what transforms must know of a decoded upload, by transform.
 
-    def refuse(self, clients: Collection[str]) -> dict[str, str]:
-        """Return which of these clients' uploads transforms refuse, and why."""
+        Args:
+            client: who sent it.
+            upload: the decoded upload.
+            reference: by group, the parameters that the client started the round from.
+        """
+        return {
+            stage.key: stage.call("measure", upload, reference, self._known(stage.key, client))
+            for stage in self.pipeline.having("measure", "refuse", "figures")
+        }
+
+    def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Set the limits of an exchange's uploads; return the clients that are excluded, and why.
+
+        Args:
+            measures: what `measure` returned, by client.
+        """
         refused: dict[str, str] = {}
-        for stage in self.pipeline.stages:
-            measures = self._measures.get(stage.key, {})
-            here = {client: measures[client] for client in sorted(clients)}
-            refused |= stage.call("refuse", here)
+        self._limits = {}
+        for stage in self.pipeline.having("refuse"):
+            verdicts = stage.call_for(Mapping, "refuse", _of(stage.key, measures))
+            for client, verdict in verdicts.items():
+                if isinstance(verdict, str):
+                    refused[client] = verdict
+                else:
+                    self._limits.setdefault(client, {})[stage.key] = verdict
         return refused
 
+    def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
+        """Return an upload within the limits of the exchange.
+
+        Args:
+            client: who sent it.
+            upload: the decoded upload.
+            reference: returns the parameters that a client started the round from, by group.
+        """
+        if limits := self._limits.get(client):
+            start = reference(client)
+            for stage in self.pipeline.stages:
+                if stage.key in limits:
+                    limit = limits[stage.key]
+                    upload = stage.call_for(Message, "bounded", client, upload, start, limit)
+        return upload
+
+    def weight(self, client: str, upload: Message) -> float:
+        """Return a client's weight in the mean.
+
+        Raises:
+            MessageError: if a transform refuses it.
+        """
+        weight = 1.0
+        for stage in self.pipeline.having("weight"):
+            known = self._known(stage.key, client)
+            own = stage.call_for(float, "weight", client, upload, known)
+            if not 0 < own < math.inf:
+                raise stage.failure("weight", f"returned {own}, which is not positive and finite.")
+            weight *= own
+        return weight
+
+    def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
+        """Yield what is recorded of an exchange's uploads: the client, the metric and its value."""
+        for stage in self.pipeline.having("figures"):
+            figures = stage.call_for(Mapping, "figures", _of(stage.key, measures))
+            for client, metrics in figures.items():
+                for name, value in metrics.items():
+                    yield client, name, value
+
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
-        """Return what takes the place of a mean."""
-        for stage in self.pipeline.stages:
-            mean = stage.call("on_mean", mean, before, self.memories[stage.key])
-            check_finite(stage, "on_mean", mean)
+        """Return what takes the place of a mean. Call it once for a round that counts."""
+        for stage in self.pipeline.having("on_mean"):
+            after = stage.call("on_mean", mean, before, self.memories[stage.key])
+            check_groups(stage, "on_mean", after)
+            failing = failure(stage.transform, "on_mean", "returned")
+            check_alike(failing, after, shapes_of(mean))
+            mean = after
         return mean
 
     def commit(self, counted: Iterable[str]) -> None:
-        """Make final what is remembered of the clients whose uploads count."""
-        if self.pipeline.stages:
+        """Make final what is remembered, and for each client whose upload counts."""
+        self._final = self.memories
+        if self.pipeline.active:
             self.links |= {client: self._coming[client] for client in counted}
 
     def leave(self, client: str) -> None:
         """Forget a client."""
         self.links.pop(client, None)
-        memories = {k: m.state().without(client) for k, m in self.memories.items()}
-        self.memories = {key: Memory.of(state) for key, state in memories.items()}
+        for clients in self._joined.values():
+            clients.pop(client, None)
+        memories = {k: m.state().without(client) for k, m in self._final.items()}
+        self._final = {key: Memory.of(state) for key, state in memories.items()}
+        self.memories = _copied(self._final)
+
+    def _known(self, stage: str, client: str) -> Any:
+        return self._joined.get(stage, {}).get(client)
 
     def _about(self, client: str, way: Way, memories: Memories) -> About:
         return About(client, self.exchange, self.pipeline.exchanges, way, memories)
@@ -209,7 +332,7 @@ class ServerTransforms:
     def restore(self, state: State) -> None:
         """Restore a state returned by `state()`."""
         own = state.parts["own"].parts
-        self.memories = {key: Memory.of(part) for key, part in own.items()}
+        self.memories = self._final = {key: Memory.of(part) for key, part in own.items()}
         self.links = {
             client: Link({key: Memory.of(p) for key, p in link.parts.items()}, link.groups)
             for client, link in state.parts["clients"].parts.items()
@@ -220,8 +343,17 @@ def _divided(
     pipeline: Pipeline, values: Mapping[str, Json]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
     """Divide the values of a download into those of transforms and those of the method."""
-    names = {stage.transform.name for stage in pipeline.stages}
+    names = {stage.transform.name for stage in pipeline.having("tell")}
     return (
         {name: value for name, value in values.items() if name in names},
         {name: value for name, value in values.items() if name not in names},
     )
+
+
+def _of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what one transform measured, by client."""
+    return {client: measures[client][stage] for client in sorted(measures)}
+
+
+def _copied(memories: Mapping[str, Memory]) -> Memories:
+    return {key: memory.copied() for key, memory in memories.items()}

@@ -9,48 +9,69 @@ FedAvgM (Hsu et al., arXiv 1909.06335) and FedAdagrad, FedYogi and FedAdam (Redd
 m begins as 0 and v as tau^2. A tensor that nobody held in a round keeps its value and its moments.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from coterie.aggregation.spec import ServerOptimiserSpec
+from coterie.aggregation.transform import Memory, Transform, TransformFacts
 from coterie.errors import CoterieError
-from coterie.messages import Groups, State
+from coterie.messages import Groups
+from coterie.messages.schema import Reduce
 
 
-class ServerOptimiser:
-    """The moments of everything that is averaged, in float64 on the CPU."""
+class ServerOptimiser(Transform):
+    """The server steps towards a round's mean; moments are in float64 on the CPU."""
 
-    def __init__(self, spec: ServerOptimiserSpec) -> None:
-        self.spec = spec
-        self.moments: dict[str, dict[str, dict[str, Tensor]]] = {}
-        """By group: `m`, and with the adaptive optimisers `v`, by tensor."""
+    name: ClassVar[str] = "server_optimiser"
+    summary: ClassVar[str] = "the server steps towards the mean of uploads"
+    reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
-    def stepped(self, mean: Groups, before: Groups) -> dict[str, dict[str, Tensor]]:
-        """The parameters after the step, float32, for all tensors of `before` with a mean; other
-        means as they are. Call it once per round. Raises CoterieError if `before` is empty.
+    optimiser: ServerOptimiserSpec
+    """optimiser, by its name or as a mapping of `name` and settings"""
+
+    def check(self, run: TransformFacts) -> None:
+        """Refuse a method without a mean."""
+        if not run.schema.reduced("mean"):
+            raise CoterieError(
+                f"aggregation.optimiser has no effect with the method {run.method!r}, in which "
+                "the server takes no mean; remove it."
+            )
+
+    def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> dict[str, dict[str, Tensor]]:
+        """Return the parameters after the step, and means that replace no parameters as they are.
+
+        `memory` holds the moments: the groups `m.GROUP`, and with the adaptive optimisers
+        `v.GROUP`.
+
+        Raises:
+            CoterieError: if the mean replaces no parameters.
         """
-        found = {group: dict(tensors) for group, tensors in mean.items()}
-        steps = [(g, n) for g, tensors in found.items() for n in tensors if n in before.get(g, {})]
         if not any(before.values()):
             raise CoterieError(
                 "aggregation.optimiser has no effect: the server replaces no parameters by their "
                 "mean; remove it."
             )
-        for group, name in steps:
-            x = before[group][name].detach().to("cpu", torch.float64)
-            step = self._step(group, name, found[group][name].to(torch.float64) - x)
-            found[group][name] = (x + step).to(torch.float32)
+        found = {group: dict(tensors) for group, tensors in mean.items()}
+        for group, tensors in found.items():
+            moments = {kind: dict(memory.groups.get(f"{kind}.{group}", {})) for kind in "mv"}
+            for name in [name for name in tensors if name in before.get(group, {})]:
+                x = before[group][name].detach().to("cpu", torch.float64)
+                step = self._step(moments, name, tensors[name].to(torch.float64) - x)
+                tensors[name] = (x + step).to(torch.float32)
+            memory.groups |= {f"{kind}.{group}": of for kind, of in moments.items() if of}
         return found
 
-    def _step(self, group: str, name: str, delta: Tensor) -> Tensor:
-        """What a tensor changes by; `delta` is its pseudo-gradient, turned round."""
-        spec, moments = self.spec, self.moments.setdefault(group, {"m": {}})
+    def _step(self, moments: dict[str, dict[str, Tensor]], name: str, delta: Tensor) -> Tensor:
+        """Return what a tensor changes by; `delta` is its pseudo-gradient, turned round."""
+        spec = self.optimiser
         m = spec.momentum * moments["m"].get(name, torch.zeros_like(delta))
         if spec.name == "fedavgm":
             m = moments["m"][name] = m + delta
             return spec.rate * m
         m = moments["m"][name] = m + (1 - spec.momentum) * delta
-        v = moments.setdefault("v", {}).get(name, torch.full_like(delta, spec.tau**2))
+        v = moments["v"].get(name, torch.full_like(delta, spec.tau**2))
         square = delta.square()
         match spec.name:
             case "fedadagrad":
@@ -61,14 +82,3 @@ class ServerOptimiser:
                 v = spec.beta2 * v + (1 - spec.beta2) * square
         moments["v"][name] = v
         return spec.rate * m / (v.sqrt() + spec.tau)
-
-    def state(self) -> State:
-        """The moments, by group."""
-        return State(parts={group: State(moments) for group, moments in self.moments.items()})
-
-    def restore(self, state: State) -> None:
-        """Take back what `state` gave."""
-        self.moments = {
-            group: {kind: dict(tensors) for kind, tensors in part.groups.items()}
-            for group, part in state.parts.items()
-        }

@@ -7,24 +7,42 @@ the next exchange begins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from coterie.aggregation.transform import (
     Context,
     Memory,
     Reduction,
     Transform,
+    encoded_schema,
+    failure,
+    run_hook,
 )
 from coterie.errors import CoterieError
-from coterie.messages import Field, Groups, Json, MessageError, Schema, Tensors
+from coterie.messages import (
+    Field,
+    Groups,
+    Json,
+    MessageError,
+    Schema,
+    Shapes,
+    Tensors,
+    check_shapes,
+)
 from coterie.messages.message import is_finite
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
 
+T = TypeVar("T")
 Memories = dict[str, Memory]
 """What one side remembers of one client, by transform and way."""
+ON_CLIENT = ("encode", "decode", "answer")
+ON_SERVER = ("encode", "decode", "tell", "collect", "reduce", "on_mean")
+"""The hooks that can remember something, by where they work."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +57,27 @@ class Stage:
     encoded: frozenset[str]
     """The groups that these become on the wire."""
 
+    def has(self, *hooks: str) -> bool:
+        """Return whether the transform has one of these hooks of its own."""
+        kind = type(self.transform)
+        return any(
+            getattr(kind, hook, None) is not getattr(Transform, hook, None) for hook in hooks
+        )
+
     def call(self, hook: str, *args: Any, error: type[CoterieError] = CoterieError) -> Any:
         """Return what a hook returns; whatever it raises becomes one sentence."""
-        try:
-            return getattr(self.transform, hook)(*args)
-        except CoterieError:
-            raise
-        except Exception as cause:
-            kind = type(cause).__name__
-            raise error(f"{self}: {hook} raised {kind}: {cause}") from cause
+        return run_hook(self.transform, hook, *args, error=error)
 
-    def __str__(self) -> str:
-        """The transform in an error message."""
-        return f"The transform {self.transform.name!r} failed"
+    def call_for(self, kind: type[T], hook: str, *args: Any) -> T:
+        """Return what a hook returns, which must be of this kind."""
+        found = self.call(hook, *args, error=MessageError)
+        if not isinstance(found, kind):
+            raise self.failure(hook, f"returned {type(found).__name__}, not a {kind.__name__}.")
+        return found
+
+    def failure(self, hook: str, what: str) -> CoterieError:
+        """Return an error that says what a hook has done wrong."""
+        return CoterieError(failure(self.transform, hook, what))
 
 
 class Pipeline:
@@ -67,24 +93,31 @@ class Pipeline:
         self.exchanges = exchanges
         self.stages: list[Stage] = []
         for i, transform in enumerate(transforms):
-            plain = frozenset(transform.covered(schema))
-            after = _with_values(transform, transform.schema(schema))
+            plain = frozenset(run_hook(transform, "covered", schema))
+            after = encoded_schema(transform, schema)
             added = _groups_of(after) - _groups_of(schema)
-            self.stages.append(Stage(f"{i}-{transform.name}", transform, plain, plain | added))
-            schema = after
+            stage = Stage(f"{i}-{transform.name}", transform, plain, plain | added)
+            self.stages.append(stage)
+            schema = _with_values(stage, after)
         self.schema = schema
         """What may be on the wire."""
         self.reduction = next((s for s in self.stages if isinstance(s.transform, Reduction)), None)
         self.down = any(stage.transform.downloads for stage in self.stages)
         """Whether downloads are encoded."""
+        self.active = any(stage.plain or stage.has("tell") for stage in self.stages)
+        """Whether messages are sent otherwise than the method makes them, declared values apart."""
+
+    def having(self, *hooks: str) -> list[Stage]:
+        """Return the stages whose transforms have one of these hooks."""
+        return [stage for stage in self.stages if stage.has(*hooks)]
 
     def acting(self, way: Way) -> list[Stage]:
         """Return the stages that encode payloads of a way."""
-        return [s for s in self.stages if way == "up" or s.transform.downloads]
+        return [s for s in self.stages if s.plain and (way == "up" or s.transform.downloads)]
 
     def stage_of(self, phase: str) -> Stage:
         """Return the stage whose transform has a phase of its own."""
-        return next(s for s in self.stages if phase in (*s.transform.before, *s.transform.after))
+        return next(s for s in self.stages if phase in s.transform.before)
 
     def encode(self, groups: Groups, reference: Groups, about: "About") -> Groups:
         """Return what is sent in place of a message's groups.
@@ -151,14 +184,21 @@ class About:
         return Context(self.client, *rest)
 
 
-def _with_values(transform: Transform, schema: Schema) -> Schema:
-    """Return a schema with the values that a transform tells and answers."""
-    value, kind = Field(transform.name, transform.summary, "json"), type(transform)
-    if kind.tell is not Transform.tell:
-        schema = replace(schema, down=(*schema.down, value))
-    if kind.answer is not Transform.answer:
-        schema = replace(schema, up=(*schema.up, value))
-    return schema
+def _with_values(stage: Stage, schema: Schema) -> Schema:
+    """Return a schema with the values that a transform declares, tells and answers."""
+    value = Field(stage.transform.name, stage.transform.summary, "json")
+
+    def added(fields: Sequence[Field], *hooks: str) -> tuple[Field, ...]:
+        if not stage.has(*hooks):
+            return tuple(fields)
+        others = (f for f in fields if (f.name, f.dtype) != (value.name, "json"))
+        return (*others, value)  # some methods have the value, too
+
+    return Schema(
+        added(schema.hello, "declare"),
+        added(schema.up, "declare", "answer"),
+        added(schema.down, "tell"),
+    )
 
 
 def _groups_of(schema: Schema) -> set[str]:
@@ -183,13 +223,44 @@ def _moved(groups: Groups, names: frozenset[str], reference: Groups, sign: int) 
     return moved
 
 
+def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
+    """Raise CoterieError unless a hook returned tensors by group and name."""
+    if not (
+        isinstance(groups, Mapping)
+        and all(
+            isinstance(tensors, Mapping) and all(isinstance(t, Tensor) for t in tensors.values())
+            for tensors in groups.values()
+        )
+    ):
+        what = f"returned {type(groups).__name__}, not tensors by group and name."
+        raise stage.failure(hook, what)
+
+
 def check_finite(stage: Stage, hook: str, groups: Groups) -> None:
     """Raise CoterieError unless a hook returned groups of finite tensors."""
-    try:
-        finite = all(is_finite(t) for tensors in groups.values() for t in tensors.values())
-    except (AttributeError, TypeError):
-        raise CoterieError(
-            f"{stage}: {hook} returned {type(groups).__name__}, not tensors by group and name."
-        ) from None
-    if not finite:
-        raise CoterieError(f"{stage}: {hook} returned values that are not finite.")
+    check_groups(stage, hook, groups)
+    if not all(is_finite(t) for tensors in groups.values() for t in tensors.values()):
+        raise stage.failure(hook, "returned values that are not finite.")
+
+
+def check_alike(failing: str, groups: Groups, expected: Mapping[str, Shapes]) -> None:
+    """Raise CoterieError unless groups have tensors of the expected names and shapes.
+
+    Args:
+        failing: the start of the sentence, up to what was returned.
+        groups: tensors, by group and name.
+        expected: shapes, by group and name.
+    """
+    for group in sorted(groups.keys() | expected.keys()):
+        try:
+            check_shapes(groups.get(group, {}), expected.get(group, {}))
+        except MessageError as error:
+            raise CoterieError(f"{failing} other tensors in {group!r}: {error}") from error
+
+
+def shapes_of(groups: Groups) -> dict[str, Shapes]:
+    """Return the shape of each tensor, by group and name."""
+    return {
+        group: {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for group, tensors in groups.items()
+    }

@@ -14,8 +14,14 @@ from coterie.registry import Registry
 if TYPE_CHECKING:
     from coterie.aggregation.transform import Transform
 
-OWN = {"median": "Median", "trimmed_mean": "TrimmedMean"}
-"""The package's own: by name, the class in reductions.py."""
+OWN = {
+    "bounds": "bounds:Bounds",
+    "median": "reductions:Median",
+    "server_optimiser": "optimiser:ServerOptimiser",
+    "tokens": "weights:TokenWeights",
+    "trimmed_mean": "reductions:TrimmedMean",
+}
+"""The package's own: by name, the file and the class."""
 
 
 def register(kind: Any) -> Any:
@@ -46,7 +52,8 @@ def register(kind: Any) -> Any:
 
 
 def _builtin(name: str) -> "type[Transform]":
-    return getattr(import_module("coterie.aggregation.reductions"), OWN[name])
+    file, kind = OWN[name].split(":")
+    return getattr(import_module(f"coterie.aggregation.{file}"), kind)
 
 
 TRANSFORMS: "Registry[type[Transform]]" = Registry(

@@ -92,13 +92,11 @@ class TransformSpec(BaseModel):
         return {"name": self.name, **self.settings}
 
 
-class AggregationSpec(BaseModel):
-    """Section `aggregation` of a run file: how uploads become one."""
+class BoundsSpec(BaseModel):
+    """Keys that bound uploads, each by a multiple of the round's median."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weights: Literal["uniform", "tokens"] = "uniform"
-    """weights of clients in means: equal, or by training tokens"""
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest change of an upload's parameters since the download, as a multiple of the round's
     median; larger ones are excluded from the round, or scaled down if they are half of all; null:
@@ -109,6 +107,13 @@ class AggregationSpec(BaseModel):
     largest_weight: float | None = Field(default=100.0, ge=1)
     """largest weight of a client, as a multiple of the round's median, with `weights: tokens`;
     null: unlimited"""
+
+
+class AggregationSpec(BoundsSpec):
+    """Section `aggregation` of a run file: how uploads become one."""
+
+    weights: Literal["uniform", "tokens"] = "uniform"
+    """weights of clients in means: equal, or by training tokens"""
     transforms: tuple[TransformSpec, ...] = ()
     """transforms of uploads, downloads and means, in the order in which they encode: names, or
     mappings of `name` and settings"""

@@ -22,7 +22,7 @@ reverse one. A complete transform, which sends updates in half precision::
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -113,7 +113,6 @@ class TransformFacts:
     method: str
     schema: Schema
     """What the method may send."""
-    weights: Literal["uniform", "tokens"]
     exchanges: int
 
 
@@ -135,7 +134,7 @@ class Transform(BaseModel):
     summary: ClassVar[str]
     """What it does, in one line."""
     reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
-    """The reductions of the fields of uploads that it covers."""
+    """The reductions of the fields of uploads that it covers; none: it encodes nothing."""
     private: ClassVar[bool] = False
     """Whether it promises privacy: it then refuses a method that uploads floating-point numbers
     which it does not cover."""
@@ -145,8 +144,6 @@ class Transform(BaseModel):
     """Whether one upload cannot be decoded alone, as only the mean has a meaning."""
     before: ClassVar[tuple[str, ...]] = ()
     """Phases of a round before training, each with one download and one upload of its own."""
-    after: ClassVar[tuple[str, ...]] = ()
-    """Phases of a round after training."""
     least: ClassVar[int] = 1
     """The least number of clients whose uploads it can reduce."""
 
@@ -180,7 +177,7 @@ class Transform(BaseModel):
                 f"The transform {self.name!r} needs at least {self.least} clients, and the run has "
                 f"{len(run.clients)}."
             )
-        if not self.covered(run.schema):
+        if self.reductions and not self.covered(run.schema):
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, whose "
                 "uploads contain nothing that it covers; remove it."
@@ -234,12 +231,62 @@ class Transform(BaseModel):
         not count in the exchange.
         """
 
-    def measure(self, update: Groups) -> Any:
-        """Return whatever `refuse` must know of an upload."""
+    def declare(self, tokens: int) -> Json:
+        """Return what a client declares when it joins and with every upload; None: nothing.
+
+        Args:
+            tokens: number of the client's training tokens.
+        """
         return None
 
-    def refuse(self, measures: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the clients whose uploads do not count in this exchange, and why."""
+    def join(self, client: str, hello: Message) -> Any:
+        """Return whatever the server must know of a client that joins.
+
+        Args:
+            client: who joins.
+            hello: the client's first message; it has what the client declares.
+
+        Raises:
+            MessageError: if the message is wrong; the client then does not join.
+        """
+        return None
+
+    def measure(self, upload: Message, reference: Groups, joined: Any) -> Any:
+        """Return whatever `refuse` and `figures` must know of an upload.
+
+        Args:
+            upload: the decoded upload.
+            reference: by group, the parameters that the client started the round from.
+            joined: what `join` returned for the client.
+        """
+        return None
+
+    def refuse(self, measures: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the clients whose uploads do not count in this exchange as they are.
+
+        Args:
+            measures: what `measure` returned for every upload of the exchange, by client.
+
+        Returns:
+            By client, a sentence that says why the upload does not count; or anything else that
+            `bounded` gets as the upload's limit.
+        """
+        return {}
+
+    def bounded(self, client: str, upload: Message, reference: Groups, limit: Any) -> Message:
+        """Return an upload within the limit that `refuse` has set; called only where it has."""
+        return upload
+
+    def weight(self, client: str, upload: Message, joined: Any) -> float:
+        """Return the client's weight in the mean; the weights of several transforms multiply.
+
+        Raises:
+            MessageError: if the upload must not count.
+        """
+        return 1.0
+
+    def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
+        """Return what is recorded of the exchange's uploads: metrics by client and name."""
         return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
@@ -249,6 +296,9 @@ class Transform(BaseModel):
             mean: the reduced uploads, by group and name.
             before: the server's parameters that the mean replaces.
             memory: what the server remembers.
+
+        Returns:
+            Tensors of the names and shapes of the mean.
         """
         return mean
 
@@ -270,6 +320,32 @@ class Reduction(Transform):
             memory: what the server remembers.
         """
         raise NotImplementedError
+
+
+def run_hook(
+    transform: Transform, hook: str, *args: Any, error: type[CoterieError] = CoterieError
+) -> Any:
+    """Return what a hook of a transform returns; whatever it raises becomes one sentence."""
+    try:
+        return getattr(transform, hook)(*args)
+    except CoterieError:
+        raise
+    except Exception as cause:
+        raise error(failure(transform, hook, f"raised {type(cause).__name__}: {cause}")) from cause
+
+
+def failure(transform: Transform, hook: str, what: str) -> str:
+    """Return the sentence on what a hook has done wrong."""
+    return f"The transform {transform.name!r} failed: {hook} {what}"
+
+
+def encoded_schema(transform: Transform, schema: Schema) -> Schema:
+    """Return what may be sent with a transform, given what may be sent without it."""
+    after = run_hook(transform, "schema", schema)
+    if not isinstance(after, Schema):
+        what = f"returned {type(after).__name__}, not a Schema."
+        raise CoterieError(failure(transform, "schema", what))
+    return after
 
 
 def digest_of(groups: Groups) -> str:

@@ -2,10 +2,11 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coterie.engines.runtime import TRANSFORMS
 from coterie.errors import CoterieError
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
@@ -87,9 +88,14 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return a state of a checkpoint without a client; optimisers' states contain only means."""
+    """Return a state of a checkpoint without a client."""
     if name == "server":
         return state.without(client)
+    if name == TRANSFORMS:  # each remembers something of clients
+        less = state.without(client)
+        return replace(
+            less, parts={n: _state_without(name, p, client) for n, p in less.parts.items()}
+        )
     if name == "engine":
         hellos = {n: hello for n, hello in state["hellos"].items() if n != client}
         stopped: Json = [n for n in state.values["stopped"] if n != client]

@@ -14,7 +14,6 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any, Generic, TypeVar
 
-from coterie.aggregation.mean import Rule, weighted_mean
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.clients import Clients
@@ -44,7 +43,6 @@ class Rounds(ServerPart, Generic[C]):
         folder: the run's folder.
         callbacks: what follows the run.
         own: what a server with a model of its own holds.
-        rule: what makes one of many uploads.
     """
 
     def __init__(
@@ -56,12 +54,11 @@ class Rounds(ServerPart, Generic[C]):
         folder: RunFolder,
         callbacks: Sequence[Callback] = (),
         own: Participant | None = None,
-        rule: Rule = weighted_mean,
     ) -> None:
         self.names = [p.name for p in participants]
         self.callbacks = callbacks
         recorder = Recorder(partial(_log, callbacks))  # without `self`: it would be a cycle
-        super().__init__(config, base.model, self.names, own, folder, recorder, rule)
+        super().__init__(config, base.model, self.names, own, folder, recorder)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """Clients whose upload did not count in the last round that they took part in."""

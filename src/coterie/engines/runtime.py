@@ -149,7 +149,7 @@ class ClientPart:
             if self.config.method.reports != "aggregated":
                 self.side.restore(trained)
         if self.keeper is not None:
-            self._score_kept(self.keeper.found or kept, round + 1)
+            self._score_kept(self.keeper.unsaved or kept, round + 1)
 
     def _diverged(self, what: str, round: int) -> Diverged:
         return Diverged(
@@ -167,12 +167,12 @@ class ClientPart:
     def states(self) -> Iterator[tuple[str, State | None]]:
         """What a checkpoint has of this client, by file; None: as the one before it."""
         state = self.side.state()
-        if self.aggregation.pipeline.stages:
+        if self.transforms.remembers:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
-            yield f"kept-{self.name}", self.keeper.found
-            self.keeper.found = None
+            yield f"kept-{self.name}", self.keeper.unsaved
+            self.keeper.unsaved = None
 
     def restore(self, state: State, kept: State | None) -> None:
         """Go back to a checkpoint: the client's state, and what it has of the best model."""
@@ -183,10 +183,12 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Keep in this client's folder what each test window scored, where models were scored, and
-        what the commonest answer scores.
+        """Write the scores of all test items, and of the commonest answer, to the client's folder.
 
-        It is neither logged nor sent.
+        They are neither logged nor sent. Nothing is written if no model was scored.
+
+        Args:
+            folder: The client's folder.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
@@ -243,7 +245,7 @@ class ClientPart:
             if name in parameters and not shared(parameters[name]):
                 raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
         tokens = len(self.participant.data.train.ids)
-        message = self.aggregation.sent(message, tokens)
+        message = self.transforms.declared(message, tokens)
         if way == "up":
             message = self.transforms.send(message, exchange)
         return self.schema.send(way, message)

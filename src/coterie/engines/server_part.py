@@ -1,11 +1,12 @@
 """The server's part of a run, wherever it works."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from coterie.aggregation.mean import HELD, Aggregation, Rule, weighted_mean
+from coterie.aggregation.mean import HELD, Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
@@ -30,7 +31,6 @@ class ServerPart:
         own: what a server with a model of its own holds.
         folder: the run's folder.
         recorder: records figures.
-        rule: what makes one of many uploads.
     """
 
     def __init__(
@@ -41,17 +41,16 @@ class ServerPart:
         own: Participant | None,
         folder: RunFolder,
         recorder: Recorder,
-        rule: Rule = weighted_mean,
     ) -> None:
         self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
-        self.aggregation = config.aggregating(rule)
+        self.aggregation = config.aggregating()
         self.schema = self.aggregation.schema
         log = partial(recorder.log, None)
         self.server = config.method.server(server_context(config, base, clients, own, log))
 
     def join(self, name: ClientId, hello: Message) -> None:
         """Let a client take part for which the server's side is prepared."""
-        self.aggregation.join(name, hello)
+        self.aggregation.transforms.join(name, hello)
         self.server.join(name, hello)
 
     def leave(self, name: ClientId) -> None:
@@ -83,19 +82,20 @@ class ServerPart:
             CoterieError: before anything is saved, if the aggregate is not finite.
         """
         transforms = self.aggregation.transforms
+        if transforms.phase == TRAIN:
+            self._end_round(mean)
         transforms.commit(counted)
-        trained = transforms.phase == TRAIN
         transforms.begin(transforms.exchange + 1, TRAIN, ())
-        if not trained:
-            return
+
+    def _end_round(self, mean: Message) -> None:
         unusable = CoterieError(
             f"The aggregate of round {self.server.exchange + 1} is not finite, and has not been "
             "saved; see which client's upload is too large, and continue without it, or from an "
             "earlier round."
         )
         try:
-            stepped = self.aggregation.stepped(mean, self.server.replaces())
-            self.server.end_round(stepped, mean.values[HELD])
+            groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())
+            self.server.end_round(replace(mean, groups=groups), mean.values[HELD])
             finite = all(state.is_finite() for _, state in self.states())
         except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
             raise unusable from error
@@ -118,18 +118,14 @@ class ServerPart:
     def states(self) -> Iterator[tuple[str, State]]:
         """Yield what the server must keep of a round, by the names in a checkpoint."""
         yield "server", self.server.state()
-        if self.aggregation.pipeline.stages:
+        if self.aggregation.transforms.memories:
             yield TRANSFORMS, self.aggregation.transforms.state()
-        if self.aggregation.optimiser is not None:
-            yield "optimiser", self.aggregation.optimiser.state()
 
     def restore(self) -> None:
         """Take the server back to the newest checkpoint."""
         self.server.restore(self.folder.load("server"))
-        if self.aggregation.pipeline.stages:
+        if self.aggregation.transforms.memories:
             self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
-        if self.aggregation.optimiser is not None:
-            self.aggregation.optimiser.restore(self.folder.load("optimiser"))
 
 
 def contribution(
@@ -140,7 +136,7 @@ def contribution(
     Raises MessageError if it is not what it should be.
     """
     upload = decoded(server, aggregation, name, upload)
-    upload = aggregation.bounded(name, upload, server.reference)
+    upload = aggregation.transforms.bounded(name, upload, server.reference)
     found = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
     return found
@@ -148,6 +144,6 @@ def contribution(
 
 def decoded(server: ServerSide, aggregation: Aggregation, name: str, upload: Message) -> Message:
     """Return an upload as the client's side of the method made it."""
-    if not aggregation.pipeline.stages:
+    if not aggregation.pipeline.active:
         return upload
-    return aggregation.transforms.upload(name, upload, server.download(name).groups)
+    return aggregation.transforms.upload(name, upload, server.download(name))

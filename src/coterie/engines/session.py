@@ -16,10 +16,10 @@ from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
+from coterie.federation.checks import check
 from coterie.federation.participants import (
     Federation,
     Participant,
-    check,
     described_templates,
     gathered,
 )

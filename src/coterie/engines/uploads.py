@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
-from coterie.aggregation.bounds import Measure, figures
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.engines.server_part import contribution, decoded
@@ -13,7 +13,7 @@ from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message, MessageError
 from coterie.messages.envelope import FAULT_MESSAGES
-from coterie.messages.names import CHANGE, LEFT_OUT
+from coterie.messages.names import LEFT_OUT
 from coterie.methods.contract import ServerSide
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import Recorder
@@ -42,7 +42,8 @@ class Uploads:
         self.diverged: set[str] = set()
         """Excluded clients that have no upload because they diverged."""
         self.asked_again: set[str] = set()
-        self._measures: dict[str, Measure] = {}
+        self._measures: dict[str, dict[str, Any]] = {}
+        """What transforms know of each upload, by client and transform."""
         self._places: dict[str, tuple[int, int]] = {}
         """Where each upload begins in the file, and how long it is."""
         with writing(folder):
@@ -74,14 +75,14 @@ class Uploads:
         self._places[name] = start, len(body)
 
     def _measured(self, name: str, message: Message) -> bool:
-        """Measure an upload; return whether it could be decoded."""
+        """Measure an upload; return whether it could be decoded and measured."""
         try:
             message = decoded(self.server, self.aggregation, name, message)
+            reference = self.server.reference(name)
+            self._measures[name] = self.aggregation.transforms.measure(name, message, reference)
         except CoterieError as error:
             self._refuse(name, error)
             return False
-        reference = self.server.reference(name)
-        self._measures[name] = self.aggregation.measure(name, message, reference)
         return True
 
     def _compact(self) -> int:
@@ -139,8 +140,8 @@ class Uploads:
 
     def record(self, recorder: Recorder) -> None:
         """Record the figures of the round's uploads, and which were excluded, and why."""
-        for name, found in figures(self._measures).items():
-            recorder.log(name, CHANGE, found)
+        for name, metric, value in self.aggregation.transforms.figures(self._measures):
+            recorder.log(name, metric, value)
         for name, why in sorted(self.refused.items()):
             recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
 
@@ -160,7 +161,7 @@ class Uploads:
         return Message(round)
 
     def _contributions(self) -> Iterator[Contribution]:
-        self.refused |= self.aggregation.left_out(self._measures)
+        self.refused |= self.aggregation.transforms.refuse(self._measures)
         for name in self.counted:
             try:
                 found = contribution(self.server, self.aggregation, name, self.message(name))

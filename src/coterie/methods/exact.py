@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum, product_norm
-from coterie.aggregation.mean import TOKENS
+from coterie.aggregation.weights import TOKENS
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Message, Schema, Shapes, Tensors
 

@@ -18,7 +18,7 @@ from typing_extensions import TypeVar
 
 from coterie.adapters import Parameter, pairs_of
 from coterie.aggregation.low_rank import LowRankSum
-from coterie.aggregation.mean import TOKENS
+from coterie.aggregation.weights import TOKENS
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
