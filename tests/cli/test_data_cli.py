@@ -53,8 +53,10 @@ def test_sizes_and_copies_by_client_and_split(run_file, tmp_path) -> None:
     assert set(rows) == {
         f"{n} {s}" for n in ("ann", "ben") for s in ("train", "validation", "test")
     }
-    assert "left out: 1." in " ".join(out.split())
-    assert re.search("ann test 4 is ben train 10: This is what ann wrote for test on day 3.", out)
+    assert "Excluded empty records: 1." in " ".join(out.split())
+    assert re.search(
+        "ann test 4 duplicates ben train 10: This is what ann wrote for test on day 3.", out
+    )
     assert max(map(len, out.splitlines()[:12])) <= 80
     found = json.loads((tmp_path / "found.json").read_text())
     by_split = {(s["client"], s["split"]): s for s in found["splits"]}

@@ -126,7 +126,7 @@ def _examples(quality: Quality) -> None:
 
     for _, copies in groupby(sorted(quality.copies, key=kind), key=kind):
         for copy in list(copies)[:EXAMPLES]:
-            relation = "duplicates" if copy.exact else "nearly duplicates"
+            relation = "duplicates" if copy.exact else "is a near duplicate of"
             text = " ".join(copy.text.split())
             short = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
             terminal.say(f"{_place(copy.place)} {relation} {_place(copy.original)}: {short}")

@@ -112,16 +112,37 @@ class Metric:
         return "Higher is better." if self.higher else "Lower is better."
 
     def shown(self, value: float) -> float:
-        """Return a value in the unit of tables and plots: shares in per cent."""
+        """Convert a value to the unit of tables and plots.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            The value, for shares in per cent.
+        """
         return 100 * value if self.share else value
 
     def cell(self, value: float) -> str:
-        """Format a value for a table: 12.34, 83.06 for a share of 0.8306, or 1e+304."""
+        """Format a value for a table.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            A text such as "12.34", "83.06" for a share of 0.8306, or "1e+304".
+        """
         shown = self.shown(value)
         return f"{shown:.{self.digits}f}" if shown < LONGEST else f"{shown:.3g}"
 
     def order(self, value: float) -> float:
-        """Return a sort key that places the best value first."""
+        """Return a sort key that places the best value first.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            The value, or its negative if higher values are better.
+        """
         return -value if self.higher else value
 
 
