@@ -36,19 +36,6 @@ def blocks(language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
 
 
-def page_commands() -> list[list[str]]:
-    """Arguments of every `coterie ...` that the page tells to run, also within the image."""
-    found = []
-    for line in "\n".join(blocks("sh")).splitlines():
-        words = shlex.split(line, comments=True)
-        if words[:1] == ["coterie"]:
-            found.append(words[1:])
-        elif words[:2] == ["docker", "run"]:
-            image = len(words) - words[::-1].index("coterie") - 1
-            found.append(words[image + 1 :])
-    return found
-
-
 def unit(path: Path) -> configparser.ConfigParser:
     parsed = configparser.ConfigParser(interpolation=None, strict=True)
     parsed.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,17 +97,6 @@ def test_a_wrong_command_would_be_noticed() -> None:
     for wrong in ("nothing", "server --nothing", "keys nothing", "client --server a:1", "keys add"):
         with pytest.raises((USAGE, KeyError)):
             parse(list(wrong.split()))
-
-
-@pytest.mark.parametrize("arguments", page_commands(), ids=" ".join)
-def test_the_cli_takes_the_commands_of_the_page(arguments: list[str]) -> None:
-    parse(arguments)
-
-
-def test_the_page_shows_both_roles_keys_and_the_image() -> None:
-    shown = page_commands()
-    assert {command[0] for command in shown} >= {"keys", "server", "client", "audit", "generate"}
-    assert sum(command[0] == "server" for command in shown) >= 2  # as it is, and in the image
 
 
 @pytest.mark.parametrize("text", inline_commands())

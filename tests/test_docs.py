@@ -7,6 +7,7 @@ import sys
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,8 +29,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 def test_the_page_shows_the_example_as_it_is() -> None:
     page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
-    first, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    first, *_, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert first == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    part = indent(part, "    ").replace("\n\n\n", "\n\n")  # two methods of a class
     assert part in (ROOT / "examples" / "rolora.py").read_text(encoding="utf-8")
 
 
@@ -64,15 +66,6 @@ def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
     page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
-
-
-def test_the_example_of_rounds_by_hand_runs(config) -> None:
-    page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
-    [code] = [code for code in page.split("```")[1::2] if "one_round" in code]
-    found: dict[str, Any] = {"config": config(method="fedavg", rounds=2)}
-    exec(code.replace('"anna"', '"poet"'), found)
-    assert found["run"].server.exchange == 2
-    assert "poet" in found["uploads"]
 
 
 def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:

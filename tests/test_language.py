@@ -18,7 +18,6 @@ from coterie.network.link import Link
 
 UNREAD = {
     "aggregation",
-    "cli",
     "data",
     "engines",
     "evaluation",
