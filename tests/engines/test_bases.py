@@ -289,7 +289,7 @@ def test_a_pooled_client_has_the_servers_base_and_the_public_part_too(divided) -
 
 
 def test_two_public_texts_are_refused(divided) -> None:
-    with pytest.raises(CoterieError, match="give one"):
+    with pytest.raises(CoterieError, match="both define a public set"):
         divided(data={"window": 60, "instructions": {}, "public": "poet.jsonl"})
 
 

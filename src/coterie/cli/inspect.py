@@ -62,7 +62,7 @@ def audit(
     file: RunFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show what a client sends and receives in a round, and what never leaves it, with sizes in bytes.
+    """Show what a client sends and receives in a round and what never leaves it, with its bytes.
 
     The fields are those that the method declares. Their sizes are measured on the messages of one
     short round. A client without a path, as in a deployment, gets a text of the demo.
