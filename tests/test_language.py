@@ -17,9 +17,7 @@ from coterie.methods.sides import ClientSide, ServerSide
 from coterie.network.link import Link
 
 UNREAD = {
-    "aggregation",
     "data",
-    "engines",
     "evaluation",
     "network",
 }
@@ -73,8 +71,6 @@ def test_a_method_is_documented_where_it_is_declared(package: str) -> None:
 
 Function = Callable[..., Any]
 CLASSES = [kind for kind in map(coterie.__getattr__, coterie.__all__) if inspect.isclass(kind)]
-UNDOCUMENTED = {"Reduction", "Transform"}
-"""Public classes whose methods still lack sections."""
 
 
 def methods(kind: type[Any]) -> Iterator[Function]:
@@ -89,8 +85,7 @@ def public_functions() -> Iterator[Function]:
     """Yield the functions and methods that users and authors of plugins call or override."""
     yield from (f for f in map(coterie.__getattr__, coterie.__all__) if inspect.isfunction(f))
     for kind in (*CLASSES, ClientSide, ServerSide, Link):
-        if kind.__name__ not in UNDOCUMENTED:
-            yield from methods(kind)
+        yield from methods(kind)
 
 
 def sections(docstring: str) -> dict[str, str]:

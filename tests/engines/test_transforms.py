@@ -227,17 +227,20 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ({"transforms": ["median", "trimmed_mean"]}, "several transforms that replace the mean"),
         ({"transforms": ["int8", "median", "int8"]}, "has 'int8' twice; keep one of them"),
         ({"transforms": ["median", "median"]}, "has 'median' twice"),
-        ({"transforms": ["tokens"], "weights": "tokens"}, "has 'tokens', which the keys weights"),
+        (
+            {"transforms": ["tokens"], "weights": "tokens"},
+            "has 'tokens', which is also configured by weights",
+        ),
         (
             {"transforms": ["bounds"], "largest_norm": None},
-            "has 'bounds', which the keys largest_change, largest_norm and largest_weight",
+            "has 'bounds', which is also configured by largest_change, largest_norm and ",
         ),
         (
             {
                 "transforms": [{"name": "server_optimiser", "optimiser": "fedadam"}],
                 "optimiser": "fedadam",
             },
-            "has 'server_optimiser', which the keys optimiser of aggregation name, too; keep one",
+            "has 'server_optimiser', which is also configured by optimiser in section aggregation",
         ),
         (
             {
@@ -249,8 +252,11 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ),
         ({"transforms": ["server_optimiser"]}, r"transforms\[0\].optimiser is missing"),
         ({"transforms": [{"name": "bounds", "largest_change": 0.5}]}, r"\[0\].largest_change"),
-        ({"transforms": ["masked_sum", "phased"]}, "The phase 'keys' of a round is of two"),
-        ({"transforms": ["trained"]}, "The phase 'train' of a round .* rename it"),
+        (
+            {"transforms": ["masked_sum", "phased"]},
+            "The phase 'keys' is declared by two transforms",
+        ),
+        ({"transforms": ["trained"]}, "The phase 'train' is declared .* rename it"),
         ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
         (
             {"transforms": [{"name": "failing", "hook": "schema"}]},
@@ -274,8 +280,8 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
     ("method", "transform", "why"),
     [
         ("local", "median", "has no effect with the method 'local'"),
-        ("pcl-2", "clipped_gaussian", "covers; remove it"),
-        ("pcl-2", "tokens", "in which the server takes no mean; remove it"),
+        ("pcl-2", "clipped_gaussian", "encodes; remove it"),
+        ("pcl-2", "tokens", "whose server averages no uploads; remove it"),
         (
             "fdlora",
             {"name": "server_optimiser", "optimiser": "fedadam"},

@@ -9,10 +9,11 @@ from typing import Any, cast
 from pydantic import field_serializer
 
 from coterie.aggregation.defaults import with_defaults
+from coterie.aggregation.hooks import run_hook
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.registry import TRANSFORMS
 from coterie.aggregation.spec import TransformSpec
-from coterie.aggregation.transform import TRAIN, Transform, run_hook
+from coterie.aggregation.transform import TRAIN, Transform
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of

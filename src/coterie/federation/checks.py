@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from coterie.aggregation.defaults import check_once
+from coterie.aggregation.hooks import encoded_schema, run_hook
 from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.transform import Reduction, TransformFacts, encoded_schema, run_hook
+from coterie.aggregation.transform import Reduction, TransformFacts
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
 from coterie.methods.contract import SERVER, RunFacts
