@@ -83,12 +83,10 @@ class DataKind(BaseModel):
         return self.chats
 
     def used(self) -> set[str]:
-        """Return the names of the record fields that the kind reads.
-
-        `coterie data` reports all other fields as unused.
+        """Return the record fields that the kind reads.
 
         Returns:
-            The names of the fields.
+            The names of the fields. `coterie data` reports all other fields as unused.
         """
         raise NotImplementedError
 
@@ -123,10 +121,10 @@ class DataKind(BaseModel):
         raise NotImplementedError
 
     def described(self) -> dict[str, Any]:
-        """Return the kind in the form of the run file's `data.kind`.
+        """Describe the kind as in a run file.
 
         Returns:
-            The name and the settings, as JSON values.
+            The value of the run file's key `data.kind`: a mapping of `name` and the settings.
         """
         return {"name": self.name, **self.model_dump(mode="json")}
 

@@ -118,7 +118,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            A share in per cent; any other value unchanged.
+            The value, for shares in per cent.
         """
         return 100 * value if self.share else value
 
@@ -129,7 +129,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The text of a cell: 12.34, 83.06 for a share of 0.8306, or 1e+304.
+            A text such as "12.34", "83.06" for a share of 0.8306, or "1e+304".
         """
         shown = self.shown(value)
         return f"{shown:.{self.digits}f}" if shown < LONGEST else f"{shown:.3g}"
@@ -141,7 +141,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The value, negated if higher values are better.
+            The value, or its negative if higher values are better.
         """
         return -value if self.higher else value
 
