@@ -204,37 +204,26 @@ def compare(
 ) -> Comparison:
     """Run several methods on the same data, and compare their scores.
 
-    The folder of a run has the hash of its configuration in its name. If `compare` is called
-    again, it reuses finished runs and continues an interrupted one. After each run, the tables are
-    written to compare.md and compare.json.
-
     Args:
-        config: A validated configuration, the plain data of a run file, or the path of a run file.
-            The runs have all its settings except `method` and `baselines`.
-        methods: Names of methods, or objects. A mapping gives the name of each row in the tables:
-            `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
-        seeds: The number of seeds; the first is the configuration's, and each is one more than the
-            one before.
+        config: The configuration, as in `run`; its method and baselines are not used.
+        methods: Names of methods, or objects. A mapping gives the name of each row in the tables,
+            such as `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
+        seeds: The number of consecutive seeds; the first is the configuration's.
         tune: Values to try by dotted key, such as `{"training.learning_rate": [1e-4, 1e-3]}`. Each
-            method runs with all combinations and the first seed; the combination with the best
-            score on validation text then runs with all seeds.
+            method uses the combination with the best validation score for the first seed.
         against: The row that the others are compared with; by default, the row with the best score.
-        out: The folder for runs and tables; by default, `runs/compare-NAME` with the name of the
-            configuration.
+        out: The folder for runs, compare.md and compare.json; by default, `runs/compare-NAME`.
+            Finished runs in it are reused, and an interrupted run is continued.
         callbacks: Objects whose hooks are called during all runs.
-        report: Called with a line of text for each run that begins and each warning.
+        report: Called with a line of text for each run and each warning.
 
     Returns:
         The results of all runs, with methods to tabulate them.
 
     Raises:
-        CoterieError: The configuration, a method or a value to try is invalid, `methods` is empty
-            or has two objects of one name, `against` is not a row, `out` is the folder of a run,
-            or training diverged.
+        CoterieError: An argument is invalid, `out` is the folder of a run, or training diverged.
     """
     config = _config(config)
-    if not methods:
-        raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
     rows = {name: config.with_method(method) for name, method in _named(methods).items()}
     check_against(against, rows)
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
@@ -251,9 +240,9 @@ def compare(
     for name, candidates in trials.items():
         if candidates:
             rows[name], tuned[name] = tuner.choose(cells, candidates, path)
-    split, metric = config.evaluation.split, config.evaluation.metric
     floors: list[dict[str, Any]] = []
     results: dict[str, list[dict[str, Any]]] = {}
+    split, metric = config.evaluation.split, config.evaluation.metric
     comparison = Comparison(config.name, results, split, metric, against, tuned, floors)
     for seed in range(config.seed, config.seed + seeds):
         floors.append(session.floor(config.model_copy(update={"seed": seed})))
@@ -297,6 +286,8 @@ def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]
 
 def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:
     """Return methods by the name of their row in the table."""
+    if not methods:
+        raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
     if isinstance(methods, Mapping):
         return dict(methods)
     named: dict[str, str | Method] = {}

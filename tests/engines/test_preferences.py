@@ -210,7 +210,7 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     nowhere = training | {"dpo": {"reference": str(tmp_path / "nowhere")}}
     with pytest.raises(CoterieError, match=r"nowhere is not the folder of a run"):
         joined(run(training=nowhere))
-    with pytest.raises(CoterieError, match=r"must have the same base"):
+    with pytest.raises(CoterieError, match="choose a run with the same base"):
         joined(run(base=other, training=training))
 
 
